@@ -26,13 +26,12 @@ from resilient_jax.checkpoint.messages import (
     ReadBoxesReply,
     ReadBoxesRequest,
     Reply,
-    Request,
     SaveReply,
     SaveRequest,
     VerifyReply,
     VerifyRequest,
 )
-from resilient_jax.checkpoint.storage_connection import StorageConnection
+from resilient_jax.checkpoint.storage_client import POLL_INTERVAL_S, ReplyWait, StorageClient
 from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 RecordEvent = Callable[..., object]
 """Takes an `EventKind` and details."""
 TIMEOUT_S: Final = 1800.0
-POLL_INTERVAL_S: Final = 0.1
 CLOSE_TIMEOUT_S: Final = 60.0
 """How long a save in flight may take after training has failed."""
 
@@ -58,14 +56,6 @@ class _SaveInFlight:
     started_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LoadWait:
-    """How long to wait for a load: the start, and a check that may end the wait early."""
-
-    since_s: float
-    check: Callable[[], None] | None
-
-
 class OrbaxStore:
     """The checkpoints in one directory, each in a folder named by its step.
 
@@ -78,8 +68,7 @@ class OrbaxStore:
     def __init__(self, directory: str | Path, max_to_keep: int, timeout_s: float = TIMEOUT_S) -> None:
         self._directory = Path(directory).absolute()
         self._keep = max_to_keep
-        self._timeout_s = timeout_s
-        self._connection: StorageConnection | None = None
+        self._client = StorageClient(timeout_s)
         self._copy = HostCopy()
         self._save_in_flight: _SaveInFlight | None = None
         self._failure: str | None = None
@@ -111,7 +100,7 @@ class OrbaxStore:
     @property
     def process_id(self) -> int | None:
         """The id of the storage process; None: it has not started yet, or has ended."""
-        return self._connection.pid if self._connection is not None else None
+        return self._client.process_id
 
     @property
     def is_saving(self) -> bool:
@@ -152,9 +141,9 @@ class OrbaxStore:
             leaves=leaves,
         )
         try:
-            self._connect().send(request, descriptor)
+            self._client.send(request, descriptor)
         except CheckpointFailed as error:
-            self._disconnect()
+            self._client.close()
             self._end_save(FailureReply(reason=str(error)), record_event)
         return True
 
@@ -212,13 +201,13 @@ class OrbaxStore:
             self.wait_until_finished(check=lambda: _check_deadline(deadline_s))
         except CheckpointFailed as error:
             logger.warning("checkpoints in %s: %s", self._directory, error)
-        self._disconnect()
+        self._client.close()
         self._copy.free()
 
     def _wait_save(self, note: RecordEvent, timeout_s: float) -> None:
         if self._save_in_flight is None:
             return
-        reply = self._receive(timeout_s, self._save_in_flight.started_s)
+        reply = self._client.receive(timeout_s, self._save_in_flight.started_s)
         if reply is not None:
             self._end_save(reply, note)
 
@@ -265,9 +254,9 @@ class OrbaxStore:
             StateError: it is complete, but of another state; names leaves.
         """
         self.wait_until_finished(check=check)
-        wait = _LoadWait(time.monotonic(), check)
+        wait = ReplyWait(time.monotonic(), check)
         try:
-            found = self._ask(VerifyRequest(folder=str(self.get_folder(step))), wait)
+            found = self._client.request(VerifyRequest(folder=str(self.get_folder(step))), wait)
             if not isinstance(found, VerifyReply):
                 raise _unreadable(found)
             if not found.has_digests:
@@ -281,7 +270,7 @@ class OrbaxStore:
             self._distrusted.add(step)
             raise CheckpointUnreadable(f"the checkpoint {self.get_folder(step)}: {error}") from error
 
-    def _read(self, step: int, arrays: Sequence[ArrayRead], wait: _LoadWait) -> list[np.ndarray | jax.Array]:
+    def _read(self, step: int, arrays: Sequence[ArrayRead], wait: ReplyWait) -> list[np.ndarray | jax.Array]:
         """Return the arrays, read batch by batch through one piece of memory."""
         size = max(map(count_bytes, split_into_batches(arrays)), default=0)
         descriptor = allocate_memory(size)
@@ -290,7 +279,7 @@ class OrbaxStore:
             placed: list[np.ndarray | jax.Array] = []
             for batch in split_into_batches(arrays):
                 boxes = [box for array in batch for box in array.boxes]
-                reply = self._ask(
+                reply = self._client.request(
                     ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=boxes), wait, descriptor
                 )
                 if not isinstance(reply, ReadBoxesReply):
@@ -300,49 +289,6 @@ class OrbaxStore:
             return placed
         finally:
             os.close(descriptor)
-
-    def _ask(self, request: Request, wait: _LoadWait, descriptor: int | None = None) -> Reply:
-        """Return the reply to a request. If the wait is interrupted, kill the process: it still owes the reply."""
-        try:
-            self._connect().send(request, descriptor)
-            while (reply := self._receive(POLL_INTERVAL_S, wait.since_s)) is None:
-                if wait.check is not None:
-                    wait.check()
-        except CheckpointFailed as error:
-            self._disconnect()
-            reply = FailureReply(reason=str(error))
-        except BaseException:
-            self._disconnect()
-            raise
-        return reply
-
-    # The process.
-
-    def _connect(self) -> StorageConnection:
-        """Return the connection for a new request; one whose process has died is replaced."""
-        if self._connection is not None and self._connection.has_ended:
-            self._disconnect()
-        if self._connection is None:
-            self._connection = StorageConnection()
-        return self._connection
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def _receive(self, timeout_s: float, started_s: float) -> Reply | None:
-        """Return the reply to the request in flight; the death of the process and a timeout are failures, too."""
-        assert self._connection is not None, "a request is in flight"
-        try:
-            reply = self._connection.receive(timeout_s)
-        except CheckpointFailed as error:
-            self._disconnect()
-            return FailureReply(reason=str(error))
-        if reply is None and time.monotonic() - started_s > self._timeout_s:
-            self._disconnect()
-            return FailureReply(reason=f"it took more than {self._timeout_s:g} s, and was canceled")
-        return reply
 
 
 def _unreadable(reply: Reply) -> CheckpointUnreadable:

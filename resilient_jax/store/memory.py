@@ -10,6 +10,7 @@ from typing import Self, cast
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.store.change_history import KEEP_REVISIONS
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
@@ -23,7 +24,7 @@ from resilient_jax.store.interface import (
     check_key,
     check_prefix,
 )
-from resilient_jax.store.state_machine import KEEP_REVISIONS, StoreStateMachine
+from resilient_jax.store.state_machine import StoreStateMachine
 
 EXPIRY_CHECK_INTERVAL_S = 0.1
 """The interval of the expiry of leases, and so the largest delay of it."""

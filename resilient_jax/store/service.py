@@ -30,7 +30,7 @@ from resilient_jax.transport import Server
 
 PROGRESS_INTERVAL_REVISIONS = 1000
 """How often the watcher of a quiet prefix receives the store's revision; otherwise it would resume from a revision
-that the history no longer has. It must stay well below `state_machine.KEEP_REVISIONS`."""
+that the history no longer has. It must stay well below `change_history.KEEP_REVISIONS`."""
 
 
 def serve_store(server: Server, store: MemoryStore) -> None:

@@ -11,14 +11,14 @@ two states at once. It is still deterministic: the same calls give the same stat
 """
 
 import bisect
-import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from resilient_jax.errors import CallerError, CompactedRevision, LeaseExpired
+from resilient_jax.errors import CallerError, LeaseExpired
 from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.store.change_history import KEEP_BYTES, KEEP_REVISIONS, ChangeHistory
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
@@ -41,28 +41,12 @@ from resilient_jax.store.interface import (
     check_operations,
 )
 
-KEEP_REVISIONS = 10_000
-"""How far back a watch can start: minutes of a busy job, of which a watcher needs seconds."""
-KEEP_BYTES = 32 * 1024 * 1024
-"""The memory of the history: with large values it covers fewer revisions."""
-EVENT_OVERHEAD_BYTES = 300
-"""The approximate size of the objects of one event, without key and value."""
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _LeaseState:
     ttl_s: float
     deadline_s: float
     keys: set[str] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """All events of one revision."""
-
-    revision: Revision
-    events: tuple[WatchEvent, ...]
-    size_bytes: int
 
 
 class StoreStateMachine:
@@ -84,27 +68,21 @@ class StoreStateMachine:
             keep_bytes: the approximate memory that they may take.
         """
         assert first_lease > 0, first_lease
-        assert keep_revisions > 0, keep_revisions
-        self._revision = Revision(1)
-        self._compacted_revision = Revision(1)
+        self._history = ChangeHistory(Revision(1), keep_revisions=keep_revisions, keep_bytes=keep_bytes)
         self._keys: dict[str, KeyValue] = {}
         self._sorted_keys: list[str] = []
         self._leases: dict[LeaseId, _LeaseState] = {}
         self._next_lease = first_lease
-        self._history: collections.deque[_Change] = collections.deque()
-        self._history_bytes = 0
-        self._keep_revisions = keep_revisions
-        self._keep_bytes = keep_bytes
 
     @property
     def revision(self) -> Revision:
         """The revision of the last change."""
-        return self._revision
+        return self._history.revision
 
     @property
     def compacted_revision(self) -> Revision:
         """The last revision that the history no longer has."""
-        return self._compacted_revision
+        return self._history.compacted_revision
 
     # Leases
 
@@ -138,8 +116,8 @@ class StoreStateMachine:
             LeaseExpired: the lease is gone.
         """
         keys = sorted(self._live_lease(lease).keys)
-        revision = Revision(self._revision + 1)
-        self._commit(revision, [self._delete(key, revision) for key in keys])
+        revision = Revision(self._history.revision + 1)
+        self._history.append(revision, [self._delete(key, revision) for key in keys])
         del self._leases[lease]
 
     def expire(self, now_s: float) -> list[LeaseId]:
@@ -200,7 +178,7 @@ class StoreStateMachine:
             if isinstance(operation, PutOp) and operation.lease != NO_LEASE:
                 self._live_lease(operation.lease)
         responses = self._run(operations)
-        return TransactionResult(succeeded=succeeded, revision=self._revision, responses=responses)
+        return TransactionResult(succeeded=succeeded, revision=self._history.revision, responses=responses)
 
     def _holds(self, compare: Compare) -> bool:
         found = self._keys.get(compare.key)
@@ -219,7 +197,7 @@ class StoreStateMachine:
                 assert_never(compare.target)
 
     def _run(self, operations: Iterable[Operation]) -> tuple[OperationResponse, ...]:
-        revision = Revision(self._revision + 1)
+        revision = Revision(self._history.revision + 1)
         events: list[WatchEvent] = []
         responses: list[OperationResponse] = []
         for operation in operations:
@@ -237,7 +215,7 @@ class StoreStateMachine:
                     responses.append(RangeResponse(key_values=found))
                 case _:
                     assert_never(operation)
-        self._commit(revision, events)
+        self._history.append(revision, events)
         return tuple(responses)
 
     def _selected(self, operation: DeleteOp | RangeOp) -> list[str]:
@@ -283,60 +261,8 @@ class StoreStateMachine:
     def read_history(
         self, prefix: str, from_revision: Revision, max_bytes: int
     ) -> tuple[list[WatchEvent], Revision]:
-        """Return the events of keys that begin with `prefix`, from `from_revision` on, in order.
-
-        Args:
-            prefix: "" for every key.
-            from_revision: the first revision to read.
-            max_bytes: the approximate limit; as a revision is never split, one may exceed it.
-
-        Returns:
-            The events, and the revision from which to continue.
-
-        Raises:
-            CompactedRevision: the history no longer has `from_revision`.
-        """
-        if from_revision <= self._compacted_revision:
-            raise CompactedRevision(
-                f"revision {from_revision} is compacted: the history begins with "
-                f"{self._compacted_revision + 1}. Read with range, then watch from its revision + 1"
-            )
-        events: list[WatchEvent] = []
-        size_bytes = 0
-        for change in self._changes_since(from_revision):
-            if size_bytes >= max_bytes:
-                return events, change.revision
-            matching = [event for event in change.events if event.key.startswith(prefix)]
-            if matching:
-                events += matching
-                size_bytes += change.size_bytes
-        return events, Revision(max(from_revision, self._revision + 1))
-
-    def _changes_since(self, from_revision: Revision) -> list[_Change]:
-        """Return the changes from a revision on, by index: the history has every revision."""
-        missing = max(0, self._revision + 1 - from_revision)
-        newest_first = [self._history[-1 - index] for index in range(missing)]
-        return newest_first[::-1]
-
-    def _commit(self, revision: Revision, events: Sequence[WatchEvent]) -> None:
-        """Append the events as a revision; without events, do nothing."""
-        if not events:
-            return
-        self._revision = revision
-        change = _Change(revision=revision, events=tuple(events), size_bytes=sum(map(_size_bytes, events)))
-        self._history.append(change)
-        self._history_bytes += change.size_bytes
-        while len(self._history) > self._keep_revisions or (
-            self._history_bytes > self._keep_bytes and len(self._history) > 1
-        ):
-            compacted = self._history.popleft()
-            self._history_bytes -= compacted.size_bytes
-            self._compacted_revision = compacted.revision
-
-
-def _size_bytes(event: WatchEvent) -> int:
-    value_bytes = len(event.key_value.value) if isinstance(event, PutEvent) else 0
-    return EVENT_OVERHEAD_BYTES + len(event.key) + value_bytes
+        """Return the events of keys that begin with `prefix`; see `ChangeHistory.read`."""
+        return self._history.read(prefix, from_revision, max_bytes)
 
 
 def _compare(found: bytes | int, op: CompareOperator, expected: bytes | int) -> bool:

@@ -10,7 +10,6 @@ Example:
 """
 
 # The name of a check is its sentence.
-# ruff: noqa: D103
 
 import array
 import random

@@ -221,14 +221,9 @@ class AgentConnection:
     # For the guard thread.
 
     @property
-    def is_training(self) -> bool:
-        """Whether the main thread works in a generation that has not ended."""
-        return self._report.state is WorkerState.RUNNING and not self._is_interrupted
-
-    @property
-    def must_interrupt(self) -> bool:
-        """Whether the main thread works in a generation that has ended."""
-        return self._report.state is WorkerState.RUNNING and self._is_interrupted
+    def is_running(self) -> bool:
+        """Whether the main thread works in a generation."""
+        return self._report.state is WorkerState.RUNNING
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Report that the main thread compiles, which cannot be interrupted, so that it is not taken for a hang."""

@@ -44,13 +44,13 @@ class OrderHandler(Protocol):
     """What the guard acts upon; `AgentConnection` is one. Called by the guard thread."""
 
     @property
-    def is_training(self) -> bool:
-        """Whether the main thread works in a generation that has not ended."""
+    def is_running(self) -> bool:
+        """Whether the main thread works in a generation."""
         ...
 
     @property
-    def must_interrupt(self) -> bool:
-        """Whether the main thread works in a generation that has ended."""
+    def is_interrupted(self) -> bool:
+        """Whether the generation that the main thread works in has ended."""
         ...
 
     def handle_order(self, order: Any) -> None:  # noqa: ANN401 - any order but a lease
@@ -104,7 +104,7 @@ class GuardThread:
     def _listen(self) -> None:
         heartbeat_at_s = time.monotonic()
         while True:
-            wait_s = ABORT_INTERVAL_S if self._handler.must_interrupt else LEASE_CHECK_INTERVAL_S
+            wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_INTERVAL_S
             try:
                 orders = self._connection.receive(wait_s)
             except EOFError:
@@ -117,21 +117,26 @@ class GuardThread:
                 else:
                     self._handler.handle_order(received.message)
             self._hold_if_lease_expired()
-            if self._handler.must_interrupt:
+            if self._must_interrupt():
                 self._interrupt_main_thread()
             if time.monotonic() - heartbeat_at_s > HEARTBEAT_INTERVAL_S:
                 heartbeat_at_s = time.monotonic()
                 send_unless_closed(self._connection, Heartbeat())
 
+    def _must_interrupt(self) -> bool:
+        """Return whether the main thread works in a generation that has ended."""
+        return self._handler.is_running and self._handler.is_interrupted
+
     def _hold_if_lease_expired(self) -> None:
         """Hold training as if ordered to: an agent that is stopped cannot say that others count this host as dead."""
-        if self._handler.is_training and time.monotonic() > self._lease_until_s:
+        is_training = self._handler.is_running and not self._handler.is_interrupted
+        if is_training and time.monotonic() > self._lease_until_s:
             self._handler.record_event(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
             self._handler.handle_order(HoldTraining())
 
     def _interrupt_main_thread(self) -> None:
         with self.interruption:
-            if self._handler.must_interrupt:
+            if self._must_interrupt():
                 self._interrupt()
         self._handler.report_compiling(_is_compiling(threading.main_thread().ident))
 

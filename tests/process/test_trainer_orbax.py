@@ -235,7 +235,7 @@ def test_a_save_that_exceeds_its_timeout_fails(tmp_path):
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        store._timeout_s = 0.2
+        store._client._timeout_s = 0.2
         process = store.process_id
         assert process is not None
         os.kill(process, signal.SIGSTOP)

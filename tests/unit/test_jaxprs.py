@@ -10,7 +10,7 @@ X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 def test_a_walk_carries_values_from_inputs_to_outputs():
     jaxpr = jax.make_jaxpr(lambda x, y: (x * y + 1.0, y))(X, X).jaxpr
-    inputs: tuple[int, ...] = (0, 5)
+    inputs: list[int] = [0, 5]
     depths = walk(
         jaxpr,
         inputs,

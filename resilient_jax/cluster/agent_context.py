@@ -1,0 +1,28 @@
+"""What every part of an agent works with: its settings, the store, the clock, the event log and the console."""
+
+import dataclasses
+import uuid
+from collections.abc import Callable
+
+from resilient_jax.clock import Clock
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.store.interface import Store
+from resilient_jax.telemetry.event_log import EventLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AgentContext:
+    """The surroundings of one agent's parts.
+
+    Attributes:
+        log: the event log of the host.
+        print_line: prints a line for people.
+        agent_id: distinguishes this agent from earlier ones of the same host.
+    """
+
+    settings: AgentSettings
+    store: Store
+    clock: Clock
+    log: EventLog
+    print_line: Callable[[str], None]
+    agent_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)

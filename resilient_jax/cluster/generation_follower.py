@@ -1,0 +1,175 @@
+"""Follows the generation in the store, and turns it into orders for the worker of this host."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.leader import GENERATION_DECODER
+from resilient_jax.cluster.relay import Relay
+from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
+from resilient_jax.events import EventKind
+from resilient_jax.ids import GenerationNumber, Revision
+from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, WorkerState, WorldChange
+from resilient_jax.protocol.store_keys import make_generation_key
+from resilient_jax.protocol.worker_messages import FormWorld, Pause, Quiesce, RunToBoundary
+from resilient_jax.store.interface import PutEvent
+
+RELAY_GRACE_S = 10.0
+"""JAX's client takes up to 5 s more than its own deadline to give up."""
+
+
+class GenerationFollower:
+    """Obeys the leader: every generation becomes an order for the worker, which is no member or has a seat in it.
+
+    Attributes:
+        generation: the newest that this host has seen.
+    """
+
+    def __init__(
+        self,
+        context: AgentContext,
+        supervisor: WorkerSupervisor,
+        services: CoordinationServices,
+        *,
+        on_end: Callable[[JobOutcome], None],
+        on_leave: Callable[[], None],
+        is_leaving: Callable[[], bool],
+    ) -> None:
+        """Call `on_end` when the job has ended, and `on_leave` when a host that leaves is not needed any more."""
+        self.generation: Generation | None = None
+        self._context = context
+        self._supervisor = supervisor
+        self._services = services
+        self._on_end = on_end
+        self._on_leave = on_leave
+        self._is_leaving = is_leaving
+        self._void_generation: GenerationNumber | None = None
+        self._relay: Relay | None = None
+        self._killing: asyncio.Task[None] | None = None
+
+    def is_outsider(self) -> bool:
+        """Return whether a generation stands in which this host is no member."""
+        host = self._context.settings.host
+        return self.generation is not None and self.generation.find_member(host) is None
+
+    def is_needed(self) -> bool:
+        """Return whether other hosts may need this one: as a member, or for its part of a snapshot."""
+        generation = self.generation
+        return generation is not None and not (self.is_outsider() and generation.snapshot is None)
+
+    def void_seat(self, known: Generation | None) -> None:
+        """Void the seat that this host has in a generation from before it lost the store.
+
+        Where the host has no seat, the generation may be changing just now, and take the host in.
+        """
+        has_seat = known is not None and known.find_member(self._context.settings.host) is not None
+        self._void_generation = known.number if known is not None and has_seat else None
+
+    def cancel(self) -> None:
+        """End the wait for a worker that has to stop."""
+        if self._killing is not None:
+            self._killing.cancel()
+
+    async def close(self) -> None:
+        """End the relay; the worker must have ended before."""
+        if self._relay is not None:
+            await self._relay.close()
+
+    async def watch(self) -> None:
+        """Obey the stored generation and each that follows, until the watch fails."""
+        key = make_generation_key(self._context.settings.job)
+        record = await self._context.store.get(key)
+        revision = record.mod_revision if record else Revision(0)
+        if record is not None:
+            await self._obey(GENERATION_DECODER.decode(record.value))
+        async with contextlib.aclosing(self._context.store.watch(key, Revision(revision + 1))) as batches:
+            async for batch in batches:
+                for event in batch:
+                    if isinstance(event, PutEvent):
+                        await self._obey(GENERATION_DECODER.decode(event.key_value.value))
+
+    async def _obey(self, generation: Generation) -> None:
+        """Turn the leader's decision into an order for the worker."""
+        known = self.generation
+        if known is not None and generation.number < known.number:
+            self._context.log.record(
+                EventKind.GENERATION_STALE, generation=generation.number, newest=known.number
+            )
+            return
+        self.generation = generation
+        if generation.phase is GenerationPhase.FINISHED:
+            assert generation.outcome is not None, "a finished generation has an outcome"
+            self._on_end(generation.outcome)
+            return
+        worker = self._supervisor.worker
+        member = generation.find_member(self._context.settings.host)
+        seated = member is not None and worker is not None and member.incarnation == worker.incarnation
+        if worker is None or not seated or generation.number == self._void_generation:
+            await self._obey_as_outsider(generation)
+            return
+        match generation.phase:
+            case GenerationPhase.QUIESCE:
+                worker.send_order(Quiesce(generation=generation.number, reason=generation.reason))
+            case GenerationPhase.PAUSE:
+                worker.send_order(Pause(generation=generation.number))
+            case GenerationPhase.BOUNDARY:
+                assert generation.boundary_step is not None, "a boundary has a step"
+                worker.send_order(
+                    RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step)
+                )
+            case GenerationPhase.FORM:
+                relay = await self._relay_to(generation)
+                worker.send_order(
+                    FormWorld(generation=generation, host=self._context.settings.host, relay_address=relay)
+                )
+            case GenerationPhase.ACTIVE:
+                self._services.stop_older(generation.world)
+
+    async def _obey_as_outsider(self, generation: Generation) -> None:
+        """Keep the worker of a host that is no member from training; it may ask to join."""
+        if self._is_leaving() and generation.phase in (
+            GenerationPhase.FORM,
+            GenerationPhase.ACTIVE,
+        ):
+            # While there is a snapshot the others still read what only this host's memory may have.
+            if generation.snapshot is None:
+                self._on_leave()
+            return
+        worker = self._supervisor.worker
+        if worker is None or worker.child.exit_code is not None:
+            return
+        if worker.is_unresponsive:
+            self._supervisor.kill("it was stopped and the others went on without it")
+            return
+        # An idle worker answers at once; only with that answer may it join (Generation.dropped_workers).
+        worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))
+        running = worker.report.state is WorkerState.RUNNING
+        if running and (self._killing is None or self._killing.done()):
+            self._killing = asyncio.create_task(self._kill_unless_idle(worker))
+
+    async def _kill_unless_idle(self, worker: WorkerProcess) -> None:
+        deadline_s = self._context.clock.monotonic_s() + self._context.settings.config.quiesce_timeout_s
+        while worker.report.state is WorkerState.RUNNING and worker.child.exit_code is None:
+            if self._context.clock.monotonic_s() > deadline_s and not worker.report.is_compiling:
+                if worker is self._supervisor.worker:
+                    self._supervisor.kill("it was left out of the generation and did not stop training")
+                return
+            await asyncio.sleep(0.1)
+
+    async def _relay_to(self, generation: Generation) -> str:
+        if generation.change is WorldChange.SHRINK and self._relay is not None:
+            return self._relay.address
+        if self._relay is None or self._relay.service != generation.service_address:
+            old, self._relay = self._relay, Relay(generation.service_address)
+            await self._relay.start(self._context.settings.address)
+            if old is not None:
+                # The worker hangs up itself when it leaves the old world, and must not be disconnected before. An
+                # attempt to connect that it abandoned lives as long as its timeout.
+                close_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S
+                asyncio.get_running_loop().call_later(
+                    close_after_s, lambda: asyncio.ensure_future(old.close())
+                )
+        return self._relay.address

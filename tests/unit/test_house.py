@@ -1,0 +1,58 @@
+"""Limits on the size of files, functions and classes, and one meaning for each public class name.
+
+What is over a limit is listed in `TOLERATED`. The list only shrinks: an entry that is within the limits again must go.
+"""
+
+import ast
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+
+import resilient_jax
+
+ROOT = Path(resilient_jax.__file__).parent
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS = 500, 60, 20
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+TOLERATED: frozenset[str] = frozenset()
+"""What is over a limit, as `find_offenders` writes it."""
+
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")}
+
+
+def count_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its docstring."""
+    first = function.body[0]
+    is_docstring = isinstance(first, ast.Expr) and ast.get_docstring(function) is not None
+    skipped = (first.end_lineno or first.lineno) - first.lineno + 1 if is_docstring else 0
+    return (function.end_lineno or function.lineno) - function.lineno + 1 - skipped
+
+
+def count_methods(definition: ast.ClassDef) -> int:
+    """Return the number of functions that the body of a class defines."""
+    return sum(isinstance(child, FUNCTION) for child in definition.body)
+
+
+def find_offenders() -> Iterator[str]:
+    """Yield every file, function and class that is over its limit."""
+    for name, tree in TREES.items():
+        if len((ROOT / name).read_text("utf-8").splitlines()) > MAX_FILE_LINES:
+            yield name
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTION) and count_lines(node) > MAX_FUNCTION_LINES:
+                yield f"{name} {node.name}"
+            if isinstance(node, ast.ClassDef) and count_methods(node) > MAX_METHODS:
+                yield f"{name} {node.name}"
+
+
+def test_files_functions_and_classes_keep_their_limits_and_the_list_of_exceptions_only_shrinks():
+    assert set(find_offenders()) == TOLERATED
+
+
+def test_no_public_class_name_is_defined_twice():
+    places = collections.defaultdict(list)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
