@@ -22,7 +22,7 @@ LEAVE_TIMEOUT_S: Final = 1.0
 """The longest wait for a program that is being compiled when its devices go: training is stopped meanwhile, and the old
 backend may live until the program is done."""
 CLOSE_TIMEOUT_S: Final = 10.0
-"""The longest wait of a process that ends: without it the compiler would vanish under the thread."""
+"""The longest wait of a process that ends: otherwise the compiler would be destroyed while the thread uses it."""
 
 _thread_local = threading.local()
 """`check` of the job that the thread is compiling; only on a thread that compiles ahead."""
@@ -48,7 +48,7 @@ class CompilationJob(NamedTuple):
 
 
 class AheadOfTimeCompiler:
-    """Owns the thread that compiles ahead.
+    """The owner of the thread that compiles ahead.
 
     Args:
         on_compiled: called on the thread with each job's name and the seconds that it took.
@@ -110,13 +110,15 @@ class AheadOfTimeCompiler:
                 has_compiled = job.compile(check)
             except CompilationCanceled:
                 pass
-            except Exception as error:  # what fails here fails again, and is raised, where it is needed
+            # What fails here fails again, and is raised, where the program is needed.
+            except Exception as error:
                 logger.debug("compiling %s ahead", job.name, exc_info=True)
                 self._on_failure(job.name, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             else:
                 if has_compiled:
                     self._on_compiled(job.name, time.monotonic() - started_s)
-            del job, taken  # they hold references to devices
+            # Jobs hold references to devices.
+            del job, taken
             _thread_local.check = None
 
     def _take(self) -> tuple[CompilationJob, CancellationCheck] | None:

@@ -167,9 +167,8 @@ class ProgramFetcher:
             found = _request_program(owner, channel, key, wait_s)
             if found is not None or not wait_s or time.monotonic() > deadline_s:
                 return found
-            time.sleep(
-                max(0.0, asked_s + wait_s - time.monotonic())
-            )  # the owner had no thread left to wait on
+            # An early answer means that the owner had no thread left to wait on.
+            time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))
 
 
 def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:

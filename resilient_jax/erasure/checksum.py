@@ -1,6 +1,6 @@
 """Checksums of shards: CRC32C where a library computes it, else zlib's CRC32.
 
-The two give different numbers for the same bytes: a digest is stored with the name of its algorithm, and verified
+The two give different values for the same bytes: a digest is stored with the name of its algorithm, and verified
 by that algorithm or not at all. Both find every burst of up to 32 bits and miss other damage once in 4 billion;
 neither protects against an attacker.
 """
@@ -14,7 +14,8 @@ from resilient_jax.erasure.buffers import Buffer, check_operands, view_bytes
 from resilient_jax.erasure.errors import KernelUnavailable
 from resilient_jax.erasure.isal_library import MAX_CALL_BYTES, load_isal
 
-try:  # optional: only the choice changes
+# Optional: without google-crc32c only the choice of the library changes.
+try:
     import google_crc32c  # pyright: ignore[reportMissingImports]
 except ImportError:
     google_crc32c = None

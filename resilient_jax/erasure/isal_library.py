@@ -1,7 +1,7 @@
 """Intel's ISA-L, found and loaded through ctypes: it multiplies and checksums as fast as memory can be read.
 
 The library file is part of the wheel of `pyeclib` (`pip install resilient_jax[isal]`), whose own API is several
-times slower and makes other parity; only the file is used. Without the wheel, the system's library serves
+times slower and computes different parity; only the file is used. Without the wheel, the system's library serves
 (Debian: `libisal2`).
 """
 

@@ -18,7 +18,8 @@ def solve_assignment(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """
     size = len(costs)
     of_row, of_column = [0.0] * size, [0.0] * (size + 1)
-    row_at = [-1] * (size + 1)  # the last column is where the row that is added starts
+    # The last column is where the row that is added starts.
+    row_at = [-1] * (size + 1)
     for row in range(size):
         row_at[size] = row
         way, column = _find_path(costs, of_row, of_column, row_at)

@@ -62,7 +62,8 @@ def search_host_local_plan(
                 ),
                 top=MAX_PLANS_PER_SEARCH,
             )
-        except PlanError as error:  # the program does not allow such axes, or they do not fit
+        # The program does not allow such axes, or no plan with them fits.
+        except PlanError as error:
             errors.append(error)
     filling = [
         plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare

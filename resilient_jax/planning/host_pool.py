@@ -1,10 +1,9 @@
 """The replicas that the hosts at hand can form: hosts by class, never one by one.
 
 The hosts of a domain are sorted by speed and divided into consecutive replicas, so that slow ones are together. For
-each
-speed this forms the most replicas of at least that speed: a group is as fast as its slowest host; j groups of n that
-reach a speed have j n hosts that do, and the sorted order forms that many groups of these. A domain's remaining hosts
-form no replica. So one more host never lowers the number of replicas of any speed.
+each speed this forms the most replicas of at least that speed: a group is as fast as its slowest host; j groups of n
+that reach a speed have j n hosts that do, and the sorted order forms that many groups of these. A domain's remaining
+hosts form no replica. So one more host never lowers the number of replicas of any speed.
 """
 
 import bisect
@@ -28,7 +27,7 @@ Domain = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostKind:
-    """Hosts that a plan need not tell apart."""
+    """Hosts that are interchangeable in a plan: equal accelerators, devices and speed."""
 
     accelerator: Accelerator
     devices: int
@@ -187,7 +186,8 @@ def find_stage_kinds(composition: Composition, layout: DeviceLayout) -> tuple[tu
     ends = list(itertools.accumulate(number for _, number in composition))
     runs: list[tuple[int, int]] = []
     for group in range(1, groups + 1):
-        slowest = composition[bisect.bisect_left(ends, group * size)][0]  # sorted, so the last of a group
+        # Hosts are sorted by speed, so the slowest is the last of a group.
+        slowest = composition[bisect.bisect_left(ends, group * size)][0]
         before = runs.pop()[1] if runs and runs[-1][0] == slowest else 0
         runs.append((slowest, before + layout.stages_per_host))
     return tuple(runs)

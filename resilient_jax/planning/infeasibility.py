@@ -51,7 +51,7 @@ def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -
 
 
 def _bytes(number: int) -> str:
-    """Return the size in words, rounded up: what the message says to suffice must suffice."""
+    """Return the size in words, rounded up, since the size in the message must suffice."""
     return f"{-(-number // 10**8) / 10} GB" if number >= 10**9 else f"{-(-number // 10**5) / 10} MB"
 
 

@@ -279,7 +279,8 @@ class LowerBounds:
                     least, self._bound_with(bound, stages, share, replicas, min(max_sequences, share))
                 )
             if max_sequences >= share:
-                break  # remat would only take longer
+                # Remat would only take longer.
+                break
         return least
 
     def bound_feasible_step_s(self, axes: ReplicaAxes, replicas: int) -> float:

@@ -1,4 +1,4 @@
-"""From a candidate of the search to a plan: terms, hosts, quotas."""
+"""A plan made from a candidate of the search: terms of the step, hosts, quotas."""
 
 from collections.abc import Sequence
 

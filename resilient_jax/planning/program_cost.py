@@ -1,4 +1,4 @@
-"""What the planner must know of a program: its tensors, the cost of one sequence, and what can be sharded.
+"""What the planner needs of a program: its tensors, the cost of one sequence, and what can be sharded.
 
 Everything is for one example of a batch, here always called a sequence, and for a program on one device: a plan divides
 it. Nothing in it depends on devices or on the number of examples in a microbatch.
@@ -236,7 +236,7 @@ BLOCKING_BACKENDS = frozenset({"cpu"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCost:
-    """All that plans of a program are compared by; the same whether computed from sizes or measured from a program.
+    """What plans of a program are compared by, whether computed from sizes or measured from a program.
 
     Attributes:
         name: name of the model.

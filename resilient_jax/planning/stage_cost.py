@@ -139,7 +139,7 @@ def estimate_transfer_s(
 def _with_tied(
     state_by_part: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
 ) -> dict[ModelPart, PartBytes]:
-    """Return the state of both ends with what they share: gathered at each, but on one stage it has one gradient."""
+    """Return the state of both ends, each with the tensors that they share; on one stage these have one gradient."""
     # On one stage both uses of a tied tensor add to one gradient, so only the head's copy counts it.
     ends = {
         ModelPart.EMBEDDING: state_by_part[ModelPart.EMBEDDING].plus(state.tied),

@@ -135,7 +135,8 @@ def get_dim_size(shape: TransformerShape, name: str) -> int:
             return shape.feed_forward
         case "router":
             return shape.experts
-        case _:  # other logical names equal the field's
+        # Other logical names equal the name of the field.
+        case _:
             return getattr(shape, name)
 
 

@@ -196,5 +196,6 @@ def _makes_nnx(model: Callable[..., Any]) -> bool:
         return True
     try:
         return "rngs" in inspect.signature(model).parameters
-    except ValueError:  # a builtin
+    # A builtin has no signature.
+    except ValueError:
         return False

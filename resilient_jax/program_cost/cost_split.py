@@ -85,13 +85,14 @@ def trace_program(
     # A loop's stack is as large as the activations of all its layers together, and is no activation itself.
     values = [value for value in propagated.kinds if value.stack_of is None]
     largest = max(values, key=lambda value: value.bytes)
+    # Parameters are the first inputs, hence the first values of the zip below.
     return TracedProgram(
         num_examples=examples,
         num_layers=max(info.position.copies for info in parameters),
         propagated=propagated,
         uses={
             info.path: assignment.uses.get(value, (ModelPart.EMBEDDING,))
-            for info, value in zip(parameters, trace.inputs, strict=False)  # parameters come first
+            for info, value in zip(parameters, trace.inputs, strict=False)
         },
         residual_bytes={
             key: value / examples for key, value in count_residual_bytes(trace, propagated).items()
@@ -107,7 +108,8 @@ def _propagate(
     parameters: Sequence[ParameterInfo],
     logical_axis_rules: LogicalAxisRules,
 ) -> tuple[PartAssignment, PropagatedSharding]:
-    infos = list(zip(trace.inputs, parameters, strict=False))  # parameters come first
+    # Parameters are the first inputs, the leaves of the batch the last.
+    infos = list(zip(trace.inputs, parameters, strict=False))
     batch = frozenset(trace.inputs[-len(jax.tree.leaves(program.batch)) :])
     assignment = assign_parts(trace, {value: info.position for value, info in infos}, batch)
     names = {value: info.names for value, info in infos}
@@ -159,6 +161,7 @@ def split_cost(
                 remat_flops=share(in_layers, recomputed),
                 forward_other_flops=share(others, other_forward).total,
                 backward_other_flops=share(others, other_backward).total,
+                # Backward moves twice the bytes of forward, as in `transformer_parts`.
                 forward_bytes=share(moved, measured.bytes_moved / 3),
                 backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
                 input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
@@ -189,6 +192,8 @@ def _fit_remat(parts: Sequence[PartCost], temporary_bytes: float) -> tuple[PartC
 
 
 def _fit_remat_layer(layer: PartCost, rest: float) -> PartCost:
+    # Bytes per example: working = min(rest, residuals + working of a layer); (rest - working) / L more is kept by
+    # each layer.
     needed = layer.residual_bytes + layer.working_bytes
     limit = max(needed.total, 1.0)
     working = min(rest, limit)
@@ -228,6 +233,7 @@ def _split_amount(shares: CostShares, total: float | None, part: ModelPart, copi
     shares_total = sum(shares.values())
     if total is not None and not shares_total:
         shares, shares_total = {(ModelPart.LAYER, ShardingKind.REPLICATED): 1.0}, 1.0
+    # amount_kind = total share_kind / (sum of all shares) / copies, or share_kind / copies without a total.
     scale = (1.0 if total is None else total / shares_total) / copies
     return AmountByAxis(**{kind: value * scale for (owner, kind), value in shares.items() if owner is part})
 
@@ -235,6 +241,8 @@ def _split_amount(shares: CostShares, total: float | None, part: ModelPart, copi
 def _make_collectives(
     traced: TracedProgram, part: ModelPart, copies: int
 ) -> tuple[ActivationCollective, ...]:
+    # One collective per axis and name, of the mean size: M = sum_e bytes_e count_e / (examples sum_e count_e), with
+    # count_e the exchanges of all layers in both directions.
     groups: dict[tuple[Axis, str | None], list[ActivationExchange]] = collections.defaultdict(list)
     for exchange in traced.propagated.exchanges:
         if exchange.part is part:
@@ -253,7 +261,8 @@ def _make_collectives(
             logical_name=logical_name,
         )
         collectives.append(collective)
-        if axis is Axis.SEQUENCE:  # the gradients of keys and values go back to the devices that hold these
+        # The gradients of keys and values are reduced to the devices that have their shards.
+        if axis is Axis.SEQUENCE:
             collectives.append(
                 dataclasses.replace(collective, kind=CollectiveKind.REDUCE_SCATTER, forward_count=0)
             )

@@ -103,7 +103,7 @@ def _make_value(var: Any, stack_of: Value | None = None) -> Value:  # noqa: ANN4
 
 
 class _Tracer:
-    """Lists the operations of a jaxpr and of those that it calls."""
+    """Tracer that lists the operations of a jaxpr and of the jaxprs that it calls."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -114,7 +114,7 @@ class _Tracer:
     def trace(
         self, jaxpr: core.Jaxpr, inputs: tuple[Value | None, ...], iterations: int
     ) -> list[Value | None]:
-        """Add the operations of a jaxpr that runs so often, and return the values of its outputs."""
+        """Add the operations of a jaxpr that runs `iterations` times, and return the values of its outputs."""
         return walk(
             jaxpr,
             inputs,
@@ -129,7 +129,8 @@ class _Tracer:
         name, inner = equation.primitive.name, inner_jaxprs(equation)
         if name == "scan":
             return self._trace_scan(equation, operands, iterations)
-        if name == "cond" and inner:  # one branch runs; the longest is the safe estimate
+        # One branch runs; the longest is the safe estimate.
+        if name == "cond" and inner:
             return self.trace(unwrap_jaxpr(max(inner, key=_count_equations)), operands[1:], iterations)
         if name in CALLS and inner and len(unwrap_jaxpr(inner[0]).invars) == len(operands):
             return self.trace(unwrap_jaxpr(inner[0]), operands, iterations)
@@ -148,7 +149,8 @@ class _Tracer:
         inputs: list[Value | None] = []
         for var, operand in zip(body.invars, operands, strict=True):
             value = _make_value(var)
-            if operand is not None and operand.shape != value.shape:  # one slice in each iteration
+            # A scanned operand: one slice in each iteration.
+            if operand is not None and operand.shape != value.shape:
                 self.slices[value] = operand
                 inputs.append(value)
             else:

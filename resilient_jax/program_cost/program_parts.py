@@ -71,7 +71,7 @@ def assign_parts(
 
 
 class _DataFlow:
-    """Which values depend on the batch, and which operations combine them with which parameters.
+    """The values that depend on the batch, and the operations that combine them with parameters.
 
     Attributes:
         dependent: values that depend on the batch.
@@ -102,7 +102,7 @@ class _DataFlow:
 def _assign_scanned_layers(
     trace: OperationTrace, flow: _DataFlow, num_layers: int
 ) -> tuple[list[PartPosition], int]:
-    """Layers are iterations of one loop: an operation that runs as often as there are layers belongs to them."""
+    """Assign layers that are iterations of one loop: an operation that runs once per layer belongs to them."""
     positions, after_layers = [], False
     for operation in trace.operations:
         in_layer = operation.iterations >= num_layers > 1
@@ -120,7 +120,7 @@ def _assign_scanned_layers(
 def _assign_unrolled_layers(
     trace: OperationTrace, flow: _DataFlow, parameters: Mapping[Value, LayerPosition]
 ) -> tuple[list[PartPosition], int]:
-    """Layers follow one another, each with parameters of its own."""
+    """Assign layers that follow one another, each with parameters of its own."""
     live_bytes = _count_live_bytes(trace.operations, flow)
     positions: list[PartPosition] = []
     boundary, last_index, after_layers = 0, 0, False
@@ -132,6 +132,8 @@ def _assign_unrolled_layers(
         if layer.is_in_layer:
             following = PartPosition(part=ModelPart.LAYER, layer=layer.layer)
         if following != current:
+            # The boundary is where the fewest bytes are live between the last use of one part's parameters and the
+            # first of the next part's.
             end = min(range(last_index, index), key=live_bytes.__getitem__, default=-1)
             positions += [current] * (end + 1 - len(positions))
             if current.layer is not None and following.layer is not None and not boundary:
@@ -148,6 +150,7 @@ def _count_live_bytes(operations: Sequence[Operation], flow: _DataFlow) -> list[
         for value in operation.inputs
         if value is not None
     }
+    # live(i) = live(i - 1) + bytes made by operation i and used later - bytes last used by operation i.
     freed: collections.Counter[int] = collections.Counter()
     live, live_after = 0, []
     for index, operation in enumerate(operations):

@@ -139,7 +139,7 @@ class _Sharding(NamedTuple):
 
 
 class _Propagation:
-    """Goes through the operations in order, and knows the sharding of each value."""
+    """The pass through the operations in order, with the sharding of each value so far."""
 
     def __init__(
         self,
@@ -167,7 +167,8 @@ class _Propagation:
             self._resolve_slice(value)
         depends = any(value in self.kinds for value in inputs)
         source = next((value for value in inputs if value in self._names), None)
-        if source is not None and not depends:  # computed from a parameter alone: keeps the parameter's names
+        # A value computed from a parameter alone keeps the parameter's names.
+        if source is not None and not depends:
             for value in operation.outputs:
                 self._names[value] = _propagate_names(operation, source, value, self._names[source])
         sharding = self._shard(operation)
@@ -202,11 +203,13 @@ class _Propagation:
                 return self._shard_product(operation)
             case "ragged_dot" | "ragged_dot_general":
                 left, right = operation.inputs[0], operation.inputs[1]
+                # 2 n k for n elements of the result and k contracted: each row meets one expert's matrix.
                 flops = 2.0 * operation.outputs[0].size * (left.shape[-1] if left else 1)
                 return self._shard_by_parameter(operation, right, flops)
             case "conv_general_dilated":
                 kernel = operation.inputs[1]
                 features = operation.params["dimension_numbers"].rhs_spec[0]
+                # 2 n k with k = elements of the kernel per output feature.
                 window = kernel.size / kernel.shape[features] if kernel else 0.0
                 return self._shard_by_parameter(operation, kernel, 2.0 * operation.outputs[0].size * window)
             case "gather" if VOCABULARY_NAME in self._get_names(operation.inputs[0]):
@@ -217,7 +220,7 @@ class _Propagation:
                 return _Sharding(kind, kind)
 
     def _shard_by_parameter(self, operation: Operation, parameter: Value | None, flops: float) -> _Sharding:
-        """A product whose contracted dims no axis shards."""
+        """Return the sharding of a product whose contracted dims no axis shards."""
         kind = self._kind_of_names(self._get_names(parameter)) or self._strongest_kind(operation)
         return _Sharding(kind, kind, flops)
 
@@ -251,7 +254,8 @@ class _Propagation:
             return
         name = VOCABULARY_NAME if kind is ShardingKind.VOCABULARY else None
         for axis in (Axis.TENSOR, Axis.EXPERT) if kind is ShardingKind.EXPERT else (Axis.TENSOR,):
-            both = 1 if axis is Axis.EXPERT else 0  # tokens are sent forward, and their gradients backward
+            # Tokens are sent to experts forward, and their gradients backward.
+            both = 1 if axis is Axis.EXPERT else 0
             if is_partial:
                 self._exchange(operation.outputs[0], operation, (1, both), axis, name)
             elif other is not None and (other, axis) not in self._exchanged_inputs:
@@ -259,12 +263,14 @@ class _Propagation:
                 self._exchange(other, operation, (both, 1), axis, name)
 
     def _shard_product_of_activations(self, operation: Operation, flops: float) -> _Sharding:
-        """A product of two activations is attention, if they are sharded."""
+        """Return the sharding of a product of two activations: attention, if they are sharded."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         kinds = {self.kinds[value] for value in inputs if value is not None}
-        if ShardingKind.EXPERT in kinds:  # the experts' results, combined in the order of tokens
+        # The experts' results, combined in the order of tokens.
+        if ShardingKind.EXPERT in kinds:
             return _Sharding(ShardingKind.EXPERT, ShardingKind.REPLICATED, flops)
-        if len(inputs) == 2:  # the smaller one has keys or values; queries and scores are larger
+        # The smaller operand has keys or values; queries and scores are larger.
+        if len(inputs) == 2:
             smaller = min((value for value in inputs if value is not None), key=lambda value: value.bytes)
             self._exchange(smaller, operation, (1, 1), Axis.SEQUENCE, None)
         if kinds <= {ShardingKind.REPLICATED}:
@@ -333,7 +339,7 @@ def _propagate_names(operation: Operation, source: Value, result: Value, names: 
 def _propagate_names_through_reshape(
     before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
 ) -> LogicalNames:
-    """Merged dims take the first name among them; of the dims that one is split into, the first takes its name."""
+    """Return the names after a reshape: merged dims take their first name, and of split dims the first takes the name."""
     found: list[str | None] = [None] * len(after)
     source = target = 0
     while source < len(before) and target < len(after):

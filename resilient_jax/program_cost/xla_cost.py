@@ -44,7 +44,7 @@ time."""
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:  # noqa: ANN401 - pytrees
-    """Return the FLOPs of a program before XLA optimizes it; nothing is compiled, and they equal on every device."""
+    """Return the FLOPs of a program before XLA optimizes it; nothing is compiled, and the count is the same on every device."""
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
         return _read_cost(jax.jit(function).lower(*arguments))
@@ -73,6 +73,8 @@ def _cost_of_uncounted_iterations(
     jaxpr: core.Jaxpr, measure: Callable[[Callable[..., Any], tuple[Any, ...]], XlaCost]
 ) -> XlaCost:
     """Return what all loops do in the iterations that XLA does not count."""
+    # XLA counts `counted` of n iterations: total = sum over loops of counted nested + (n - counted) (body + nested),
+    # nested being the uncounted iterations of the loops inside the body.
     total = ZERO_COST
     for scan in _find_scans(jaxpr):
         inner = unwrap_jaxpr(scan.body)

@@ -84,9 +84,8 @@ def _bind(equation: core.JaxprEqn, operands: Sequence[Any], params: dict[str, An
     given = equation.primitive.get_bind_params(params)
     # A dict on jax 0.10; before, and after, a pair of functions and a dict.
     functions, params = given if isinstance(given, tuple) else ((), given)
-    with (
-        equation.ctx.manager
-    ):  # what the function had set around the equation, such as how random bits are made
+    # What the function had set around the equation, such as how random bits are generated.
+    with equation.ctx.manager:
         results = equation.primitive.bind(*functions, *operands, **params)
     return results if equation.primitive.multiple_results else [results]
 
@@ -173,7 +172,8 @@ def _propagate_into_body(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
 
 
 def _propagate_product(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
-    """The result has the product's own batch dims first, then the free dims of the left operand, then of the right."""
+    """Return the batch dim of a matrix product."""
+    # The result has the batched dims first, then the free dims of the left operand, then those of the right.
     contracted, batched = equation.params["dimension_numbers"]
     before = len(batched[0])
     for side in (0, 1):
@@ -206,7 +206,7 @@ def _propagate_squeeze(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
 
 
 def _propagate_reshape(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
-    """The batch dim remains if a dim of the same size has as many elements to its left."""
+    """Return the dim of the same size with as many elements to its left as the batch dim had; None if there is none."""
     if (dim := dims[0]) is None:
         return (None,)
     before, after = _shape(equation.invars[0]), _shape(equation.outvars[0])
@@ -218,7 +218,7 @@ def _propagate_reshape(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
 
 
 def _propagate_gather(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
-    """The batch dim of the indices is among the result's dims that are no offsets."""
+    """Return the batch dim of the indices, which is among the dims of the result that are no offsets."""
     if len(dims) < 2 or dims[1] is None:
         return (None,)
     offsets = equation.params["dimension_numbers"].offset_dims
@@ -227,7 +227,7 @@ def _propagate_gather(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
 
 
 def _propagate_elementwise(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
-    """Any other primitive: elementwise, or on other dims only (slices, sorts, concatenations)."""
+    """Return the batch dims of any other primitive: elementwise, or on other dims (slices, sorts, concatenations)."""
 
     def find_dim(result_shape: tuple[int, ...]) -> int | None:
         for atom, dim in zip(equation.invars, dims, strict=True):

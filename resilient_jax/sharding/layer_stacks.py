@@ -69,7 +69,8 @@ def _find_largest_family(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lay
                 stem = "/".join([*parts[:depth], f"{match[1]}*"])
                 rest = "/".join(parts[depth + 1 :])
                 families[stem][int(match[2])][rest] = path
-                break  # the outermost number is the layer's
+                # The outermost number is the layer's.
+                break
     best: dict[str, LayerPosition] = {}
     best_count = 1
     for stem, members in families.items():

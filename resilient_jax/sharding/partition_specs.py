@@ -136,7 +136,8 @@ def list_leaves(state: Tree) -> list[NamedLeaf]:
     """Return the arrays of a state, in the order of the tree's leaves."""
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_wrapper):
-        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]  # a variable without a value has none
+        # A variable without a value has no leaves.
+        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]
         found.extend(
             NamedLeaf(
                 path=format_path(path),

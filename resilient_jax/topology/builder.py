@@ -138,7 +138,8 @@ def _build_peaks(table: PeaksTable) -> Iterator[Peak]:
 
 def _build_hosts(file: TopologyFile, accelerators: dict[str, Accelerator]) -> Iterator[Host]:
     between = file.links[1:-1]
-    place = 0  # index of the host in the file, which determines its domain where domains are counted off
+    # Index of the host in the file, which determines its domain where domains are counted off.
+    place = 0
     for index, table in enumerate(file.hosts):
         key = f"hosts[{index}]"
         _check_hosts_table(table, key, accelerators, between)

@@ -68,7 +68,8 @@ def validate_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
         TopologyError: a host has too many or too few domains, or a domain is in two domains of the next level.
     """
     around: dict[tuple[int, str], tuple[str, ...]] = {}
-    distinct = {host.domains: host.name for host in hosts}  # hosts share domains, so few combinations remain
+    # Hosts share domains, so few combinations remain.
+    distinct = {host.domains: host.name for host in hosts}
     for domains, host in distinct.items():
         if len(domains) != len(between):
             raise TopologyError(

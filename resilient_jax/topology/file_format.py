@@ -1,6 +1,6 @@
 """The tables of a topology file; `meshes/README.md` defines each key.
 
-Ranges are wide: they refuse what no machine has, which is mostly a number in another unit.
+Ranges are wide: a value outside of them is mostly a number in another unit.
 """
 
 from typing import Annotated

@@ -53,9 +53,8 @@ class LinkLevel:
     def bandwidth_of_device(self, senders: int) -> float:
         """Return the bytes per second, each way, that one device gets when all hosts send at once.
 
-        Formula: `bandwidth / oversubscription`, and `/ senders` where the port is the host's. With fewer hosts
-            sending, an
-        oversubscribed level may carry more for each: this is the guaranteed bandwidth.
+        Formula: `bandwidth / oversubscription`, and `/ senders` where the port is the host's. With fewer hosts sending,
+        an oversubscribed level may carry more for each: this is the guaranteed bandwidth.
 
         Args:
             senders: devices of each host that send at the same time, at least 1.

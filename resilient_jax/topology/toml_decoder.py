@@ -42,7 +42,8 @@ def decode_tables(text: str, *, source: str) -> TopologyFile:
     """
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # raised by absurd numbers and nesting, too
+    # Absurd numbers and nesting raise these, too.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
         ) from error
@@ -60,7 +61,8 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
 
 def _describe(message: str, values: object) -> str:
     match = _REASON.fullmatch(message)
-    assert match is not None  # its last part is optional, and its first takes everything
+    # The last part of the pattern is optional, and the first matches any string.
+    assert match is not None
     reason, path = match["reason"], match["path"] or ""
     if unknown := _UNKNOWN.fullmatch(reason):
         known = TABLES[re.sub(r"\[\d+\]", "", path)].__struct_fields__
@@ -76,7 +78,8 @@ def _describe(message: str, values: object) -> str:
     expected = reason.partition(", got ")[0].replace("Expected ", "")
     for name, words in _WORDS.items():
         expected = expected.replace(name, words)
-    if path.endswith("[...]"):  # a key of a dict, which msgspec does not name
+    # A key of a dict, which msgspec does not name.
+    if path.endswith("[...]"):
         path, expected = path.removesuffix("[...]"), f"{expected} for each of its keys"
     return f"key '{path}': found {_look_up(path, values)}, expected {expected}. Change the value."
 

@@ -113,7 +113,7 @@ class Topology:
         return self.levels[-1]
 
     def failure_domains(self, host: str) -> tuple[FailureDomain, ...]:
-        """Return what takes this host along when it fails: the host itself, then its rack, ... outward.
+        """Return the failure domains that contain this host: the host itself, then its rack, ..., outward.
 
         Raises:
             UnknownHost: there is no such host.
@@ -121,7 +121,7 @@ class Topology:
         return list_failure_domains(self.host(host), self.failure_levels)
 
     def domains(self, level: str) -> tuple[DomainHosts, ...]:
-        """Return the failure domains of one level with their hosts; domains without a host are gone.
+        """Return the failure domains of one level with their hosts; domains without a host are omitted.
 
         Raises:
             TopologyError: the level is none of `failure_levels`.

@@ -81,7 +81,8 @@ class XlaKernel(Kernel):
 def _cpu() -> Device:
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:  # JAX_PLATFORMS leaves the CPU out
+    # JAX_PLATFORMS leaves the CPU out.
+    except RuntimeError as error:
         raise KernelUnavailable(f"jax has no CPU device here ({error}); add cpu to JAX_PLATFORMS") from error
 
 
