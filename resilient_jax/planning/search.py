@@ -53,8 +53,8 @@ def search_plan(
         axes: sizes that are given, such as {"tensor": 2}; all others are searched for.
         number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
         pipeline_repeats: chunks of layers on each stage of a pipeline (interleaved schedule).
-        min_replicas: least number of replicas of the state. With two or more, a job continues in place when one is lost;
-            replicas that share a host are lost together.
+        min_replicas: least number of replicas of the state. With two or more, a job continues in place when one is
+            lost; replicas that share a host are lost together.
 
     Raises:
         PlanError: a number is out of range, or the program does not allow a given axis size.

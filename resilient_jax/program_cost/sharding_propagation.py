@@ -339,7 +339,7 @@ def _propagate_names(operation: Operation, source: Value, result: Value, names: 
 def _propagate_names_through_reshape(
     before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
 ) -> LogicalNames:
-    """Return the names after a reshape: merged dims take their first name, and of split dims the first takes the name."""
+    """Return the names after a reshape: merged dims take their first name, and the first of split dims the name."""
     found: list[str | None] = [None] * len(after)
     source = target = 0
     while source < len(before) and target < len(after):

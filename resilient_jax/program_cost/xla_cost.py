@@ -44,7 +44,7 @@ time."""
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:  # noqa: ANN401 - pytrees
-    """Return the FLOPs of a program before XLA optimizes it; nothing is compiled, and the count is the same on every device."""
+    """Return the FLOPs of a program before XLA optimizes it; nothing is compiled, and all devices have the same."""
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
         return _read_cost(jax.jit(function).lower(*arguments))
