@@ -53,5 +53,5 @@ class OwnPart:
                 raise ChecksumMismatch(f"block {block} of {self.manifest.host}'s own part is corrupt")
 
     def close(self) -> None:
-        """Release the view."""
+        """Release the view, so that its memory can be unmapped."""
         self._view.release()

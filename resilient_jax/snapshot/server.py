@@ -170,7 +170,7 @@ def lower_priority() -> None:
 
 
 def main() -> None:
-    """Run the server process."""
+    """Run the server process, and exit at its end without waiting for other threads."""
     lower_priority()
     keep_freed_memory()
     code = ExitCode.DONE

@@ -53,7 +53,7 @@ class SnapshotService:
 
     @property
     def handlers(self) -> dict[AnyMethod, SyncUnaryHandler]:
-        """The handler of each method."""
+        """The handler of each gRPC method."""
         return {
             MANIFEST: self._manifest,
             BULK_ADDRESS: self._find_bulk,

@@ -173,7 +173,7 @@ def _canonicalize(path: str, array: np.ndarray) -> np.ndarray:
 
 
 def copy_to_host(state: FlatState) -> FlatState:
-    """Return a copy in host memory, which outlives the devices.
+    """Return the state with its device arrays copied to host memory, where they outlive the devices.
 
     Raises:
         StateError: a leaf is sharded over several hosts, so that no host can copy all of it.
@@ -187,7 +187,9 @@ def copy_to_host(state: FlatState) -> FlatState:
 
 
 def copy_array(path: str, value: jax.Array | np.ndarray) -> np.ndarray:
-    """Return a copy in host memory, never a view: on CPU `np.asarray` of a device array shares its memory.
+    """Return an array in host memory: a host array itself, of a device array a copy.
+
+    The copy is never a view: on CPU `np.asarray` of a device array shares its memory.
 
     Raises:
         StateError: the array is sharded over several hosts.
