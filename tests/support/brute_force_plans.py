@@ -1,4 +1,4 @@
-"""The oracle of `search_plan`: every plan, one by one, without bounds, host classes or memoization."""
+"""The oracle of `search_plan`: every plan is estimated, without bounds, host classes or memoization."""
 
 import heapq
 import itertools

@@ -27,7 +27,7 @@ LLAMA = TransformerShape(
     vocabulary_tokens=128,
     sequence_tokens=32,
 )
-"""A small one, of the kind that most tests use."""
+"""The small shape that most tests use."""
 EXAMPLES = 4
 
 KERNEL = nnx.initializers.lecun_normal()
@@ -36,24 +36,24 @@ LINEN_KERNEL = nn.initializers.lecun_normal()
 
 
 def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each next token; of the last one with the first."""
+    """Return the mean cross-entropy of each next token, the first being the next of the last."""
     logits = model(tokens).astype(jnp.float32)
     labels = jnp.roll(tokens, -1, axis=1)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def tokens(shape: TransformerShape, examples: int = EXAMPLES) -> jax.ShapeDtypeStruct:
-    """An abstract batch."""
+    """Return an abstract batch of token sequences."""
     return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
 
 
 def closed_form(shape: TransformerShape) -> ProgramCost:
-    """What the planner says of the decoder: in float32, its attention computes the full square."""
+    """Return the closed-form cost of the decoder, in float32 and with the full square of attention."""
     return analyze_transformer(shape, precision=SINGLE_PRECISION, attention=AttentionKind.SQUARE)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864) of [batch, T, heads, head_dim]."""
+    """Apply rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864) of [batch, T, heads, head_dim]."""
     _, length, _, head_dim = x.shape
     frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
     angles = jnp.arange(length)[:, None, None] * frequencies
@@ -122,7 +122,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Each layer a module of its own; parameters named by `nnx.with_partitioning`."""
+    """A decoder whose layers are modules of their own; parameters are named by `nnx.with_partitioning`."""
 
     def __init__(
         self, shape: TransformerShape, rngs: nnx.Rngs, dtype: Any = None, rematerialised: bool = False
@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
 
 
 class LinenLayer(nn.Module):
-    """As `Layer` of a shape that is gated, rotary, without biases and with RMS norms."""
+    """The Linen layer of a gated, rotary shape without biases and with RMS norms."""
 
     shape: TransformerShape
 
@@ -185,7 +185,7 @@ class LinenLayer(nn.Module):
 
 
 class LoopedDecoder(nn.Module):
-    """All layers one loop over stacked parameters; named by `nn.with_logical_partitioning`."""
+    """A decoder as one loop over stacked parameters, which are named by `nn.with_logical_partitioning`."""
 
     shape: TransformerShape
     rematerialised: bool = False

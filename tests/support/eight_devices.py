@@ -9,7 +9,7 @@ from jax.extend.backend import clear_backends
 
 DEVICES = 8
 BY_XLA_FLAGS = -1
-"""JAX's default: as many as `XLA_FLAGS` says, or one."""
+"""JAX's default: the number in `XLA_FLAGS`, or one."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,5 +24,5 @@ QUICK_KERNELS = [
     pytest.param(IsalKernel, marks=needs_isal, id=KernelName.ISAL),
     pytest.param(NumpyKernel, id="numpy"),
 ]
-"""Those that take any shape without compiling."""
+"""Kernels that multiply any shape without compiling."""
 ALL_KERNELS = [*QUICK_KERNELS, pytest.param(XlaKernel, id="xla")]

@@ -1,4 +1,4 @@
-"""Real training steps under many plans of eight devices: what a device is estimated to need, and what XLA says."""
+"""Training steps under many plans of eight devices: the memory estimate of a device beside XLA's."""
 
 import functools
 from typing import NamedTuple
@@ -40,7 +40,7 @@ SHAPES = {
         sequence_tokens=64,
     ),
 }
-"""3.7 MB of parameters and 12 to 15 MB of activations for a sequence; 6.3 MB, and 4 to 5 MB."""
+"""First 3.7 MB of parameters and 12 to 15 MB of activations per sequence, then 6.3 MB and 4 to 5 MB."""
 KINDS = {"nnx": NnxProgram, "linen": LinenProgram}
 R, F, T, S = Axis.REPLICA, Axis.FSDP, Axis.TENSOR, Axis.SEQUENCE
 MESHES = {
@@ -65,13 +65,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The case in words, for reports and pytest."""
         again = ", rematerialised" if self.rematerialise else ""
         return f"{self.kind} {self.shape}, {self.mesh}, {self.sequences} sequences{again}"
 
 
 def describe(case: Case) -> str:
-    """Its name, for pytest too."""
+    """Return the name of a case as its test id."""
     return case.name
 
 
@@ -104,7 +104,7 @@ GRID = tuple(
 
 @functools.cache
 def profile_of(kind: str, shape: str) -> rj.ProgramCost:
-    """Measured from the model, with its rematerialised twin; of four examples, whatever is compiled later."""
+    """Return the cost measured from the model and its rematerialized twin, with a batch of four examples."""
     program = KINDS[kind](SHAPES[shape])
     is_asked = any((case.kind, case.shape, case.rematerialise) == (kind, shape, True) for case in GRID)
     again = KINDS[kind](SHAPES[shape], rematerialised=True).model if is_asked else None
@@ -112,7 +112,7 @@ def profile_of(kind: str, shape: str) -> rj.ProgramCost:
 
 
 def compare(case: Case) -> MemoryCase:
-    """Compiles the step of a plan, and gives what was estimated and what XLA says."""
+    """Compile the step of a plan, and return the estimate beside what XLA reports."""
     profile, program = (
         profile_of(case.kind, case.shape),
         KINDS[case.kind](SHAPES[case.shape], case.rematerialise),

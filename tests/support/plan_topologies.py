@@ -23,13 +23,13 @@ AMPLE_BYTES = 10**9
 
 
 def small_profile(**changes) -> ProgramCost:
-    """Of a transformer of three layers, or one with other sizes."""
+    """Return the cost of a transformer of three layers; `changes` are other sizes."""
     sizes = {name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | changes
     return analyze_transformer(TransformerShape(**sizes), name="small")
 
 
 def chip(memory_bytes: int = AMPLE_BYTES, flops_per_s: float = 1e10) -> Accelerator:
-    """An accelerator slow enough that a small program is work for it."""
+    """Return an accelerator slow enough that a small program takes measurable time."""
     return Accelerator(
         name=f"chip of {memory_bytes} bytes, {flops_per_s:g} FLOP/s",
         peaks=(Peak(number_format=NumberFormat.BF16, flops_per_s=flops_per_s),),
@@ -49,7 +49,7 @@ def cluster(
     per_rack=0,
     oversubscription=1.0,
 ) -> Topology:
-    """A host for each speed; racks of so many hosts, if any; `devices` may be a list too."""
+    """Return a cluster with a host for each speed, in racks if given; `devices` is of all hosts or of each."""
     each = devices if isinstance(devices, list) else [devices] * len(speeds)
     levels = [LinkLevel(name="host", bandwidth_bytes_per_s=inner, port=Port.DEVICE, latency_s=1e-6)]
     if per_rack:
@@ -80,8 +80,7 @@ def cluster(
 
 
 def tight_bytes(profile: ProgramCost, share: float) -> int:
-    """Of a device that has room for such a part of the program's state and for no more, but for the snapshot's
-    buffers."""
+    """Return the memory of a device with room for this fraction of the program's state and the snapshot's buffers."""
     constants, gradients = Calibration(), profile.parameter_count * profile.gradient_bytes
     state = profile.parameter_bytes + profile.optimizer_bytes + gradients
     return int((constants.staging_bytes + share * state) / constants.usable_memory)
@@ -89,7 +88,7 @@ def tight_bytes(profile: ProgramCost, share: float) -> int:
 
 @st.composite
 def tight_clusters(draw, profile, most_hosts=4, speeds=(1.0, 1.0, 0.6, 0.3)) -> Topology:
-    """A cluster in which memory decides how a pipeline's layers are split, and often nothing fits."""
+    """Draw a cluster in which memory decides how a pipeline's layers are split, and often no plan fits."""
     return cluster(
         draw(st.lists(st.sampled_from(speeds), min_size=2, max_size=most_hosts)),
         devices=draw(st.sampled_from([1, 1, 2])),
@@ -102,7 +101,7 @@ def tight_clusters(draw, profile, most_hosts=4, speeds=(1.0, 1.0, 0.6, 0.3)) -> 
 
 @st.composite
 def clusters(draw, most_hosts=4) -> Topology:
-    """Any small cluster: slow hosts, hosts that lost devices, racks, little memory."""
+    """Draw any small cluster: slow hosts, hosts that lost devices, racks, little memory."""
     hosts = draw(st.integers(1, most_hosts))
     return cluster(
         draw(st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.6, 0.3]), min_size=hosts, max_size=hosts)),

@@ -33,7 +33,7 @@ MESHES = [
     {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.SEQUENCE: 2},
     {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2},
 ]
-"""Of eight devices."""
+"""Axes of plans for eight devices."""
 
 
 class NnxProgram:
@@ -52,7 +52,7 @@ class NnxProgram:
 
     @property
     def model(self) -> object:
-        """As `profile_of` takes it."""
+        """Return the model as `analyze_program` takes it."""
         return self.make
 
     def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
@@ -88,7 +88,7 @@ def _make_nnx(shape, rematerialised, rngs):
 
 
 class LinenProgram(NnxProgram):
-    """The same as a loop over stacked layers in Linen, with logical names; the state keeps its boxes."""
+    """The same decoder as a loop over stacked layers in Linen, with logical names; the state keeps its boxes."""
 
     def __init__(self, shape: TransformerShape = SHAPE, rematerialised: bool = False):
         self.sequence_tokens, self.vocabulary = shape.sequence_tokens, shape.vocabulary_tokens
@@ -119,7 +119,7 @@ EXPERT_NAMES = rj.LogicalAxisRules(
 
 
 class ExpertProgram(NnxProgram):
-    """A layer of experts as a plain function; every expert sees every row, weighed by the router."""
+    """A layer of experts as a plain function; every expert sees every row, weighted by the router."""
 
     sequence_tokens = None
 
@@ -160,14 +160,14 @@ class ExpertProgram(NnxProgram):
 
 
 def train_step(loss, state, batch):
-    """One step of Adam: (state, loss)."""
+    """Return (state, loss) after one step of Adam."""
     value, gradients = jax.value_and_grad(loss)(state["params"], batch)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
 
 
 def plan_with(profile: rj.ProgramCost, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH) -> rj.Plan:
-    """The best plan with these axes; those that are not named are 1."""
+    """Return the best plan with these axes; axes that are not given are 1."""
     given = dict.fromkeys((a for a in Axis if a is not Axis.REPLICA), 1) | dict(axes)
     return rj.search_plan(
         profile, cluster([1.0] * hosts, devices=devices), global_batch=batch, axes=given, number_format="bf16"

@@ -1,6 +1,6 @@
 """A fixture for the tests of a module whose programs take longer to compile than to run.
 
-XLA does what it always does; LLVM optimises nothing.
+XLA does what it always does; LLVM optimizes nothing.
 """
 
 import jax
