@@ -111,17 +111,19 @@ def agent(
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
     credentials = Credentials(token, _tls_files(tls))
+    checked_platform = check_platform(platform)
     store_address = _parse_store(store)
-    directory = create_run_directory(run_dir)
+    own_address = _find_address(store_address, store) if address is None else _check_address(address)
     job_config = load_job_config(config, num_hosts)
     if topology is not None and not failure_domain:
         failure_domain = find_failure_domain(topology, host_name)
+    directory = create_run_directory(run_dir)  # last: bad input leaves nothing behind
     settings = AgentSettings(
         job=JobName(job),
         host=HostName(host_name),
-        address=_find_address(store_address, store) if address is None else _check_address(address),
+        address=own_address,
         command=command,
-        environment=_make_environment(directory, platform, devices_per_host, job_config.collective_timeout_s),
+        environment=_make_environment(directory, checked_platform, devices_per_host, job_config.collective_timeout_s),
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
         versions=read_versions(),
@@ -144,7 +146,7 @@ def _make_environment(
     environment = copy_environment()
     environment.pop(TOKEN_VARIABLE, None)
     return environment | make_worker_environment(
-        platform=check_platform(platform),
+        platform=platform,
         devices_per_host=devices_per_host,
         cache_dir=str((directory / "compile-cache").absolute()),
         collective_timeout_s=collective_timeout_s,

@@ -91,7 +91,7 @@ def test_weights_that_depend_on_the_live_hosts_are_detected(tmp_path: Path) -> N
     assert "campaign: SIGKILL to [" in told, "no story"
     assert " worker.exited" in told, "the story lacks the events of a host"
     assert Path(figures["manifest"]).read_text() == (
-        "\n[job]\nhosts = 2\n\n[[incidents]]\nat = { steps = 2 }\n"
+        "\n[job]\nhosts = 2\n\n[[incidents]]\ntrigger = { after_steps = 2 }\n"
         'target = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }\n'
     )
 

@@ -33,7 +33,7 @@ def digests_in(output):
 def undisturbed(tmp_path_factory):
     """Return the final digests of a run on one machine without failures."""
     done = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone")), "complete"],
+        [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone")), "replicated"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -69,7 +69,7 @@ def hold_in_step(job, work, victims):
 
 
 def kill_at_once(job, victims):
-    report = job.report()
+    report = job.read_report()
     assert report is not None
     for pid in [pid for victim in victims for pid in find_pids(report, JobComponent.HOST, victim)]:
         os.kill(pid, signal.SIGKILL)

@@ -29,7 +29,7 @@ SERVER_PLACES = (
 def lose(job: ShardedJob, part: JobComponent, hosts: list[str], everybody: int) -> None:
     """Kill this component on these hosts; check that no snapshot is lost, and wait for all hosts and a new snapshot."""
     promised = job.promised_step()
-    before = job.report().generation
+    before = job.read_report().generation
     assert before is not None
     for host in hosts:
         job.signal(part, host, signal.SIGKILL)
@@ -44,7 +44,7 @@ def test_a_host_lost_at_any_phase_of_a_snapshot_is_restored_from_parity(tmp_path
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
         for place in (*WORKER_PLACES, *SERVER_PLACES):
-            report = job.report()
+            report = job.read_report()
             assert report.generation is not None
             hosts = [m.host for m in report.generation.members]
             victim = hosts[0] if place is FailPoint.BEFORE_COMMITTED else hosts[-1]
@@ -73,7 +73,7 @@ def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_surviv
         job.wait_protected(4)
         for place in (FailPoint.DURING_RESTORE, FailPoint.BEFORE_PARITY):
             promised = job.promised_step()
-            before = job.report().generation
+            before = job.read_report().generation
             assert before is not None
             job.job.hold(place, ["host-2"], ANY_STEP)
             job.signal(JobComponent.HOST, "host-3", signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_losing_more_hosts_than_parity_ends_the_job_with_what_is_lost(tmp_path: 
 def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 3, parity=1) as job:
         job.wait_protected(3)
-        before = job.report().generation
+        before = job.read_report().generation
         assert before is not None
         job.signal(JobComponent.AGENT, "host-2", signal.SIGTERM)
         job.wait_protected(2, after_generation=before.number)
@@ -119,7 +119,7 @@ def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp
     """With parity for one host, the shards of two of four hosts are of no use without those of the other two."""
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
-        before = job.report().generation
+        before = job.read_report().generation
         assert before is not None
         for leaving in ("host-2", "host-3"):
             job.signal(JobComponent.AGENT, leaving, signal.SIGTERM)

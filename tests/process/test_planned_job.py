@@ -34,13 +34,13 @@ def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
 
 def plans_of(job, host):
     """Return the plans that a host followed, in order."""
-    events = sorted(job.events(), key=lambda event: event.monotonic_s)
+    events = sorted(job.read_events(), key=lambda event: event.monotonic_s)
     return [event.detail["plan"] for event in events if event.kind == "plan.chosen" and event.host == host]
 
 
 def ending(job):
     """Return (SHA-256 of the weights, loss)."""
-    words = job.output().rpartition("sha256 ")[2].split()
+    words = job.read_output().rpartition("sha256 ")[2].split()
     return words[0], float(words[2])
 
 

@@ -156,7 +156,7 @@ def test_a_watch_detects_that_the_store_was_replaced():
             await anext(batches)
         with store_process(address) as (_, again):
             assert again == address
-            with pytest.raises(StoreReplaced, match="is gone, with all it held"):
+            with pytest.raises(StoreReplaced, match="is gone with all its keys"):
                 await anext(batches)
         await store.close()
 
