@@ -36,7 +36,7 @@ from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.cluster.worker_process import copy_environment
 from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, Unauthenticated
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.jax_runtime.worker_environment import make_worker_environment
+from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.memory import MemoryStore
@@ -140,7 +140,7 @@ def agent(
 
 
 def _make_environment(
-    directory: Path, platform: str | None, devices_per_host: int | None, collective_timeout_s: float
+    directory: Path, platform: Platform | None, devices_per_host: int | None, collective_timeout_s: float
 ) -> dict[str, str]:
     """Return the environment of the host's workers: that of this process without the job's token."""
     environment = copy_environment()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.runs import ERROR_CHARACTERS, RUN_TIMEOUT_S
+from benchmarks.runs import ERROR_CHARACTERS, RUN_TIMEOUT_S, script_environment
 from resilient_jax.errors import CallerError, InternalError
 
 
@@ -43,6 +43,7 @@ def run_plot_script(script: Path, data: msgspec.Struct, work: Path, path: Path) 
     written.write_bytes(msgspec.json.encode(data))
     done = subprocess.run(
         [sys.executable, str(script), str(written), str(path)],
+        env=script_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

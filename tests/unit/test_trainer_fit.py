@@ -211,7 +211,7 @@ def test_the_treatment_of_batch_stats_is_logged_once(caplog):
         2
     )
     assert caplog.text.count("keeps statistics over the examples") == 1
-    assert "mean over the 4 of a step" in caplog.text
+    assert "the mean over the 4 microbatches of a step" in caplog.text
 
 
 # Checkpoints.
