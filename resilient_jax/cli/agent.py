@@ -123,7 +123,9 @@ def agent(
         host=HostName(host_name),
         address=own_address,
         command=command,
-        environment=_make_environment(directory, checked_platform, devices_per_host, job_config.collective_timeout_s),
+        environment=_make_environment(
+            directory, checked_platform, devices_per_host, job_config.collective_timeout_s
+        ),
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
         versions=read_versions(),
