@@ -126,6 +126,7 @@ class AheadOfTimeCompiler:
             self._is_working = False
             self._changed.notify_all()
             while not self._is_closed:
+                # Without a job the wait has no timeout: `enqueue` and `close` notify.
                 remaining_s = self._jobs[0][0] - time.monotonic() if self._jobs else None
                 if remaining_s is not None and remaining_s <= 0:
                     self._is_working = True
@@ -134,6 +135,7 @@ class AheadOfTimeCompiler:
             return None
 
     def _check(self, cancellations: int) -> None:
+        # The number of cancellations when the job began, so that `cancel` ends it and no later job.
         if self._cancellations != cancellations:
             raise CompilationCanceled
 

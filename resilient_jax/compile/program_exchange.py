@@ -77,6 +77,7 @@ class ProgramDirectory:
         Raises:
             MessageError: the key is not one.
         """
+        # The key is part of a file's path, so only a digest with a name in front is accepted from another host.
         if not key or key.startswith(".") or not set(key) <= KEY_CHARACTERS:
             raise MessageError(
                 f"programs: found the key {key[:80]!r}, expected a digest with a name in front"
@@ -89,6 +90,8 @@ class ProgramDirectory:
     def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
         """Answer another host as soon as the program is there, or when the request's wait is over."""
         found = self.read(request.key)
+        # At most MAX_WAITING_REQUESTS threads of the server wait; a request beyond is answered at once, and is
+        # repeated.
         if found is None and request.wait_s > 0 and self._waiters.acquire(blocking=False):
             try:
                 found = self._wait_for(request.key, min(request.wait_s, REQUEST_WAIT_S))
@@ -97,6 +100,7 @@ class ProgramDirectory:
         if found is None:
             yield ProgramChunk(size=-1)
             return
+        # The head comes first, so that the receiver can tell a complete program from a stream that was cut off.
         yield ProgramChunk(size=len(found), crc32=zlib.crc32(found))
         for start in range(0, len(found), CHUNK_BYTES):
             yield ProgramChunk(data=found[start : start + CHUNK_BYTES])
@@ -173,6 +177,7 @@ class ProgramFetcher:
 
 def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:
     """Return the host that compiles a program for all of them."""
+    # owner = crc32(key) mod hosts: the same on every host, since `peers` are sorted by name.
     return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
 
 

@@ -15,7 +15,7 @@ Matrix = tuple[Vector, ...]
 
 
 def scale_vector(vector: Vector, factor: int) -> Vector:
-    """Return vector * factor."""
+    """Return vector * factor, each byte multiplied in the field."""
     return vector.translate(multiplication_row(factor))
 
 

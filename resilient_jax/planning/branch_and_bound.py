@@ -187,6 +187,7 @@ class _Visit:
 
     def _with_fsdp(self, narrow: ReplicaAxes) -> Iterator[_Node]:
         tensor, sequence, expert, _, stages = narrow
+        # m p devices of a replica before FSDP, N devices in all.
         each, devices = narrow.devices, self._cost_model.devices
         most_blocks = self._constraints.axes.get(Axis.REPLICA, devices)
         least = self._constraints.min_replicas

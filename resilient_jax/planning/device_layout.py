@@ -20,7 +20,7 @@ class ReplicaAxes(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Devices of one replica."""
+        """Devices of one replica: the product of all axes."""
         return self.tensor * self.sequence * self.expert * self.fsdp * self.pipeline
 
     @property
@@ -91,16 +91,17 @@ class DeviceLayout(NamedTuple):
     @property
     def host_slots(self) -> int:
         """Slots of one replica, or 1 if several replicas share a slot: the number of hosts that a replica spans."""
+        # devices of a replica / devices of it in a host.
         return self.axes.devices // self.axes_in_host.devices
 
     @property
     def replicas_per_block(self) -> int:
-        """Replicas that are placed together."""
+        """Replicas that are placed together, in one domain."""
         return self.replicas_per_slot * self.block_size
 
     @property
     def stages_per_host(self) -> int:
-        """Pipeline stages in one host."""
+        """Pipeline stages that one host has of a replica."""
         return self.axes_in_host.pipeline
 
     def axis_level_factors(self, axis: Axis) -> LevelFactors:
@@ -110,6 +111,7 @@ class DeviceLayout(NamedTuple):
 
     def replica_level_factors(self, blocks: int) -> LevelFactors:
         """Return the factors of the replica axis over the levels, for this number of blocks."""
+        # q_0 = replicas per slot, q_level = replica slots per block, q_outermost = blocks; their product is R.
         parts = [1] * (self.outermost_level + 1)
         parts[0] = self.replicas_per_slot
         parts[self.level] *= self.block_size
@@ -119,6 +121,7 @@ class DeviceLayout(NamedTuple):
 
 def compute_level_factors(size: int, inside: int, level: int, outermost: int) -> LevelFactors:
     """Return the factors of an axis with `inside` of its devices in each host and the rest at one level."""
+    # q_0 = devices inside a host, q_level = size / q_0, all other levels 1; their product is the size of the axis.
     parts = [1] * (outermost + 1)
     parts[0] = inside
     parts[level] *= size // inside
@@ -135,6 +138,7 @@ def fill_host(sizes: Iterable[int], devices: int) -> tuple[list[int], int]:
     """
     inside = []
     for size in sizes:
+        # The largest part that divides both the axis and the devices that are left, so that all parts are equal.
         part = math.gcd(size, devices)
         inside.append(part)
         devices //= part
@@ -149,6 +153,7 @@ def make_layout(axes: ReplicaAxes, devices: int, level: int, block: int, outermo
     >>> make_layout(ReplicaAxes(tensor=2), devices=8, level=1, block=1, outermost=1).replicas_per_slot
     4
     """
+    # Only a replica that is completely inside a host leaves its devices to further replicas.
     inside, left = fill_host(axes, devices)
     filled = ReplicaAxes(*inside)
     return DeviceLayout(

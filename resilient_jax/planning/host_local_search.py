@@ -85,6 +85,8 @@ def _choices(
 ) -> Iterator[dict[Axis, int]]:
     """Yield numbers of replicas that use all devices, with sizes of FSDP that divide replica and microbatch."""
     for width in range(1, devices + 1):
+        # width: devices of a replica, a divisor of the host's; R = hosts devices / width; f divides width and
+        # microbatch.
         replicas, rest = divmod(len(topology.hosts) * devices, width)
         for fsdp in range(1, width + 1):
             if devices % width or rest or width % fsdp or microbatch_size % fsdp:

@@ -52,6 +52,7 @@ class HostPool:
     @property
     def device_count(self) -> int:
         """Devices of all hosts in the pool."""
+        # N = sum over domains (equal domains) (hosts of a kind in it) (devices of the kind).
         hosts: Counter[int] = Counter()
         for domain, count in self.domains[-1]:
             for kind, number in domain:
@@ -67,6 +68,8 @@ class HostPool:
         """Return the compositions of the blocks of replicas, with counts; a block counts as its slowest replica."""
         found: Counter[Composition] = Counter()
         for domain, count in self.domains[max(layout.level - 1, 0)]:
+            # A host of d devices has floor(d / devices per slot) slots. Slots are grouped to replicas, and replicas
+            # to blocks; a block counts as its last replica, since hosts are sorted fastest first.
             cells = [
                 (kind, hosts * (self.kinds[kind].devices // layout.devices_per_slot))
                 for kind, hosts in domain
@@ -95,6 +98,8 @@ def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tup
     for what, number in runs:
         left = number
         if begun and left:
+            # Complete the group that an earlier run began, then form groups of this run alone, then begin the next
+            # group.
             taken = min(missing, left)
             begun.append((what, taken))
             missing, left = missing - taken, left - taken
@@ -181,6 +186,7 @@ def find_stage_kinds(composition: Composition, layout: DeviceLayout) -> tuple[tu
     stages = layout.axes.pipeline
     if len(composition) == 1:
         return ((composition[0][0], stages),)
+    # A group of `size` slots has `stages_per_host` consecutive stages.
     groups = stages // layout.stages_per_host
     size = sum(number for _, number in composition) // groups
     ends = list(itertools.accumulate(number for _, number in composition))

@@ -29,6 +29,7 @@ class StateRegion(NamedTuple):
 
 def intersect_regions(one: StateRegion, other: StateRegion) -> StateRegion | None:
     """Return the intersection of two regions, or None if it is empty."""
+    # [max(low), min(high)) in each dim; empty if it is in any.
     found = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True)]
     return StateRegion(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
 
@@ -51,6 +52,7 @@ def count_layer_bytes(program_cost: ProgramCost) -> tuple[float, ...]:
 
 def count_region_bytes(region: StateRegion, weights: tuple[float, ...]) -> float:
     """Return the bytes of a region."""
+    # bytes = (sum of the bytes of its layers) (fraction along tensor) (along expert) (along FSDP).
     size = sum(weights[region.layers[0] : region.layers[1]])
     for low, high in region[1:]:
         size *= high - low
@@ -60,6 +62,8 @@ def count_region_bytes(region: StateRegion, weights: tuple[float, ...]) -> float
 def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[StateRegion, ...]:
     """Return the region of each host slot of a replica, in the order of slots."""
     axes, inside = layout.axes, layout.axes_in_host
+    # Stage i has layers ends[i] to ends[i + 1]: the embedding is layer 0 of stage 0, the head the last of the last
+    # stage.
     ends = [0, *(1 + sum(split[: stage + 1]) for stage in range(len(split)))]
     ends[-1] += 1
     regions = []
@@ -67,6 +71,8 @@ def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[
         places = []
         left = cell
         for size, part in zip(axes, inside, strict=True):
+            # The slot is a mixed-radix number, the innermost axis first: digit `place` of base size / part along each
+            # axis, which covers positions place part to (place + 1) part.
             left, place = divmod(left, size // part)
             places.append((place * part, (place + 1) * part))
         tensor, _, expert, fsdp, stages = places

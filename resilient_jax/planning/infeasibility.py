@@ -75,6 +75,7 @@ def find_min_memory_bytes(cost_model: CostModel, constraints: PlanConstraints) -
     ]
     if not needs:
         return None
+    # memory >= needed / usable fraction, in bytes, rounded up.
     return int(min(needs) / request.calibration.usable_memory) + 1
 
 
@@ -102,6 +103,7 @@ def _all_groups(cost_model: CostModel, constraints: PlanConstraints) -> list[Rep
 
 def find_max_replicas(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
     """Return the largest feasible number of replicas; None if their number is not what is infeasible."""
+    # Bisection: with more replicas required no plan becomes feasible. `low` fits, or is 0; `high` does not.
     low, high = 0, constraints.min_replicas
     while high - low > 1:
         middle = (low + high) // 2
@@ -132,6 +134,7 @@ def find_min_devices(cost_model: CostModel, constraints: PlanConstraints) -> int
         )
         return _has_plan(CostModel(dataclasses.replace(request, pool=pool)), constraints)
 
+    # Double until a plan fits, then bisect: `low` hosts do not fit, `high` do.
     high = 1
     while not fits(high):
         high *= 2

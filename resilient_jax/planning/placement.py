@@ -56,6 +56,8 @@ def place_replicas(
             for kind, place in members
             for _ in range(pool.kinds[kind].devices // layout.devices_per_slot)
         ]
+        # Consecutive groups as `HostPool.count_blocks` forms them: a block is (slots of a replica) (replicas of a
+        # block) slots, and its class is the composition of its last replica.
         size = layout.host_slots * layout.block_size
         for start in range(0, len(cells) - size + 1, size):
             block = cells[start : start + size]

@@ -16,6 +16,7 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
     used = _select_used(classes, candidate.blocks)
     step = _find_terms(cost_model, candidate, used, cost)
     memory = max((block_class.time.memory for block_class in used), key=lambda memory: memory.total)
+    # A measured program that computes one microbatch per step accumulates nothing.
     most_microbatches = max(number for shares in cost.assignment.task_counts for _, number in shares)
     if most_microbatches == 1 and request.program_cost.backend is not None:
         memory = memory.with_one_microbatch()
@@ -31,6 +32,7 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
     for replica in placed:
         for place in replica:
             devices[place] += layout.devices_per_slot
+    # tokens per second = (tokens of a sequence) B / step.
     tokens = request.program_cost.sequence_tokens
     return Plan(
         request=request,
@@ -69,6 +71,8 @@ def _find_terms(
     cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], cost: PlanCost
 ) -> StepTime:
     """Return the terms of the replica that is done last."""
+    # The replica that is done last: argmax_i (n_i + (P - 1) / r) t_i. Its terms are n_i times those of its slowest
+    # stage, and the bubble (P - 1) / r t_i, so all terms sum to the step.
     fill = (candidate.layout.axes.pipeline - 1) / cost_model.request.pipeline_repeats
     counts = [shares[0][1] for shares in cost.assignment.task_counts]
     last = max(
@@ -109,6 +113,7 @@ def _describe_classes(
 def _estimate_mfu(cost_model: CostModel, step_s: float) -> float:
     """Return the model FLOPs utilization of all devices of the topology."""
     request = cost_model.request
+    # MFU = B (forward + backward FLOPs of a sequence, without remat) / (step sum of peaks); spares count as devices.
     flops = (
         request.program_cost.forward_flops + request.program_cost.backward_flops
     ).total * request.global_batch

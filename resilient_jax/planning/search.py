@@ -106,7 +106,10 @@ def search_plans(
     wanted = number_format or (
         NumberFormat.BF16 if program_cost.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
     )
+    # Two at least: the explanation compares the best plan with the next.
     best = _Best(max(top, 2))
+    # Devices of unequal memory: a plan needs the least memory of its devices, so each size is searched with the hosts
+    # that have as much or more. The limit of earlier searches prunes later ones.
     cost_models: list[CostModel] = []
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         request = PlanRequest(
@@ -221,6 +224,7 @@ def _check_sizes(topology: Topology, global_batch: int, constraints: PlanConstra
             f"min_replicas: found {constraints.min_replicas}, expected at most the {replicas} of the given axis "
             "replica. Change one of them"
         )
+    # R <= B / f, a sequence for each device along FSDP, and R <= N / (devices of the given axes without replicas).
     most = min(global_batch // fsdp, topology.device_count * replicas // asked)
     if constraints.min_replicas > most:
         raise PlanError(

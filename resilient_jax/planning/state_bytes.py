@@ -36,7 +36,7 @@ class PartBytes(NamedTuple):
         return 2 * self.parameters + self.gradients + 2 * self.optimizer
 
     def plus(self, other: "PartBytes") -> "PartBytes":
-        """Return the sum of both."""
+        """Return the sum of both, field by field."""
         return PartBytes(
             self.parameters + other.parameters,
             self.gradients + other.gradients,

@@ -63,6 +63,7 @@ class StateMigration:
 
     def count_max_host_bytes(self) -> float:
         """Return the most bytes that one host receives or sends."""
+        # max over hosts of bytes received and of bytes sent: links carry both directions at once.
         loads: Counter[tuple[str, str]] = Counter()
         for move in self.transfers:
             loads["in", move.target] += move.bytes_moved  # type: ignore[assignment]
@@ -97,6 +98,8 @@ def _subtract_one(region: StateRegion, other: StateRegion) -> list[StateRegion]:
     common = intersect_regions(region, other)
     if common is None:
         return [region]
+    # Peel off, dim by dim, what is below and above the common interval; then shrink the rest to it. The parts are
+    # disjoint.
     parts = []
     rest = list(region)
     for dim, (low, high) in enumerate(common):
@@ -116,6 +119,7 @@ def _assign(
     """Return the planned states with equal hosts permuted, and whether the assignment is exact."""
     all_axes: dict[tuple[object, ...], list[Host]] = {}
     for host in after.request.topology.hosts:
+        # Hosts may change places only within a domain of the plan's level and with hosts of equal kind and speed.
         level = after.layout.level
         domain = "" if level in (0, after.layout.outermost_level) else host.domains[level - 1]
         all_axes.setdefault((domain, host.accelerator.name, host.devices, host.speed), []).append(host)
@@ -134,12 +138,14 @@ def _assign(
 def _assign_alike(
     mine: Sequence[HostState], slots: Sequence[HostState], weights: tuple[float, ...]
 ) -> Sequence[int]:
+    # c_ij = bytes that host i lacks of the state of place j; equal states have equal costs, computed once.
     costs: dict[tuple[HostState, HostState], float] = {}
     for has in set(mine):
         for wants in set(slots):
             costs[has, wants] = count_missing_bytes(has, wants, weights)
     if len(mine) <= MAX_EXACT_HOSTS:
         return solve_assignment([[costs[has, wants] for wants in slots] for has in mine])
+    # Greedy: pairs of states by the bytes that stay, bytes of the place - c_ij, the most first.
     free: dict[HostState, list[int]] = {}
     for place, wants in reversed(list(enumerate(slots))):
         free.setdefault(wants, []).append(place)
@@ -169,6 +175,7 @@ def _find_sources(
         for owned, names in holders.items() if left else ():
             common = [part for one in left if (part := intersect_regions(one, owned)) is not None]
             if common:
+                # Of the hosts with equal regions the one that has sent the least so far sends next.
                 source = min(names, key=sent.__getitem__)
                 size = sum(count_region_bytes(part, weights) for part in common)
                 sent[source] += size  # type: ignore[assignment]

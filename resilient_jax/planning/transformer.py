@@ -141,8 +141,9 @@ def get_dim_size(shape: TransformerShape, name: str) -> int:
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """Return the number of parameters."""
+    """Return the number of elements of all parameters."""
     return sum(
+        # sum over parameters of (product of dims) (L copies for a parameter of layers).
         math.prod(get_dim_size(shape, name) for name in parameter.logical_names)
         * (shape.layers if parameter.parts == (ModelPart.LAYER,) else 1)
         for parameter in list_parameters(shape)

@@ -85,6 +85,8 @@ def _list_tensors(shape: TransformerShape, precision: Precision) -> tuple[StateT
 
 
 def _list_rules(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
+    # Heads, feed-forward width, tokens and experts must be divisible; keys, values and vocabulary are replicated
+    # otherwise.
     sizes = (
         (Axis.TENSOR, "heads", shape.heads, True),
         (Axis.TENSOR, "mlp", shape.feed_forward, True),

@@ -98,6 +98,8 @@ class StatePartitioner:
         return PartitionSpec(*dims)
 
     def _get_tensor(self, leaf: NamedLeaf) -> StateTensor:
+        # The program cost comes first, so that a state is sharded as it was estimated; the longest path is the most
+        # specific.
         fitting = [
             tensor
             for pattern, tensor in self._tensors
@@ -207,6 +209,7 @@ def _is_spec(node: object) -> bool:
 
 def _compile_pattern(path: str) -> re.Pattern[str]:
     """Return a pattern of paths that end with a tensor's path; `*` stands for the number of a layer."""
+    # A path of optimizer state ends with the path of its parameter.
     return re.compile(r"(^|/)" + re.escape(path).replace(r"\*", r"\d+") + "$")
 
 

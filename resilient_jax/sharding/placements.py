@@ -57,7 +57,7 @@ class ReplicatedPlacement(Placement):
     __slots__ = ()
 
     def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
-        """Return the empty spec."""
+        """Return the empty spec: no axis shards the leaf."""
         return P()
 
 

@@ -60,6 +60,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
             "by host in its order; the plan leaves out its spares. For other devices search a new plan"
         )
     sizes = get_mesh_sizes(plan)
+    # The order of the devices puts the inner axes on the fast links, see `DeviceLayout`.
     grid = np.array([devices[number] for number in find_device_order(plan)])
     grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
     if replica is not None:
@@ -132,6 +133,8 @@ def compile_plan(
     where = make_state_shardings(plan, state, mesh, logical_axis_rules)
     rows = _shardings(make_batch_specs(batch, sizes, plan.request.program_cost.sequence_tokens), mesh)
     started_s = time.monotonic()
+    # FSDP shards parameters over the devices that have different examples, which XLA may confuse: see
+    # `activation_constraints`. Other plans need no constraint.
     jitted = jax.jit(
         constrain_activations(function, mesh) if sizes[Axis.FSDP] > 1 else function,
         in_shardings=(where, rows),

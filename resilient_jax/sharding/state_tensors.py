@@ -143,6 +143,7 @@ def make_divisibility_rules(
     tensors: Sequence[StateTensor], num_layers: int, sequence_tokens: int | None
 ) -> tuple[DivisibilityRule, ...]:
     """Return the sizes that axes must divide: of dims with the same name, the greatest common divisor."""
+    # gcd(0, n) = n, so the default 0 is the neutral element.
     units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
     for tensor in tensors:
         for axis, name, number in zip(tensor.axes, tensor.logical_names, tensor.units, strict=True):

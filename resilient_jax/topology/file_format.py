@@ -33,7 +33,7 @@ class PeaksTable(TopologyTable, frozen=True, kw_only=True):
 
 
 class AcceleratorTable(TopologyTable, frozen=True, kw_only=True):
-    """`[[accelerators]]`."""
+    """`[[accelerators]]`: one kind of accelerator."""
 
     name: Name
     peak_flops_per_s: PeaksTable
