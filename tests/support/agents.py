@@ -1,4 +1,4 @@
-"""Commands and agents started by hand, as on a pod, with what they said."""
+"""Commands and agents as processes, started one by one as on a pod, with their output."""
 
 import contextlib
 import os
@@ -14,15 +14,15 @@ from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 
 TOKEN = "test-token"
-"""What `tests/process/serve_store.py` asks for."""
+"""The token that `tests/process/serve_store.py` expects."""
 STORE_SCRIPT = Path(__file__).parent.parent / "process" / "serve_store.py"
 COMMAND = [sys.executable, "-m", "resilient_jax.cli.main"]
 SOON_S = 60.0
-"""For what takes a second or two on an idle machine."""
+"""Timeout of operations that take a second or two on an idle machine."""
 
 
 def run_command(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Runs `resilient-jax ARGUMENTS...` to its end; gives exit code and all output."""
+    """Run `resilient-jax ARGUMENTS...` to its end; return the exit code and the output of both streams."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         env={**os.environ, **(environment or {})},
@@ -37,7 +37,7 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str] | None 
 
 
 def wait_until(what: str, holds: Callable[[], bool], deadline_s: float = SOON_S) -> None:
-    """Waits until `holds`; fails after `deadline_s`."""
+    """Wait until `holds()` is true; fail after `deadline_s` seconds."""
     end_s = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < end_s, f"{what} did not happen within {deadline_s:g} s"
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def served_store(address: str = "127.0.0.1:0") -> Iterator[str]:
-    """A store in a process of its own; gives its address."""
+    """Serve a store in a process of its own; yield its address."""
     process = subprocess.Popen(
         [sys.executable, str(STORE_SCRIPT), address],
         stdin=subprocess.PIPE,
@@ -69,7 +69,7 @@ def served_store(address: str = "127.0.0.1:0") -> Iterator[str]:
 
 
 class HandStartedAgent:
-    """`resilient-jax agent` as a process, with its output in a file. Killed at the end of the `with`."""
+    """`resilient-jax agent` as a process, with its output in a file; killed at the end of the `with`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HandStartedAgent:
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it; `prefix` goes before the command, such as `ip netns exec NAME`."""
+        """Start the agent; `prefix` goes before the command, such as `ip netns exec NAME`."""
         self._output = output
         with output.open("ab") as file:
             self.process = subprocess.Popen(
@@ -97,7 +97,7 @@ class HandStartedAgent:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, and its end."""
+        """Send SIGKILL and reap the process."""
         self.process.kill()
         self.process.wait()
 
@@ -105,15 +105,15 @@ class HandStartedAgent:
         return self._output.read_text(errors="replace")
 
     def wait_said(self, text: str, deadline_s: float = SOON_S) -> None:
-        """Waits until it has printed `text`."""
+        """Wait until the agent has printed `text`; fail if the agent ends before."""
         wait_until(f"{text!r} in the output", lambda: text in self.output() or self._ended(text), deadline_s)
 
     def wait(self, deadline_s: float = SOON_S) -> int:
-        """Waits for its end; gives the exit code."""
+        """Wait for the agent's end; return the exit code."""
         return self.process.wait(deadline_s)
 
     def interrupt(self) -> int:
-        """Ctrl-C; gives the exit code."""
+        """Interrupt the agent as Ctrl-C does; return the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.wait()
 

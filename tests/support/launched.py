@@ -9,7 +9,7 @@ from resilient_jax.chaos.local_job import LocalJob
 
 JOBS = Path(__file__).parent.parent / "e2e" / "jobs"
 END_S = 120.0
-"""For a job of a few steps on a machine that is busy with other things."""
+"""Timeout of a job of a few steps on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +17,10 @@ class Ended:
     """How a launch ended.
 
     Attributes:
-        output: all that was on the screen.
-        last_words: the part after the line that names the logs: what a person reads last.
-        worker_starts: how many workers were ever started.
-        leftovers: processes that were still there.
+        output: everything that the launcher printed.
+        last_words: the part after the line that names the logs, which the user reads last.
+        worker_starts: number of workers started over the job.
+        leftovers: processes that were still alive afterwards.
     """
 
     code: int
@@ -38,7 +38,7 @@ def run_launch(
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs a job to its end."""
+    """Run a job to its end; return its exit code and output."""
     with LocalJob(
         command,
         num_hosts=hosts,

@@ -1,4 +1,4 @@
-"""Hosts of the tiny job as on a pod: agents started by hand, with a store of its own process."""
+"""Hosts of the tiny job as on a pod: agents started one by one, with a store in a process of its own."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ from resilient_jax.telemetry.event_log import read_events
 
 
 def loopback_sites(hosts: int) -> list[HostSite]:
-    """Hosts on this machine's loopback device, each with an address of its own."""
+    """Return hosts on this machine's loopback device, each with an address of its own."""
     return [HostSite(address=f"127.0.1.{index + 2}") for index in range(hosts)]
 
 
 class Pod:
-    """A job whose hosts come and go as the test says."""
+    """A job whose hosts the test starts and ends."""
 
     def __init__(self, work: Path, store: str, sites: Sequence[HostSite]) -> None:
         self.work = work
@@ -43,7 +43,7 @@ class Pod:
             agent.__exit__()
 
     def start(self, host: str) -> None:
-        """Starts a host's agent, also again."""
+        """Start a host's agent, for the first time or again."""
         site = self._sites[host]
         options = {
             "--store": self._store,
@@ -69,7 +69,7 @@ class Pod:
             return None
 
     def wait_training(self, hosts: int, after_generation: int = 0) -> JobReport:
-        """Waits until so many hosts train together and have finished a step."""
+        """Wait until so many hosts train together and have finished a step; return the job's report."""
         end_s = time.monotonic() + RECOVERY_S
         while True:
             report = self.report()
@@ -82,7 +82,7 @@ class Pod:
         return newest_step(self.work)
 
     def steps_of(self, host: str) -> list[int]:
-        """Every step that this host's workers committed, in order."""
+        """Return every step that this host's workers committed, in order."""
         logs = read_logs(self.work)
         return sorted(row["step"] for name, rows in logs.items() if name.startswith(host) for row in rows)
 
@@ -94,7 +94,7 @@ class Pod:
         return "\n".join(agent.output()[-3000:] for agent in self.agents.values())
 
     def finish(self) -> None:
-        """Lets the job end, and checks that every step was done once, as in an undisturbed run."""
+        """Let the job end; check that every step was done once, as in an undisturbed run."""
         (self.work / "stop").write_text(str(self.step() + 20))
         codes = {host: agent.wait(RECOVERY_S) for host, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self.output()}"
@@ -102,7 +102,7 @@ class Pod:
 
 
 def may_build_networks() -> str | None:
-    """None if this process may; else why not."""
+    """Return None if this process may build network namespaces, else the reason why not."""
     probe = Network(1)
     try:
         probe.build()
@@ -114,6 +114,6 @@ def may_build_networks() -> str | None:
 
 
 def wait_steps(pod: Pod, count: int) -> None:
-    """Waits until so many more steps are done."""
+    """Wait until so many more steps are committed."""
     goal = pod.step() + count
     wait_until(f"step {goal}", lambda: pod.step() >= goal, RECOVERY_S)

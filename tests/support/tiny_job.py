@@ -1,4 +1,4 @@
-"""A real job of `tests/e2e/jobs/tiny.py`, held and broken at logical times, and what must be true of it."""
+"""A real job of `tests/e2e/jobs/tiny.py`, held and broken at logical times, and its invariants."""
 
 import collections
 import contextlib
@@ -24,12 +24,12 @@ from resilient_jax.protocol.records import GenerationPhase
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "tiny.py"
 FAST_TOLERANCE = 1e-3
-"""Relative, with `fast`: the order of summation depends on who is alive. Adam divides by small numbers, so rounding
-grows over some hundred steps."""
+"""Relative, with `fast`: the order of summation depends on the live hosts. Adam divides by small gradients, so rounding
+errors grow over some hundred steps."""
 LATE_S = 5.0
-"""After which it is looked whether an order to be held came in time."""
+"""Time after which `hold` checks whether its order came too late."""
 RECOVERY_S = 90.0
-"""A deadline for a machine that is busy with other things, not a figure."""
+"""A timeout for a busy machine, no measured recovery time."""
 
 CONFIG = """
 lease_ttl_s = 2.0
@@ -40,13 +40,13 @@ store_timeout_s = 30.0
 """
 LOOK_PAUSE_S = 0.06
 SHARED_STEPS = 200
-"""An undisturbed run has a multiple of these, so that the tests that follow need none of their own."""
+"""Undisturbed runs have a multiple of so many steps, so that later tests can share them."""
 ONE_DEVICE = ("--devices-per-host", "1")
-"""For tests whose promise is not about devices: less to compute."""
+"""For tests that do not depend on the number of devices: less to compute."""
 
 
 class TinyJob:
-    """The job, and the checks of the promise."""
+    """The job, its faults, and the checks of its invariants."""
 
     def __init__(
         self,
@@ -80,30 +80,30 @@ class TinyJob:
     ) -> None:
         self.job.__exit__(kind, error, trace)
 
-    # Looking.
+    # Observing the job.
 
     def report(self) -> JobReport:
         return self.job.wait_report("the job's report", lambda report: report.generation is not None)
 
     def step(self) -> int:
-        """The newest step that any host committed."""
+        """Return how many steps any host has committed."""
         return newest_step(self.work)
 
     def logs(self) -> dict[str, list[dict]]:
-        """What each worker process wrote, by `host-pid`."""
+        """Return the log lines of each worker process, by `host-pid`."""
         return read_logs(self.work)
 
     def wait_training(self, hosts: int, after_generation: int = 0) -> JobReport:
-        """Waits until so many hosts train together and have finished a step."""
+        """Wait until so many hosts train together and have finished a step; return the job's report."""
 
         return self.wait_report(
             f"{hosts} hosts training", lambda report: is_training(report, hosts, after_generation)
         )
 
     def wait_report(self, what: str, holds: Callable[[JobReport], bool]) -> JobReport:
-        """Waits until `holds` of what the store knows, without looking as often as `LocalJob` does.
+        """Wait until `holds` is true of the store's report, polling less often than `LocalJob` does.
 
-        A look costs the store's process and this one 9 ms of processor time, which the job under test needs itself.
+        A poll costs the store's process and this one 9 ms of processor time, which the job under test needs itself.
         """
 
         def look(report: JobReport) -> bool:
@@ -114,10 +114,10 @@ class TinyJob:
 
         return self.job.wait_report(what, look, RECOVERY_S)
 
-    # Breaking.
+    # Breaking the job.
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
-        """Holds these hosts at `place`, a few steps from now, and waits until they are there; gives the step."""
+        """Hold these hosts at `place`, a few steps from now, and wait until all are held; return the step."""
         end_s = time.monotonic() + RECOVERY_S
         step = self.step() + ahead
         self.job.hold(place, hosts, step, index)
@@ -128,15 +128,16 @@ class TinyJob:
             except InternalError:
                 if time.monotonic() > end_s or self.job.process.poll() is not None:
                     raise
-            if self.step() > step + 1:  # the order came too late: they had passed the place
+            if self.step() > step + 1:  # the order came too late: the hosts had passed the failpoint
                 ahead *= 2
                 step = self.step() + ahead
                 self.job.hold(place, hosts, step, index)
 
     def wait_compiling(self, hosts: Sequence[str], *, ahead: int = 4) -> None:
-        """Has everybody compile for a while, a few steps from now, and waits until these hosts do.
+        """Have all hosts compile for a second, a few steps from now, and wait until these hosts have begun.
 
-        Ordered again if a host has not: it read the order too late, or was away, its machine too busy for its lease.
+        The order is repeated if a host has not begun: it read the order too late, or was out of the job because its
+        lease had expired on a busy machine.
         """
         end_s = time.monotonic() + RECOVERY_S
         ordered: int | None = None
@@ -151,7 +152,7 @@ class TinyJob:
             time.sleep(0.02)
 
     def signal(self, part: JobComponent, host: str, number: signal.Signals) -> None:
-        """Sends a signal; what was stopped is noted, to be woken up later."""
+        """Send a signal to a component; `wake_all` continues the processes that were stopped."""
         pids = list(find_pids(self.report(), part, host))
         assert pids, f"{host} runs no {part}:\n{self.job.read_tail()}"
         for pid in pids:
@@ -161,18 +162,18 @@ class TinyJob:
             self._stopped += pids
 
     def wake_all(self) -> None:
-        """SIGCONT to whatever was stopped and still exists: the zombies that must be fenced."""
+        """Send SIGCONT to the stopped processes that still exist: the zombies that must be fenced."""
         for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped = []
 
-    # The promise.
+    # Invariants.
 
     def finish(self, more_steps: int = 20) -> None:
-        """Lets the job end so many steps later, and checks everything that must be true of it.
+        """Let the job end so many steps later, and check all its invariants.
 
-        They are for the harness: everybody has to read the number of the last step before he has come to it.
+        The margin is for the harness: every host has to read the number of the last step before reaching that step.
         """
         (self.work / "stop").write_text(str(self.step() + more_steps))
         code = self.job.wait(RECOVERY_S)
@@ -182,11 +183,11 @@ class TinyJob:
         self.check_nothing_left()
 
     def check_steps(self) -> None:
-        """See the function of this name."""
+        """Check the logs of all steps: see the function of this name."""
         check_steps(self.work, self.words)
 
     def check_generations(self) -> None:
-        """Generation numbers were given out once, and nobody committed in two at a time."""
+        """Check that each generation number was given out once."""
         formed: dict[int, set[int]] = {}
         for event in self.job.read_events():
             if event.kind == "generation.phase" and event.detail.get("phase") == "form":
@@ -194,7 +195,7 @@ class TinyJob:
         assert all(len(sizes) == 1 for sizes in formed.values()), f"a number given out twice: {formed}"
 
     def check_nothing_left(self) -> None:
-        """No process, no contact file, no shared memory."""
+        """Check that no process and no contact file is left."""
         end_s = time.monotonic() + 10.0
         while self.job.find_processes() and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -203,7 +204,7 @@ class TinyJob:
 
 
 def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> bool:
-    """Whether so many hosts train together and have finished a step, in a later generation."""
+    """Return whether so many hosts train together in a later generation and have finished a step."""
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
@@ -215,7 +216,7 @@ def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> boo
 
 
 def read_logs(work: Path) -> dict[str, list[dict]]:
-    """What each worker process wrote, by `host-pid`."""
+    """Return the log lines of each worker process, by `host-pid`."""
     found: dict[str, list[dict]] = {}
     for path in work.glob("steps-*.jsonl"):
         lines = path.read_text().split("\n")[:-1]
@@ -224,7 +225,7 @@ def read_logs(work: Path) -> dict[str, list[dict]]:
 
 
 def newest_step(work: Path) -> int:
-    """How many steps any host has committed. Reads last lines only, for it is asked again and again."""
+    """Return how many steps any host has committed; read only the last lines, because tests poll this."""
     newest = -1
     for path in work.glob("steps-*.jsonl"):
         whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -234,18 +235,18 @@ def newest_step(work: Path) -> int:
 
 
 def check_steps(work: Path, words: Sequence[str] = ()) -> None:
-    """The promise, of every line that any process has written.
+    """Check every line that any process has logged.
 
-    No step skipped, none committed twice by a process; after each the weights and the optimizer's state of an
-    undisturbed run, bit for bit, or within FAST_TOLERANCE; every microbatch once among the committed, computed by whom
-    all say, and never twice by a process; nothing traced twice.
+    No step is skipped, and none is committed twice by a process. After each step the weights and the optimizer state
+    equal those of an undisturbed run, bit for bit, or within FAST_TOLERANCE. Every microbatch is committed once, and
+    was computed by the owner that all hosts agree on. No process traces a function twice.
     """
     logs = read_logs(work)
     by_step: dict[int, list[dict]] = {}
     for process, rows in logs.items():
         steps = [row["step"] for row in rows]
         assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
-        # Two replicas of a host may trace at once when they begin, and one without a replica has not yet.
+        # Two replicas of a host may trace at once at their start, and a host without a replica has not traced yet.
         assert len({row["traced"] for row in rows} - {0}) <= 1, f"{process} traced again"
         replicas = max(
             (int(word.removeprefix("per_host=")) for word in words if "per_host=" in word), default=1
@@ -280,7 +281,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
 
 
 def _check_microbatches(work: Path, by_step: dict[int, list[dict]]) -> None:
-    """Whose microbatches were committed, against what each process computed."""
+    """Check that each committed microbatch was computed by its owner, and that all hosts agree on the owners."""
     computed: dict[str, set[tuple[int, int]]] = {}
     for path in work.glob("microbatches-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -298,18 +299,18 @@ def _check_microbatches(work: Path, by_step: dict[int, list[dict]]) -> None:
 
 
 def _read_final(path: Path) -> list[np.ndarray]:
-    """The leaves of a host's last state, in order."""
+    """Return the leaves of a host's last state, in order."""
     with np.load(path) as found:
         return [found[f"arr_{number}"] for number in range(len(found))]
 
 
 def _digest(leaves: Sequence[np.ndarray]) -> str:
-    """As the job has it of its state."""
+    """Return the digest of the leaves, as the job computes it."""
     return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
 
 def count_lines(work: Path, pattern: str) -> collections.Counter[tuple[int, int]]:
-    """How often each (step, microbatch) is in the logs: "microbatches-*", begun; "reads-*", read."""
+    """Return how often each (step, microbatch) is in the logs: "microbatches-*", begun; "reads-*", read."""
     return collections.Counter(
         (line["step"], line["index"])
         for path in work.glob(f"{pattern}.jsonl")
@@ -318,21 +319,21 @@ def count_lines(work: Path, pattern: str) -> collections.Counter[tuple[int, int]
 
 
 class Undisturbed(NamedTuple):
-    """A run that nobody touched: the row of each step, and the leaves of the last state."""
+    """A run without failures: the row of each step, and the leaves of the last state."""
 
     rows: Mapping[int, dict]
     final: list[np.ndarray]
 
 
 _undisturbed_runs: dict[tuple[tuple[str, ...], int], Undisturbed] = {}
-"""The longest so far, by words and devices."""
+"""The longest run so far, by arguments and devices."""
 
 
 def _undisturbed(work: Path, total: int, words: Sequence[str], devices: int) -> Undisturbed:
-    """The same job for as many steps or more, on as few hosts as it takes.
+    """Return a run of the same job for at least `total` steps, on as few hosts as a replica needs.
 
-    What a step gives does not depend on when the job ends, so tests share a run; but where only the last state can be
-    compared (`fast`) it must be that of the same step, and steps over several hosts are too slow to make more of.
+    The result of a step does not depend on when the job ends, so tests share a run; but where only the last state can
+    be compared (`fast`), it must be that of the same step, and steps over several hosts are too slow for more of them.
     """
     if "fast" in words or any(word.startswith("hosts=") for word in words):
         return _run_undisturbed(work / "undisturbed", total, words, devices)

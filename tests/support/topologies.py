@@ -1,4 +1,4 @@
-"""A small topology as text and as a value, and where the real ones are."""
+"""A small topology as text and as a value, and the folder of the real ones."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ LEVELS = (
 
 
 def host(index: int) -> Host:
-    """Host `index` of `SMALL`, also one that is not in it: racks of two, pods of four."""
+    """Return host `index` of `SMALL`, or of an extension of it: racks of two hosts, pods of four."""
     return Host(
         name=HostName(f"host-{index}"),
         accelerator=CHIP,
@@ -87,4 +87,4 @@ def host(index: int) -> Host:
 
 
 SMALL = Topology(name="small", levels=LEVELS, hosts=tuple(map(host, range(8))))
-"""What `TEXT` says."""
+"""The value of `TEXT`."""

@@ -1,4 +1,4 @@
-"""Configuration: what fits becomes a frozen struct, what does not is refused with a message that helps."""
+"""Configuration: valid input becomes a frozen struct, invalid input is refused with what to do."""
 
 import enum
 from pathlib import Path
@@ -20,7 +20,7 @@ class Colour(enum.Enum):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """Does not forbid unknown fields itself: `decode_toml` has to."""
+    """A struct that does not forbid unknown fields itself: `decode_toml` has to."""
 
     width: Annotated[int, Meta(ge=8, le=4096)] = 64
     heads: Annotated[int, Meta(ge=1)] = 4
@@ -141,20 +141,20 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_names_source_key_found_expected_and_what_to_do(case):
+def test_an_error_names_the_source_the_key_what_was_found_what_was_expected_and_what_to_do(case):
     text, message = REFUSALS[case]
     with pytest.raises(ConfigError) as refusal:
         decode_toml(text, Job, source="job.toml")
     assert str(refusal.value) == message
 
 
-def test_a_refusal_ends_a_command_with_the_code_for_bad_input():
+def test_a_config_error_ends_a_command_with_the_exit_code_of_bad_input():
     with pytest.raises(ConfigError) as refusal:
         decode_toml("", Job, source="job.toml")
     assert refusal.value.exit_code is ExitCode.USAGE
 
 
-def test_what_fits_is_decoded_with_defaults_for_what_is_left_out():
+def test_a_valid_file_is_decoded_with_defaults_for_missing_keys():
     job = decode_toml(
         'name = "a"\nrate = 0.25\nsizes = [1, 2]\n[shape]\ntype = "star"\ncentre = "x"',
         Job,
@@ -163,7 +163,7 @@ def test_what_fits_is_decoded_with_defaults_for_what_is_left_out():
     assert job == Job(name="a", rate=0.25, sizes=(1, 2), shape=Star(centre="x"))
 
 
-def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path):
+def test_a_missing_file_is_named_with_the_working_directory(tmp_path):
     path = tmp_path / "job.toml"
     with pytest.raises(ConfigError) as refusal:
         load_toml(path, Job)
@@ -173,7 +173,7 @@ def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path
     )
 
 
-def test_a_folder_is_not_taken_for_a_file(tmp_path):
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\), expected a TOML file"):
         load_toml(tmp_path, Job)
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_not_text_is_refused_with_the_offset(tmp_path):
         load_toml(path, Job)
 
 
-def test_a_file_is_named_in_the_refusal(tmp_path):
+def test_the_error_names_the_file(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text("name = 3", encoding="utf-8")
     with pytest.raises(ConfigError) as refusal:
@@ -218,7 +218,7 @@ def test_an_impossible_duration_of_a_job_is_refused(key, value):
         decode_toml(f"{key} = {value}", JobConfig, source="job.toml")
 
 
-def test_a_misspelt_knob_of_a_job_is_refused_with_the_one_that_was_meant():
+def test_a_misspelled_key_of_a_job_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="Did you mean 'lease_ttl_s'"):
         decode_toml("lease_ttl = 3", JobConfig, source="job.toml")
 
@@ -231,7 +231,7 @@ toml_values = st.recursive(
 
 
 @given(changes=st.dictionaries(st.sampled_from(Job.__struct_fields__) | st.text(), toml_values, max_size=3))
-def test_whatever_the_values_the_outcome_is_a_job_or_a_config_error(changes):
+def test_any_values_give_a_job_config_or_a_config_error(changes):
     try:
         outcome = override_values(Job(name="a"), changes, source="flags")
     except ConfigError as refusal:
@@ -240,6 +240,6 @@ def test_whatever_the_values_the_outcome_is_a_job_or_a_config_error(changes):
 
 
 @pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 3000])
-def test_what_no_file_has_honestly_is_refused_too(text):
+def test_numbers_too_long_and_arrays_too_deep_to_parse_are_refused(text):
     with pytest.raises(ConfigError, match=r"^job\.toml: found text that is not TOML"):
         decode_toml(text, Job, source="job.toml")

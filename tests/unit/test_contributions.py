@@ -1,4 +1,4 @@
-"""Partial sums are kept for the next generation, if they were computed."""
+"""Partial sums are kept for the next generation if their computation succeeded."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def call_on_two_devices(function):
 
 
 def never_computed():
-    """Handed to two devices, where it failed: what a broken collective leaves."""
+    """Return an array on two devices whose computation failed, as a broken collective leaves it."""
 
     def fail(_):
         raise RuntimeError("connection closed by peer")
@@ -48,7 +48,7 @@ def never_computed():
 
 @pytest.fixture(autouse=True)
 def forget_the_failure():
-    """JAX raises it again when the devices are given back, unless something else was computed on them since."""
+    """Compute on the devices: otherwise JAX raises the failure again when the backend is cleared."""
     yield
     jax.block_until_ready(call_on_two_devices(np.asarray))
 

@@ -1,4 +1,4 @@
-"""The event log of a host: it records what happened, and never stops training."""
+"""The event log of a host: it keeps every event, and never interrupts training."""
 
 import os
 
@@ -29,7 +29,7 @@ def two_events(path):
     return list(log.recent)
 
 
-def test_events_come_back_as_they_were_recorded(tmp_path):
+def test_events_are_read_as_they_were_recorded(tmp_path):
     path = tmp_path / "folder" / "a.jsonl"
     recorded = two_events(path)
     assert read_events(path) == recorded
@@ -40,7 +40,7 @@ def test_a_log_without_a_file_keeps_its_events():
     assert [e.step for e in two_events(None)] == [None, 3]
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_an_incomplete_last_line_is_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     recorded = two_events(path)
     path.write_bytes(path.read_bytes()[:-5])
@@ -85,7 +85,7 @@ def test_an_event_log_on_a_full_disk_keeps_its_events_in_memory(tmp_path, capfd)
     assert capfd.readouterr().err == promised(path, FULL) + "\n"
 
 
-def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, monkeypatch):
+def test_the_number_of_lost_lines_is_written_when_the_disk_has_space_again(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
@@ -117,7 +117,7 @@ def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_ag
     assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
 
 
-def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatch):
+def test_the_number_of_dropped_events_is_an_event(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
@@ -134,7 +134,7 @@ def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatc
     assert [event.detail["number"] for event in others] == [*range(3, EventLog.MAX_KEPT + 3), -1]
 
 
-def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
+def test_a_line_that_was_written_in_part_is_removed(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
@@ -150,7 +150,7 @@ def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
     assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
 
 
-def test_a_disk_that_stays_full_is_tried_again_silently(tmp_path, monkeypatch):
+def test_writes_to_a_disk_that_stays_full_are_retried_silently(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
@@ -164,7 +164,7 @@ def test_a_disk_that_stays_full_is_tried_again_silently(tmp_path, monkeypatch):
     assert len(said) == 1
 
 
-def test_a_closed_file_has_given_its_descriptor_back(tmp_path):
+def test_a_closed_file_has_closed_its_descriptor(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     file = LogFile(tmp_path / "log")
     assert len(os.listdir("/proc/self/fd")) == before + 1

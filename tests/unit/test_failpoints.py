@@ -60,7 +60,7 @@ def test_orders_of_several_names_hold_side_by_side(tmp_path: Path) -> None:
     assert controller.list_held_hosts("b") == {"host-0"}
 
 
-def test_what_is_no_hold_is_done_once_by_a_host(tmp_path: Path) -> None:
+def test_an_order_other_than_hold_is_executed_once_by_a_host(tmp_path: Path) -> None:
     controller, points = FailPointController(tmp_path), FailPoints(tmp_path, "host-0")
     controller.set_order(order(CorruptAction(), "a"))
     assert [points.hit(FailPoint.BEFORE_REDUCE, step) for step in range(3)] == [True, False, False]
@@ -68,7 +68,7 @@ def test_what_is_no_hold_is_done_once_by_a_host(tmp_path: Path) -> None:
     assert [points.hit(FailPoint.BEFORE_REDUCE, 0, index) for index in (4, 5, 5)] == [False, True, False]
 
 
-def test_a_hang_lasts_as_long_as_it_should(tmp_path: Path) -> None:
+def test_a_hang_lasts_for_its_duration(tmp_path: Path) -> None:
     controller, points = FailPointController(tmp_path), FailPoints(tmp_path, "host-0")
     controller.set_order(order(HangAction(duration_s=0.2), "a"))
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Digests of a state: the same for any sharding, and another for any other bit."""
+"""Digests of a state: equal for any sharding, different if any bit differs."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_any_bit_of_any_element_changes_the_digest() -> None:
     assert len({sums for sums, _ in seen}) == total + 1, "the sums alone tell, too"
 
 
-def test_elements_that_change_places_change_the_digest() -> None:
+def test_swapping_two_elements_changes_the_digest() -> None:
     one, other = np.array([1.0, 2.0], np.float32), np.array([2.0, 1.0], np.float32)
     assert compute_additive_digest(flatten_state(1, {"a": one}), is_first=True) != compute_additive_digest(
         flatten_state(1, {"a": other}), is_first=True
@@ -62,7 +62,7 @@ def test_elements_that_change_places_change_the_digest() -> None:
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P()])
 def test_digests_of_shards_add_up_to_the_digest_of_the_array(spec: P) -> None:
-    """Each device plays a host: its parts, and no array counts as local."""
+    """Each device acts as a host with its shards; no array counts as local."""
     value = np.random.default_rng(1).standard_normal((8, 12)).astype(np.float32)
     whole = compute_additive_digest(flatten_state(1, {"a": value}), is_first=True)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("y", "x"))
@@ -78,7 +78,7 @@ def test_digests_of_shards_add_up_to_the_digest_of_the_array(spec: P) -> None:
     assert combine_sums(sums) == whole
 
 
-def test_a_ledger_is_read_back_without_its_torn_line(tmp_path) -> None:
+def test_a_ledger_is_read_without_its_incomplete_last_line(tmp_path) -> None:
     written = Ledger(tmp_path, "host-0")
     written.record_microbatch(0, 3, 1)
     state = flatten_state(1, make_state())

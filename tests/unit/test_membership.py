@@ -1,4 +1,4 @@
-"""Each rule of the membership machine, as a story of a few events."""
+"""Each rule of the membership machine, as a sequence of a few events."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
     assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)
 
 
-def test_a_job_with_too_few_hosts_reports_how_many_came():
+def test_a_job_with_too_few_hosts_reports_how_many_joined():
     job = Job("a", num_hosts=3, min_hosts=2, start_timeout_s=10.0)
     job.wait(11.0)
     outcome = job.generation.outcome
@@ -65,7 +65,7 @@ def test_a_job_with_too_few_hosts_reports_how_many_came():
 
 def test_a_service_for_another_number_of_hosts_is_not_used():
     job = Job("a", "b", num_hosts=2)
-    job.report("c", state=WorkerState.IDLE)  # before the service for two runs
+    job.report("c", state=WorkerState.IDLE)  # c becomes ready before the service for two hosts runs
     assert job.asked == [StartCoordinationService(WorldId(1), 2), StartCoordinationService(WorldId(1), 3)]
     for nodes in (2, 3):
         job.asked.append(StartCoordinationService(WorldId(1), nodes))
@@ -102,7 +102,7 @@ def test_a_lost_lease_and_a_stopped_worker_count_as_a_death(lose):
     assert (job.generation.number, job.phase, job.members) == (2, GenerationPhase.QUIESCE, ["a", "c"])
 
 
-def test_a_death_while_forming_takes_another_number():
+def test_a_death_while_forming_starts_a_new_generation():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", "c", step=5)
@@ -112,7 +112,7 @@ def test_a_death_while_forming_takes_another_number():
     assert job.phase is GenerationPhase.QUIESCE, "an answer to an older number does not count"
 
 
-def test_a_death_while_quiescing_takes_another_number():
+def test_a_death_while_quiescing_starts_a_new_generation():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.worker("c", exit_code=-9)
@@ -131,7 +131,7 @@ def test_a_death_in_a_planned_change_makes_it_unplanned():
     )
 
 
-def test_a_host_that_is_ready_when_a_failure_settles_comes_in_with_it():
+def test_a_host_that_is_ready_when_a_failure_is_handled_joins_in_the_same_change():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.restart("b")
@@ -147,7 +147,7 @@ def test_a_host_that_is_ready_when_a_failure_settles_comes_in_with_it():
     assert new.receivers == ("b",)
 
 
-# Late, or without a word.
+# Late or silent workers.
 
 
 def test_a_worker_that_does_not_stop_in_time_is_left_out():
@@ -170,10 +170,10 @@ def test_a_worker_that_compiles_is_waited_for_longer():
     assert job.members == ["a"]
 
 
-def test_never_all_holders_of_the_state_are_left_out_in_haste():
+def test_the_last_host_with_the_state_is_not_left_out_early():
     job = training("a", "b", "c", compile_timeout_s=60.0)
     job.worker("c", exit_code=-9)
-    job.acknowledge("b", holds_state=False)  # it was about to fetch
+    job.acknowledge("b", holds_state=False)  # b had not fetched the state yet
     job.wait(50.0)
     assert job.members == ["a", "b"], "a is late, but it alone holds the state"
     job.acknowledge("a", step=6)
@@ -183,7 +183,7 @@ def test_never_all_holders_of_the_state_are_left_out_in_haste():
 def test_a_worker_that_was_left_out_joins_only_when_it_has_answered():
     job = training("a", "b", "c")
     job.worker("c", exit_code=-9)
-    job.acknowledge("a", "b", step=5)  # in they go: what b says next is late
+    job.acknowledge("a", "b", step=5)  # the order to train is sent; an older report of b does not count
     job.form("a")
     job.report("a", failure=COLLECTIVE)
     assert (job.generation.number, job.members) == (3, ["a", "b"])
@@ -204,7 +204,7 @@ def test_a_worker_that_was_left_out_joins_only_when_it_has_answered():
     assert job.generation.reason == "b asked to join"
 
 
-def test_the_last_host_goes_on_in_a_world_of_its_own():
+def test_the_last_host_resumes_in_a_world_of_its_own():
     job = training("a", "b")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", step=6)
@@ -217,7 +217,7 @@ def test_the_last_host_goes_on_in_a_world_of_its_own():
     )
 
 
-def test_a_member_that_does_not_form_in_time_costs_an_attempt():
+def test_a_member_that_does_not_form_in_time_counts_as_a_failed_attempt():
     job = Job("a", "b", forming_timeout_s=60.0)
     job.serve()
     job.form("a")
@@ -300,7 +300,7 @@ def test_hosts_that_must_all_leave_hand_their_state_to_the_joiners():
     job.form()
     job.train(7)
     stop_at_boundary(job, 8)
-    job.serve()  # the last host gets a world of its own
+    job.serve()  # the last host forms a world of its own
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["b"])
 
 
@@ -324,7 +324,7 @@ def test_a_lost_service_is_replaced_between_two_steps():
     assert (job.generation.change, job.generation.world) == (WorldChange.REFORM, 2)
 
 
-def test_a_service_lost_while_forming_starts_over():
+def test_a_service_lost_while_forming_restarts_the_forming():
     job = Job("a", "b")
     job.serve()
     job.change("a", services=())
@@ -332,7 +332,7 @@ def test_a_service_lost_while_forming_starts_over():
     assert job.generation.reason == "lost the coordination service before the world was complete"
 
 
-def test_a_service_lost_before_the_first_step_starts_over():
+def test_a_service_lost_before_the_first_step_restarts_the_forming():
     job = Job("a", "b")
     job.serve()
     job.form()
@@ -359,7 +359,7 @@ def test_a_service_of_the_same_world_elsewhere_does_not_count():
 # Errors.
 
 
-def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
+def test_an_old_failure_of_a_joining_host_does_not_disturb_its_new_world():
     job = training("a", "b")
     job.report("c", state=WorkerState.IDLE, generation=GenerationNumber(1), failure=COLLECTIVE)
     stop_at_boundary(job, 6)
@@ -369,7 +369,7 @@ def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
     assert job.phase is GenerationPhase.ACTIVE
 
 
-def test_a_collective_that_fails_although_no_host_died_is_tried_again_a_few_times():
+def test_a_collective_that_fails_although_no_host_died_is_retried_a_few_times():
     job = training("a", "b", step=5, max_collective_retries=2)
     for attempt in (1, 2):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
@@ -388,7 +388,7 @@ def test_a_collective_that_fails_although_no_host_died_is_tried_again_a_few_time
     assert COLLECTIVE.text in outcome.message
 
 
-def test_progress_since_the_last_failure_forgives_it():
+def test_progress_after_a_failure_resets_the_number_of_retries():
     job = training("a", "b", max_collective_retries=1)
     for step in range(6, 12):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE, step=step)
@@ -398,7 +398,7 @@ def test_progress_since_the_last_failure_forgives_it():
         job.form()
 
 
-def test_a_step_that_only_a_dead_host_committed_is_no_progress():
+def test_a_step_that_only_a_dead_host_committed_does_not_count_as_progress():
     job = training("a", "b", "c", step=5, max_collective_retries=1)
     job.change("c", step=6)
     job.worker("c", exit_code=-9)
@@ -415,7 +415,7 @@ def test_a_step_that_only_a_dead_host_committed_is_no_progress():
 
 
 @pytest.mark.parametrize("exit_code", [1, 3])
-def test_the_users_own_error_ends_the_job_with_it(exit_code):
+def test_an_error_in_user_code_ends_the_job_with_that_error(exit_code):
     job = training("a", "b")
     job.worker("b", exit_code=exit_code, error="ValueError: bad batch")
     outcome = job.generation.outcome
@@ -438,7 +438,7 @@ def test_a_script_that_ends_without_having_trained_is_an_error():
     assert "call rj.run(train)" in job.generation.outcome.message
 
 
-def test_a_worker_that_asks_to_be_restarted_is_no_error():
+def test_a_worker_that_requests_a_restart_is_no_error():
     job = training("a", "b")
     job.worker("b", exit_code=RESTART_EXIT_CODE)
     assert job.phase is GenerationPhase.QUIESCE
@@ -477,7 +477,7 @@ def test_a_lost_state_stops_the_job():
     )
 
 
-def test_a_lost_state_starts_again_only_where_that_was_asked():
+def test_a_job_restarts_from_a_lost_state_only_if_the_policy_is_restart():
     job = training(
         "a", "b", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART, start_timeout_s=9.0
     )
@@ -488,7 +488,7 @@ def test_a_lost_state_starts_again_only_where_that_was_asked():
     assert (job.generation.sources, job.generation.receivers, job.generation.progress) == ((), (), 0)
 
 
-def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
+def test_a_host_with_the_state_that_reconnects_to_the_store_saves_the_job():
     job = training("a", "b", regroup_grace_s=5.0)
     status = job.status("a")
     lose_all_holders(job)
@@ -527,7 +527,7 @@ def test_fewer_than_the_minimum_wait_for_more():
 # A new leader.
 
 
-def test_a_new_leader_goes_on_where_the_old_one_was():
+def test_a_new_leader_continues_from_the_stored_phase():
     job = training("a", "b", "c")
     job.worker("c", exit_code=-9)
     job.acknowledge("a")
@@ -544,7 +544,7 @@ def test_a_new_leader_goes_on_where_the_old_one_was():
     assert (state.generation.number, state.generation.phase) == (2, GenerationPhase.FORM)
 
 
-def test_a_new_leader_that_finds_members_missing_goes_on_without_them():
+def test_a_new_leader_that_finds_members_missing_continues_without_them():
     job = training("a", "b", "c")
     state = make_initial_state(job.generation, 100.0)
     state = dataclasses.replace(state, hosts={HostName("a"): job.status("a")})
@@ -552,13 +552,13 @@ def test_a_new_leader_that_finds_members_missing_goes_on_without_them():
     assert (state.generation.number, state.generation.reason) == (2, "lost b, c")
 
 
-def test_the_first_progress_is_on_record_at_once():
+def test_the_first_progress_is_recorded_at_once():
     job = training("a", "b", step=1)
     assert job.published[-1].progress == 1
     assert [g.number for g in job.published] == [1, 1, 1]
 
 
-def test_the_minimum_holds_from_the_start_though_fewer_are_expected():
+def test_the_minimum_applies_from_the_start_although_fewer_hosts_are_expected():
     job = Job("a", num_hosts=1, min_hosts=2, start_timeout_s=10.0)
     job.wait(9.0)
     assert job.asked == []

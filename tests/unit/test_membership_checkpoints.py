@@ -1,4 +1,4 @@
-"""The last tier: how the membership machine goes on from a checkpoint when no memory holds the state."""
+"""The membership machine resumes from a checkpoint when no host's memory has the state."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from resilient_jax.protocol.records import (
 
 
 def lost(*, checkpoint: int | None = 3, **config) -> Job:
-    """Return a sharded job of four hosts, of which two are gone, one more than parity covers."""
+    """Return a sharded job of four hosts that has lost two, one more than parity covers."""
     job = sharded("abcd", regroup_grace_s=5.0, **config)
     for host in "bc":
         job.give(HostLeft(HostName(host)))
@@ -28,14 +28,14 @@ def lost(*, checkpoint: int | None = 3, **config) -> Job:
 
 
 def begun_again(job: Job) -> Job:
-    """Return the job when the hosts that are left build the world in which they go on."""
+    """Return the job when the remaining hosts form the world in which they resume."""
     job.wait(6.0)
     job.serve()
     assert job.phase is GenerationPhase.FORM
     return job
 
 
-def test_with_more_lost_hosts_than_parity_training_goes_on_from_the_newest_checkpoint_and_its_cost_is_reported():
+def test_with_more_lost_hosts_than_parity_training_resumes_from_the_newest_checkpoint_and_reports_the_lost_steps():
     job = lost(checkpoint=3)
     assert job.phase is GenerationPhase.QUIESCE, "the lost hosts may come back"
     new = begun_again(job).generation
@@ -85,7 +85,7 @@ def test_the_policy_to_stop_does_not_wait_for_a_checkpoint_poll():
     assert job.phase is GenerationPhase.FINISHED
 
 
-def test_a_host_that_only_now_starts_can_be_the_one_that_sees_it():
+def test_a_host_that_has_just_started_may_be_the_only_one_that_sees_the_checkpoint():
     job = training("a", "b", "c", regroup_grace_s=5.0)
     for name in "abc":
         job.worker(name, exit_code=-9)
@@ -109,7 +109,7 @@ def test_without_a_checkpoint_the_job_ends_with_what_is_lost_and_that_there_is_n
     assert "no host sees a checkpoint" in outcome.message
 
 
-def test_the_policy_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
+def test_the_policy_to_stop_ends_the_job_and_names_the_checkpoint():
     job = lost(checkpoint=3, state_loss_policy=StateLossPolicy.STOP)
     job.wait(6.0)
     outcome = job.generation.outcome
@@ -118,7 +118,7 @@ def test_the_policy_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
     assert "the checkpoint of step 3" in outcome.message
 
 
-def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
+def test_a_job_that_may_restart_resumes_from_the_checkpoint_if_there_is_one():
     config = {"state_loss_policy": StateLossPolicy.RESTART}
     with_one = begun_again(lost(checkpoint=3, **config)).generation
     assert with_one.state_loss is not None
@@ -129,7 +129,7 @@ def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
     assert "beginning again with the initial state" in without.reason
 
 
-def test_a_snapshot_that_can_be_restored_wins_over_a_checkpoint():
+def test_a_snapshot_that_can_be_restored_takes_precedence_over_a_checkpoint():
     job = sharded("abcd")
     for host in "abcd":
         job.report(host, checkpoint_step=4)
@@ -148,7 +148,7 @@ def test_a_lost_host_that_comes_back_in_time_saves_the_steps_since_the_checkpoin
     assert job.generation.state_loss is None
 
 
-def test_once_all_have_gone_on_the_loss_is_over():
+def test_the_loss_is_over_once_all_hosts_have_resumed():
     job = begun_again(lost())
     job.form()
     assert job.generation.state_loss is not None, "they may still read the checkpoint"
@@ -172,7 +172,7 @@ def test_another_failure_before_the_first_step_leads_to_the_checkpoint_again():
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_checkpoint_that_cannot_be_read_ends_the_job_with_what_was_lost_and_why_it_cannot(dies):
+def test_a_checkpoint_that_cannot_be_read_ends_the_job_with_what_was_lost_and_the_reason(dies):
     job = begun_again(lost())
     job.form()
     job.report(
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_job_with_what_was_lost_and_wh
     assert "step 3: a bit is wrong" in outcome.message
 
 
-def test_a_users_error_after_the_loss_is_over_is_theirs():
+def test_an_error_in_user_code_after_the_loss_is_over_is_reported_as_such():
     job = begun_again(lost())
     job.form()
     for name in "ad":
@@ -200,7 +200,7 @@ def test_a_users_error_after_the_loss_is_over_is_theirs():
     assert job.generation.outcome.kind is JobOutcomeKind.USER_ERROR
 
 
-def test_progress_is_recorded_from_time_to_time_in_case_all_hosts_that_know_it_die():
+def test_progress_is_recorded_periodically_in_case_all_hosts_that_committed_it_die():
     job = training("a", "b", regroup_grace_s=5.0, progress_interval_s=10.0)
     assert job.generation.progress == 5, "at once: there is something to lose"
     job.wait(6.0)
@@ -213,10 +213,10 @@ def test_progress_is_recorded_from_time_to_time_in_case_all_hosts_that_know_it_d
     assert len(job.published) == number, "nothing has changed"
 
 
-def test_where_no_host_is_left_that_knows_the_newest_step_the_loss_is_reported_as_a_lower_bound():
+def test_if_no_host_with_the_newest_step_is_left_the_loss_is_reported_as_a_lower_bound():
     job = training("a", "b", regroup_grace_s=5.0)
     job.train(90)
-    job.state = make_initial_state(job.generation, job.now_s)  # of a new leader: the old one is gone, too
+    job.state = make_initial_state(job.generation, job.now_s)  # that of a new leader, since the old one is gone, too
     for name in "ab":
         job.restart(name)
         job.report(name, checkpoint_step=60)
@@ -232,7 +232,7 @@ def test_where_no_host_is_left_that_knows_the_newest_step_the_loss_is_reported_a
     assert not known.is_lower_bound
 
 
-def test_a_job_that_begins_for_the_first_time_has_lost_nothing():
+def test_a_job_that_starts_for_the_first_time_has_no_state_loss():
     job = Job("a", "b")
     for name in "ab":
         job.report(name, checkpoint_step=7)
@@ -247,7 +247,7 @@ def test_the_records_survive_the_store():
     assert msgspec.msgpack.decode(data, type=type(generation)) == generation
 
 
-def test_a_snapshot_from_before_the_loss_is_void():
+def test_a_snapshot_from_before_the_loss_is_not_restored():
     job = begun_again(lost())
     job.form()
     for name in "ad":

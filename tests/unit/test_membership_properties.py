@@ -1,16 +1,16 @@
 """The membership machine in a cluster of simulated agents and workers, under any order of faults.
 
 The machine and the store's core are the real ones; agents and workers are small models of cluster/agent.py,
-worker/agent_connection.py and worker/run.py. A tape of bytes chooses, again and again, one of the things that could
-happen next: so messages arrive late, leaders pause between a decision and its write, and hypothesis shrinks what fails.
+worker/agent_connection.py and worker/run.py. A tape of bytes chooses the next action among those that are possible, so
+that messages arrive late, leaders pause between a decision and its write, and hypothesis shrinks failing tapes.
 
-What the model assumes of the shells:
-- a worker obeys orders in the order they were sent;
-- an agent that loses its lease stops its worker before the lease can expire in the store, comes back only when that
+Assumptions of the model about the shells:
+- a worker executes orders in the order in which they were sent;
+- an agent that loses its lease stops its worker before the lease can expire in the store, rejoins only when that
   worker has answered, and never as a member of the generation that was stored then;
 - a worker that is no member gets an order to quiesce with each new generation, idle or not;
-- a host never gives out an incarnation twice;
-- time does not run out on an agent that is connected and has only not yet read what the leader wrote.
+- a host never uses an incarnation twice;
+- an agent that is connected reads what the leader wrote before a timeout that depends on it.
 """
 
 import collections
@@ -104,13 +104,13 @@ DRAIN_DEADLINE_S = 25.0
 ROUND_S = 0.1
 MOVES_PER_ROUND = 40
 ROUNDS_TO_RECOVER = 600
-"""More than all timeouts of CONFIG together."""
+"""Takes longer than all timeouts of CONFIG together."""
 
 encode = msgspec.msgpack.encode
 
 
 class Worker:
-    """A worker process: a guard that obeys, a main thread that forms, trains and unwinds."""
+    """A worker process: a guard that executes orders, a main thread that forms, trains and unwinds."""
 
     def __init__(self, host: HostName, incarnation: Incarnation) -> None:
         self.host = host
@@ -197,7 +197,7 @@ class Worker:
 
 @dataclasses.dataclass
 class Term:
-    """An agent's term as leader, for as long as it believes in it."""
+    """An agent's term as leader, until the agent notices the end of the term."""
 
     token: Revision
     known: Revision
@@ -208,13 +208,13 @@ class Term:
 
 
 class Host:
-    """A machine with an agent on it."""
+    """A machine that runs an agent."""
 
     def __init__(self, name: HostName) -> None:
         self.name = name
         self.incarnations = 0
         self.lease: LeaseId | None = None
-        self.registered = False  # as far as the agent knows
+        self.registered = False  # according to the agent
         self.boot()
 
     def boot(self) -> None:
@@ -225,7 +225,7 @@ class Host:
         self.told_to_stop_s = self.noticed_s = 0.0
         self.touched = False
         self.known: Generation | None = None
-        self.void = 0  # of this number and older, the host is no member any more, whatever is stored
+        self.void = 0  # in generations up to this number the host is no member any more, whatever is stored
         self.read = Revision(0)
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
@@ -266,9 +266,9 @@ class Cluster:
         self.store = StoreStateMachine(first_lease=LeaseId(1))
         self.hosts = {name: Host(name) for name in NAMES}
         self.workers = {(h.name, h.worker.incarnation): h.worker for h in self.hosts.values()}
-        self.written: list[tuple[Generation, Revision]] = []  # accepted, with the writer's token
+        self.written: list[tuple[Generation, Revision]] = []  # accepted by the store, with the writer's token
         self.entered: dict[int, set[HostName]] = collections.defaultdict(set)
-        self.complete: set[int] = set()  # generations whose members were all there at one time
+        self.complete: set[int] = set()  # generations whose members were all active at one time
         self.arrived: dict[int, dict[HostName, int]] = collections.defaultdict(dict)
         self.total = ENDLESS
 
@@ -296,7 +296,7 @@ class Cluster:
             and all(h.worker.generation is not None for h in self.hosts.values())
         )
 
-    # What can happen next: (weight, action). The shells' own moves, then time, then faults.
+    # Possible actions, (weight, action): those of the shells, then time, then faults.
 
     def moves(self):
         for host in self.hosts.values():
@@ -690,7 +690,7 @@ class Cluster:
     # Invariants.
 
     def check_write(self, new: Generation, token: Revision) -> None:
-        """Check what must hold for each generation that a store accepts."""
+        """Check the invariants of a generation that the store accepts."""
         if not self.written:
             old = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE)
         else:
@@ -717,8 +717,7 @@ class Cluster:
             self.check_form(old, new)
 
     def check_form(self, old: Generation, new: Generation) -> None:
-        """Check that no worker trains or can begin to, and that all go on from the newest step of the former
-        members."""
+        """Check that no worker trains or can begin to, and that all resume from the former members' newest step."""
         assert new.members
         assert len({m.process_index for m in new.members}) == len({m.host for m in new.members})
         assert len(new.members) == len({m.host for m in new.members})
@@ -741,9 +740,9 @@ class Cluster:
         )
 
     def check_one_world_trains(self) -> None:
-        """Check that of all generations at most one has all of its members training.
+        """Check that at most one generation has all of its members training.
 
-        A worker whose agent is suspended, and its lease gone, does not count: no process can tell it to stop.
+        A worker whose agent is suspended, and its lease gone, does not count: no process can order it to stop.
         """
         training = collections.defaultdict(set)
         for host in self.hosts.values():
@@ -767,7 +766,7 @@ def pick(moves, choice: int):
 
 
 def disturb(cluster: Cluster, tape: bytes) -> None:
-    """Play a tape: two bytes a choice."""
+    """Play a tape: two bytes select an action."""
     for kind, choice in zip(tape[::2], tape[1::2], strict=False):
         if kind < 12:
             moves = cluster.fault_moves()
@@ -783,7 +782,7 @@ def disturb(cluster: Cluster, tape: bytes) -> None:
 
 
 def calm_down(cluster: Cluster) -> None:
-    """End all faults; what was away comes back."""
+    """End all faults; absent hosts come back."""
     for host in cluster.hosts.values():
         host.suspended, host.connected = False, True
         if not host.alive:
@@ -809,7 +808,7 @@ def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
             return True
         for host in cluster.hosts.values():
             if not host.alive:
-                cluster.boot(host)  # left after a notice: the machine comes back
+                cluster.boot(host)  # the host had left after a notice; now its machine comes back
         cluster.wait(ROUND_S)
     return False
 
@@ -845,13 +844,13 @@ def play(tape: bytes, chance: random.Random) -> Cluster:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tape=st.binary(max_size=400), seed=st.integers(0, 2**16))
-def test_a_job_survives_any_short_story(tape, seed):
+def test_a_job_survives_any_short_sequence_of_faults(tape, seed):
     play(tape, random.Random(seed))
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
-def test_a_job_survives_any_long_story(seed):
+def test_a_job_survives_any_long_sequence_of_faults(seed):
     chance = random.Random(seed)
     cluster = play(chance.randbytes(4000), chance)
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")

@@ -1,4 +1,4 @@
-"""How the membership machine goes on from snapshots, where no host holds the complete state."""
+"""The membership machine resumes from snapshots where no host has the complete state."""
 
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
@@ -16,7 +16,7 @@ from resilient_jax.protocol.records import (
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 
-def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():
+def test_after_the_loss_of_a_host_the_newest_snapshot_is_restored_in_the_same_world():
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
@@ -28,7 +28,7 @@ def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():
     assert (new.sources, new.receivers) == ((), ())
 
 
-def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
+def test_the_snapshot_of_a_killed_workers_host_is_still_used():
     job = sharded("abcd")
     job.worker("b", exit_code=-9)
     job.worker("c", exit_code=-9)
@@ -37,7 +37,7 @@ def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
     assert [source.host for source in job.generation.snapshot.sources] == ["a", "b", "c", "d"]
 
 
-def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
+def test_more_lost_hosts_than_parity_end_the_job_with_what_survived():
     job = sharded("abcd", regroup_grace_s=5.0)
     job.give(HostLeft(HostName("b")))
     job.give(HostLeft(HostName("c")))
@@ -51,7 +51,7 @@ def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
     assert "b, c are; a, d survive" in outcome.message
 
 
-def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_as_lost():
+def test_hosts_that_may_be_partitioned_are_waited_for_before_the_state_counts_as_lost():
     job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     away = {name: job.status(name) for name in "bc"}
     for name in "bc":
@@ -66,7 +66,7 @@ def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_a
     assert job.generation.snapshot.id.step == 5
 
 
-def test_hosts_that_stay_away_are_not_waited_for_for_ever():
+def test_the_wait_for_absent_hosts_has_a_timeout():
     job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     for name in "bc":
         job.give(HostLeft(HostName(name)))
@@ -88,7 +88,7 @@ def test_when_all_hosts_are_back_without_the_state_no_host_is_waited_for():
     assert job.generation.outcome.kind is JobOutcomeKind.STATE_LOST
 
 
-def test_a_snapshot_before_the_job_began_again_is_void():
+def test_a_snapshot_from_before_a_restart_of_the_job_is_not_restored():
     job = sharded("abcd", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART)
     held = job.status("b")
     for lost in "bc":
@@ -102,7 +102,7 @@ def test_a_snapshot_before_the_job_began_again_is_void():
     job.form()
     for name in "ad":
         job.report(name, has_finished_step=True, holds_state=False, step=1)
-    for name in "bc":  # back with what they had
+    for name in "bc":  # back with their snapshots
         job.change(name, snapshot_server=held.snapshot_server, snapshots=held.snapshots)
     keep(job, "ad", snapshot(1, "ad", generation=job.generation.number), *held.snapshots)
     job.worker("a", exit_code=-9)
@@ -112,7 +112,7 @@ def test_a_snapshot_before_the_job_began_again_is_void():
     assert job.generation.snapshot.id.step == 1
 
 
-def test_a_complete_state_that_is_newer_wins_over_a_snapshot():
+def test_a_replicated_state_that_is_newer_takes_precedence_over_a_snapshot():
     job = training("a", "b", "c")
     keep(job, "abc", snapshot(3, "abc"))
     job.worker("b", exit_code=-9)
@@ -121,7 +121,7 @@ def test_a_complete_state_that_is_newer_wins_over_a_snapshot():
     assert [s.host for s in job.generation.sources] == ["a", "c"]
 
 
-def test_when_all_workers_die_their_hosts_snapshots_are_there():
+def test_when_all_workers_die_the_snapshots_of_their_hosts_are_restored():
     job = training("a", "b", "c", regroup_grace_s=5.0)
     keep(job, "abc", snapshot(4, "abc", parity=0))
     for name in "abc":
@@ -155,7 +155,7 @@ def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
 
 
 def leave_two_of_four() -> Job:
-    """Return a job that c and d have left and wait for; a and b train, and need what all four have kept."""
+    """Return a job that c and d are leaving; a and b train, and still need the snapshots of all four hosts."""
     job = sharded("abcd")
     for leaving in "cd":
         job.change(leaving, is_draining=True)
@@ -185,7 +185,7 @@ def test_hosts_that_leave_wait_for_a_snapshot_without_them():
     assert job.generation.snapshot is None
 
 
-def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_a_member_has_the_state():
+def test_leaving_hosts_are_not_waited_for_once_they_are_gone_or_a_member_has_the_state():
     job = leave_two_of_four()
     job.give(HostLeft(HostName("c")))
     assert job.generation.snapshot is not None
@@ -196,7 +196,7 @@ def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_a_member_has_
     assert job.generation.snapshot is None
 
 
-def test_a_host_that_dies_while_others_wait_to_leave_is_restored_from_what_they_have():
+def test_a_host_that_dies_while_others_wait_to_leave_is_restored_from_their_snapshots():
     job = leave_two_of_four()
     job.worker("b", exit_code=-9)
     job.acknowledge("a", step=8)
@@ -221,7 +221,7 @@ def test_a_hung_worker_is_left_out_in_time_although_no_host_holds_the_complete_s
     assert job.members == ["a", "c"], "the snapshot is safe without d"
 
 
-def test_workers_that_hang_together_start_again_from_the_snapshot():
+def test_workers_that_hang_together_restart_from_the_snapshot():
     job = sharded("abc", compile_timeout_s=600.0)
     job.worker("b", exit_code=-9)
     job.wait(19.0)
@@ -230,7 +230,7 @@ def test_workers_that_hang_together_start_again_from_the_snapshot():
     assert job.members == []
     assert job.generation.reason == "a, c did not stop within 21.0 s"
     for name in "abc":
-        job.worker(name, exit_code=-9)  # their agents' doing
+        job.worker(name, exit_code=-9)  # killed by their agents
         job.restart(name)
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b", "c"])
@@ -254,7 +254,7 @@ def test_the_records_survive_the_store():
     assert msgspec.msgpack.decode(data, type=type(job.generation)) == job.generation
 
 
-def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
+def test_a_job_that_fails_before_its_first_snapshot_restarts():
     job = Job("a", "b", "c")
     job.serve()
     job.form()
@@ -267,7 +267,7 @@ def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
     assert job.generation.initial_generation == job.generation.number
 
 
-def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
+def test_a_snapshot_that_is_corrupt_beyond_its_parity_is_not_retried():
     job = sharded("abcd")
     keep(job, "abcd", snapshot(5, "abcd"), snapshot(4, "abcd"))
     job.worker("b", exit_code=-9)
@@ -286,7 +286,7 @@ def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
     assert [id.step for id in job.generation.unreadable_snapshots] == [5]
 
 
-def test_when_all_have_gone_on_from_a_snapshot_the_generation_records_it():
+def test_when_all_hosts_have_resumed_from_a_snapshot_the_generation_records_it():
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)

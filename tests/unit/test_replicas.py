@@ -18,7 +18,7 @@ REPLICAS, TIMES = 4, 300
 
 
 class Garbage:
-    """What is collected runs Python code, in the middle of whatever the collector interrupts."""
+    """A reference cycle whose finalizer runs Python code in the middle of whatever the collector interrupts."""
 
     def __init__(self):
         self.itself = self
@@ -29,7 +29,7 @@ class Garbage:
 
 @pytest.fixture
 def restless():
-    """Threads take turns as often as they can."""
+    """Switch threads and collect garbage as often as possible."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(5)

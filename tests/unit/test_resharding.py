@@ -1,6 +1,6 @@
-"""Trees that are sharded over devices are replicated, and back: no bit changes.
+"""Trees are sharded over devices and replicated again: no bit changes.
 
-That grid come from other hosts is tested with real ones, in tests/process/test_trainer_sharded.py.
+Shards of other hosts are tested with real hosts, in tests/process/test_trainer_sharded.py.
 """
 
 import jax
@@ -89,7 +89,7 @@ def test_the_second_call_compiles_nothing(mesh, caplog):
 
 
 class FixedPlacement(Placement):
-    """A spec of several dims at once."""
+    """A placement with one spec, which shards several dims at once."""
 
     __slots__ = ()
 
@@ -108,7 +108,7 @@ def test_a_leaf_that_is_sharded_in_several_dims_in_any_order_is_joined():
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(list(MESHES)))
 def test_shards_of_any_devices_that_cover_a_leaf_join_to_it(data, name):
-    """The devices of one host, or of all of them, in any order: rows as they come from an all-gather."""
+    """Shards come from the devices of one host or of all hosts, in any order, as rows of an all-gather."""
     axes = MESHES[name]
     mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
     cuts = data.draw(st.permutations([*axes, None, None]))[:3]

@@ -1,4 +1,4 @@
-"""The directory of a job, which belongs to one job alone while the job runs."""
+"""The run directory, which belongs to one job while that job runs."""
 
 import stat
 from pathlib import Path
@@ -20,7 +20,7 @@ OURS = JobContact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
 THEIRS = JobContact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
 
 
-def test_a_new_directory_is_one_that_no_other_job_has(tmp_path: Path) -> None:
+def test_a_new_run_directory_is_unique(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20250101-000000"
     made = [create_numbered_directory(wanted) for _ in range(3)]
     assert [path.name for path in made] == ["20250101-000000", "20250101-000000-2", "20250101-000000-3"]
@@ -33,7 +33,7 @@ def test_a_new_folder_below_a_file_is_refused(tmp_path: Path) -> None:
         create_numbered_directory(tmp_path / "file" / "run")
 
 
-def test_a_folder_is_claimed_once_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_claimed_by_one_job_at_a_time(tmp_path: Path) -> None:
     with claim_directory(tmp_path):  # noqa: SIM117 - the second claim alone is refused
         with (
             pytest.raises(CallerError, match="found a job that still runs in this folder"),
@@ -44,14 +44,14 @@ def test_a_folder_is_claimed_once_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_contact_is_its_users_alone_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_contact_and_no_temporary_file_is_left(tmp_path: Path) -> None:
     write_contact(tmp_path, OURS)
     assert stat.S_IMODE((tmp_path / CONTACT_FILE).stat().st_mode) == 0o600
     assert read_contact(tmp_path) == OURS
     assert [path.name for path in tmp_path.iterdir()] == [CONTACT_FILE]
 
 
-def test_a_job_takes_only_its_own_contact_along(tmp_path: Path) -> None:
+def test_a_job_removes_only_its_own_contact(tmp_path: Path) -> None:
     write_contact(tmp_path, THEIRS)
     remove_contact(tmp_path, OURS)
     assert read_contact(tmp_path) == THEIRS

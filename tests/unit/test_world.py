@@ -117,7 +117,7 @@ def test_all_reduce_returns_numpy_for_numpy_and_the_sharding_for_device_arrays()
 
 
 class Recorder(Observer):
-    """Writes down each moment."""
+    """An observer that records each call."""
 
     def __init__(self, moments):
         self._moments = moments
@@ -191,7 +191,7 @@ def test_the_axis_with_size_minus_1_takes_the_devices_that_are_left():
         make_mesh(jax.devices(), {"data": count + 1}, "this host")
 
 
-def test_indexes_with_gaps_are_dense_host_indexes():
+def test_process_indexes_with_gaps_become_dense_host_indexes():
     info = GenerationInfo(
         number=GenerationNumber(2),
         hosts_by_process={ProcessIndex(5): HostName("c"), ProcessIndex(1): HostName("a")},
