@@ -216,7 +216,9 @@ def test_progress_is_recorded_periodically_in_case_all_hosts_that_committed_it_d
 def test_if_no_host_with_the_newest_step_is_left_the_loss_is_reported_as_a_lower_bound():
     job = training("a", "b", regroup_grace_s=5.0)
     job.train(90)
-    job.state = make_initial_state(job.generation, job.now_s)  # that of a new leader, since the old one is gone, too
+    job.state = make_initial_state(
+        job.generation, job.now_s
+    )  # that of a new leader, since the old one is gone, too
     for name in "ab":
         job.restart(name)
         job.report(name, checkpoint_step=60)
