@@ -1,8 +1,8 @@
-"""A process that does with `jax_runtime` what the test at the other end of its pipes says.
+"""A process that executes a test's orders with `jax_runtime`.
 
-Orders are JSON lines on stdin, obeyed one after the other on the main thread, each answered by a JSON line
-on stdout. `interrupt` is obeyed at once by the reading thread, as a guard would, every 20 ms until the main
-thread has answered the order it is at.
+Orders are JSON lines on stdin, executed in order on the main thread, each answered by a JSON line on stdout. The
+reading thread acts as the guard: it executes `interrupt` at once, and repeats the interruption every 20 ms until the
+main thread has answered its current order.
 """
 
 import json
@@ -30,7 +30,7 @@ from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 
 orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
-"""Held while the guard interrupts, and to answer: no interruption reaches into the next order."""
+"""Taken to interrupt and to answer, so that no interruption hits the next order."""
 answered = 0
 state: dict = {
     "connection": None,
@@ -104,7 +104,7 @@ def connect(address: str, index: int, count: int, timeout_s: float = 20) -> dict
 
 
 def register_and(signal_number: int, address: str, index: int, count: int) -> None:
-    """Comes as far as the exchange of topology, and no further."""
+    """Register with the service, publish the gloo listeners, then send this process the signal."""
     client, _ = world_forming.new_client(address, index, 20)
     client.connect()
     client.key_value_set(f"{world_forming.GLOO_LISTENERS_KEY}/{index}", '[["127.0.0.1", 1]]')
@@ -112,7 +112,7 @@ def register_and(signal_number: int, address: str, index: int, count: int) -> No
 
 
 def publish_and(signal_number: int) -> None:
-    """Comes as far as publishing this process's part of the clique of all devices, and no further."""
+    """Publish this process's addresses for the clique of all devices, then send this process the signal."""
     connection = state["connection"]
     client: RuntimeClient = jax_distributed.global_state.client
     ((host, port),) = connection.gloo.own_listeners
@@ -142,18 +142,18 @@ def total(values: jax.Array, devices: list) -> float:
 
 
 def reduce(without: int | None = None) -> dict:
-    """Sums 1, 2, ... over the devices of all processes but one."""
+    """Return the sum of 1, 2, ... over the devices of all processes but `without`."""
     devices = [device for device in jax.devices() if device.process_index != without]
     return {"total": total(array_over(devices), devices)}
 
 
 def keep() -> None:
-    """Makes an array over all devices and keeps this process's part of it."""
+    """Make an array over all devices and keep this process's shards of it."""
     state["kept"] = [shard.data for shard in array_over(jax.devices()).addressable_shards]
 
 
 def reduce_kept(without: int) -> dict:
-    """Sums what the survivors kept, on the mesh of the survivors: no copy, no new backend."""
+    """Return the sum of the survivors' kept shards, on the survivors' mesh: no copy, no new backend."""
     devices = [device for device in jax.devices() if device.process_index != without]
     sharding = NamedSharding(Mesh(np.array(devices), ("d",)), P("d"))
     values = jax.make_array_from_single_device_arrays((len(devices),), sharding, state["kept"])
@@ -161,13 +161,13 @@ def reduce_kept(without: int) -> dict:
 
 
 def rotate(over: list[tuple[int, int]] | None = None) -> dict:
-    """Each device gets its neighbour's value, times its own place: any mix-up of devices shows.
+    """Send each device its neighbor's value, scaled by its own index: a permutation of the devices changes the result.
 
     Args:
-        over: process and place in it, of each device in turn; this process's own when left out.
+        over: (process, index within it) of each device, in order; default: the devices of this process.
 
     Returns:
-        values: place among the devices to value, of this process's. hits: of the compilation cache.
+        values: values of this process's devices by index in `over`. hits: compilation cache hits.
     """
     own: dict[int, list] = {}
     for device in jax.devices():
@@ -197,13 +197,13 @@ def doubled(value: jax.Array) -> jax.Array:
 
 
 def count_traces() -> dict:
-    """Runs a program of this process; gives how often it has been traced."""
+    """Run a local program; return how often that program has been traced."""
     doubled(np.float32(1))
     return {"traces": state["traces"]}
 
 
 def begin_compiling(turns: int) -> None:
-    """A thread compiles for all devices, until `end_compiling` or after some minutes, one program after the other."""
+    """Start a thread that compiles programs over all devices, `turns` of them or until `end_compiling`."""
     ended, begun = threading.Event(), threading.Event()
     where = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P())
 
@@ -229,7 +229,7 @@ def end_compiling() -> None:
 
 
 def begin_using() -> None:
-    """A thread uses JAX all the time, as one that reads data may."""
+    """Start a thread that uses JAX all the time, as a thread that reads data may."""
 
     def work() -> None:
         while True:
@@ -243,13 +243,13 @@ def begin_using() -> None:
 
 
 def end_worlds() -> dict:
-    """As a worker does at its end; its user may go on with JAX, on any thread."""
+    """Close the backend gate as a worker does at its end: the user may continue to use JAX, on any thread."""
     distributed.close_backend_gate()
     return {"devices": len(jax.devices())}
 
 
 def count_uses() -> dict:
-    """How often that thread has used JAX, and how often it failed."""
+    """Return how often the thread of `begin_using` has used JAX, and its failures."""
     return {"uses": state["uses"], "failures": state["failures"]}
 
 
@@ -270,13 +270,13 @@ def measure() -> dict:
 
 
 def meet() -> None:
-    """A healthy world is left together: who leaves first breaks the collective of who is late."""
+    """Wait for all processes before leaving a healthy world: leaving breaks the collectives of slower processes."""
     client: RuntimeClient = jax_distributed.global_state.client
     client.wait_at_barrier("leave", 20_000)
 
 
 def open_user_sockets(port: int) -> None:
-    """Opens, as a user would, a connection to `port`, a listener, and a connection to that."""
+    """Open, as a user would, a connection to `port`, a listener, and a connection to that listener."""
     out = socket.create_connection(("127.0.0.1", port))
     listener = socket.create_server(("127.0.0.1", 0))
     inner = socket.create_connection(listener.getsockname())

@@ -109,12 +109,12 @@ def test_a_child_that_ends_by_itself_leaves_no_process_of_its_group_behind():
     run(main)
 
 
-def test_the_exit_code_is_the_childs_own():
+def test_the_exit_code_of_the_child_is_returned():
     async def main():
         async with running([sys.executable, "-c", "print('up'); raise SystemExit(7)"]) as (child, _):
             assert await child.wait_exited() == 7
             assert child.exit_code == 7
-            child.kill()  # of a dead child: nothing happens
+            child.kill()  # has no effect on a dead child
 
     run(main)
 

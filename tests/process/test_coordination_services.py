@@ -1,4 +1,4 @@
-"""The leader's coordination services: real processes, started again after a failed start."""
+"""The leader's coordination services: real processes, restarted after a failed start."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from resilient_jax.telemetry.event_log import EventLog, read_events
 DEADLINE_S = 120.0
 
 
-def test_a_service_that_could_not_be_started_is_reported_and_started_later(
+def test_a_service_that_fails_to_start_is_reported_and_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl", "host-0")
@@ -43,7 +43,7 @@ def test_a_service_that_could_not_be_started_is_reported_and_started_later(
     log.close()
 
 
-def test_closing_does_not_fail_for_one_that_could_not_be_started(
+def test_services_can_be_closed_although_one_failed_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordination_services, "SERVICE_MODULE", "resilient_jax.no_such_module")

@@ -1,4 +1,4 @@
-"""The pipe that closes as soon as a worker is killed."""
+"""The pipe that closes as soon as a worker is killed, before the kernel has freed its memory."""
 
 import os
 import select
@@ -58,7 +58,7 @@ def test_a_thread_of_its_own_holds_the_pipe_and_no_other_descriptor() -> None:
         os.close(other)
 
 
-def test_where_unshare_is_forbidden_the_reason_is_returned_and_the_descriptor_stays() -> None:
+def test_where_unshare_is_forbidden_the_reason_is_returned_and_the_descriptor_stays_open() -> None:
     script = (
         "import os, sys\n"
         "from resilient_jax.worker import death_pipe\n"

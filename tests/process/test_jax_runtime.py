@@ -1,4 +1,4 @@
-"""Worlds of real processes that die, stop and come back, on CPU with gloo."""
+"""Worlds of real processes that die, stop and rejoin, on CPU with gloo."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("jax_runtime_worker.py")
 SERVICE = "resilient_jax.jax_runtime.coordination_service"
 DEADLINE_S = 60.0
 PROMPT_S = 1.0
-"""How soon an interrupted thread must raise. Measured: 0.01 to 0.15 s; the rest is for a busy machine."""
+"""Limit until an interrupted thread raises. Measured: 0.01 to 0.15 s; the margin is for a busy machine."""
 
 
 class Lines:
@@ -48,7 +48,7 @@ class Lines:
 
 
 class Child:
-    """A process that never outlives its test."""
+    """A process that ends with its test at the latest."""
 
     def __init__(self, *command: str, env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -186,7 +186,7 @@ def everyone(workers: list[Worker], do: str, **words: object) -> list[dict]:
 
 
 def interrupt(workers: list[Worker]) -> list[tuple[dict, float]]:
-    """Interrupt all; return the answer of each and how long it took."""
+    """Interrupt all workers; return each answer with the seconds until it arrived."""
     began = time.monotonic()
     for worker in workers:
         worker.tell("interrupt")
@@ -233,7 +233,7 @@ def test_survivors_unwind_from_a_hung_collective_and_shrink_in_place(
     for found, seconds in interrupt([a, b]):
         assert found["collective"], found
         assert seconds < PROMPT_S
-    # What they kept: 1, 2 of process 0 and 3, 4 of process 1.
+    # The survivors' shards: 1, 2 of process 0 and 3, 4 of process 1; their sum is 10.
     assert [found["total"] for found in everyone([a, b], "reduce_kept", without=2)] == [10.0, 10.0]
     pool.drop(victim)
     for found in pool.leave([a, b]):
@@ -249,7 +249,7 @@ def test_survivors_form_a_smaller_world_and_then_a_larger_one_with_a_newcomer(po
     strike(pool, victim, signal.SIGKILL)
     interrupt([a, b])
     pool.leave([a, b])
-    pool.join([b, a])  # the other way round: indexes do not matter
+    pool.join([b, a])  # in reverse order: the new indexes need not be the old ones
     assert [found["total"] for found in everyone([a, b], "reduce")] == [sum_to(4)] * 2
     everyone([a, b], "meet")
     pool.leave([a, b])
@@ -260,7 +260,7 @@ def test_survivors_form_a_smaller_world_and_then_a_larger_one_with_a_newcomer(po
     pool.leave(trio)
 
 
-def test_interrupted_while_a_peer_never_registers(pool: Pool) -> None:
+def test_forming_is_interrupted_while_a_peer_never_registers(pool: Pool) -> None:
     a, b = pool.take(2)
     address = pool.serve(3)
     for index, worker in enumerate((a, b)):
@@ -269,7 +269,7 @@ def test_interrupted_while_a_peer_never_registers(pool: Pool) -> None:
     await_clients_gone([a, b])
 
 
-def test_interrupted_while_the_service_does_not_answer(pool: Pool) -> None:
+def test_forming_is_interrupted_while_the_service_does_not_answer(pool: Pool) -> None:
     a, b = pool.take(2)
     address = pool.serve(2)
     pool.newest_service.process.send_signal(signal.SIGSTOP)
@@ -277,11 +277,11 @@ def test_interrupted_while_the_service_does_not_answer(pool: Pool) -> None:
         worker.tell("connect", address=address, index=index, count=2)
     assert_forming_is_interrupted(pool, [a, b])
     for worker in (a, b):
-        pool.drop(worker)  # their abandoned clients live until the deadline of the connect
+        pool.drop(worker)  # their abandoned clients exist until the timeout of `connect`
 
 
 @FAULTS
-def test_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fault: signal.Signals) -> None:
+def test_forming_is_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fault: signal.Signals) -> None:
     a, b, victim = pool.take(3)
     address = pool.serve(3)
     victim.tell("register_and", signal_number=fault, address=address, index=2, count=3)
@@ -295,7 +295,7 @@ def test_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fau
 
 def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
     for found, seconds in interrupt(workers):
-        # Failed: the other one's interruption, which spoils the world for all, was there first.
+        # FormingFailed: the interruption of the other worker, which breaks the world for all, came first.
         assert found["error"] in ("FormingInterrupted", "FormingFailed"), found
         assert found["collective"]
         assert seconds < PROMPT_S
@@ -309,10 +309,10 @@ def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
 
 
 def await_clients_gone(workers: list[Worker]) -> None:
-    """A wait that was abandoned in C++ must end, too; until then no other process may close its connection.
+    """Wait until abandoned waits in C++ have ended; until then no other process may close its connection.
 
-    A stand-in of a process that was interrupted while registering takes 6 or 7 s. Where the one it pushed out
-    came back and won, that one ends at the deadline of its own `connect`, 20 s, and the service's 5 s of grace.
+    The stand-in of a process that was interrupted while registering ends after 6 or 7 s. If the replaced client
+    registered again, that client ends after the timeout of its own `connect`, 20 s, and the service's 5 s of grace.
     """
     deadline = time.monotonic() + DEADLINE_S
     while any(found["clients"] for found in everyone(workers, "count_clients")):
@@ -322,7 +322,7 @@ def await_clients_gone(workers: list[Worker]) -> None:
 
 @pytest.mark.parametrize("order", ["kill_self", "publish_and"])
 @FAULTS
-def test_interrupted_while_a_clique_waits_for_a_peer(pool: Pool, order: str, fault: signal.Signals) -> None:
+def test_a_clique_is_interrupted_while_it_waits_for_a_peer(pool: Pool, order: str, fault: signal.Signals) -> None:
     a, b, victim = workers = pool.take(3)
     pool.join(workers)
     if order == "publish_and":
@@ -345,7 +345,7 @@ def test_interrupted_while_a_clique_waits_for_a_peer(pool: Pool, order: str, fau
     pool.leave([a, b])
 
 
-def test_interrupted_while_a_clique_waits_and_the_service_does_not_answer(pool: Pool) -> None:
+def test_a_clique_is_interrupted_while_the_service_does_not_answer(pool: Pool) -> None:
     a, b, victim = workers = pool.take(3)
     pool.join(workers)
     for stopped in (pool.newest_service, victim):
@@ -410,7 +410,7 @@ def test_ten_rejoins_leave_no_descriptor_and_less_than_30_mib(pool: Pool) -> Non
 
 
 def await_descriptors(workers: list[Worker], before: list[dict]) -> list[dict]:
-    """Return the measures once no worker has more descriptors than `before`: gRPC closes some a moment later."""
+    """Return new measurements once no worker has more descriptors than `before`: gRPC closes some with a delay."""
     deadline = time.monotonic() + 10.0
     while True:
         found = everyone(workers, "measure")
@@ -420,12 +420,13 @@ def await_descriptors(workers: list[Worker], before: list[dict]) -> list[dict]:
         time.sleep(0.02)
 
 
-def test_a_world_is_left_while_a_thread_compiles_for_it_and_nothing_is_traced_again(pool: Pool) -> None:
+def test_a_world_that_is_left_while_a_thread_compiles_for_it_keeps_its_traces(pool: Pool) -> None:
     a, b = pair = pool.take(2)
     pool.join(pair)
     before = everyone(pair, "count_traces")
     everyone(pair, "begin_compiling", turns=10_000)
-    pool.leave([b])  # as if nobody compiled: what was traced may be what holds the devices
+    # Without `is_borrowed`, b drops its traces: they may be what keeps the devices alive.
+    pool.leave([b])
     a.tell("disconnect", is_borrowed=True)
     assert a.answer()["backends"] == 1
     pool.join(pair)
@@ -445,7 +446,7 @@ def test_threads_that_use_jax_wait_while_there_is_no_world(pool: Pool) -> None:
     for number in range(4):
         pool.leave(pair)
         between = everyone(pair, "count_uses")
-        if number == 2:  # an attempt that comes to nothing
+        if number == 2:  # a failed attempt
             pair[0].tell("connect", address=pool.serve(2), index=0, count=2, timeout_s=0.5)
             assert pair[0].answer()["error"] == "FormingFailed"
         assert [found["devices"] for found in pool.join(pair)] == [4, 4]
@@ -484,7 +485,7 @@ class CachingWorkers:
         self.pool.join(self.workers)
 
     def rotate(self, *over: tuple[int, int]) -> bool:
-        """Run a program over these devices, (process, index) each; return whether all found it in the cache."""
+        """Run a program over these devices, (process, index) each; return whether it was a cache hit for all."""
         before = self._entries()
         answers = everyone(
             [self.workers[index] for index in sorted({place[0] for place in over})], "rotate", over=over

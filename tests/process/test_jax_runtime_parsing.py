@@ -1,4 +1,4 @@
-"""The worker environment, the bytes that gloo publishes, and which errors mean a lost peer: without processes."""
+"""The worker environment, the bytes that gloo publishes, and the errors that mean a lost peer: without processes."""
 
 import socket
 import struct
@@ -118,7 +118,7 @@ def test_bytes_that_gloo_publishes_are_parsed() -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"\0" * 7, UNREADABLE_VALUE, struct.pack("<QQ", 0, 10**9), b"\0" * 40]
 )
-def test_bytes_of_another_layout_are_not_parsed(value: bytes) -> None:
+def test_bytes_of_an_unknown_layout_are_not_parsed(value: bytes) -> None:
     assert parse_rank(value) is None
 
 

@@ -1,4 +1,4 @@
-"""A process that can open no more descriptors reports it and goes on, or leaves nothing behind."""
+"""A process at its limit of open files reports it and continues, or leaves nothing behind."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ ID = SnapshotId(step=1, generation=GenerationNumber(1))
 
 @contextlib.contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
-    """Let this process open only so many more."""
+    """Let this process open only `count` more descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -117,7 +117,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_pa
 
 
 def children() -> list[str]:
-    """Return the processes that this one has started and not reaped."""
+    """Return the children that this process has not reaped."""
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     return task.read_text().split()
 

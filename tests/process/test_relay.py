@@ -1,4 +1,4 @@
-"""The relay: a dead coordination service is silence for the worker, never a hang-up."""
+"""The relay: when the coordination service dies, the worker's connection becomes silent but stays open."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ def run(main):
 
 
 class Service:
-    """Answers each line with the same line, until it hangs up."""
+    """A server that echoes each line until its connection is closed."""
 
     def __init__(self) -> None:
         self.writers: list[asyncio.StreamWriter] = []
@@ -56,8 +56,7 @@ async def connect(relay):
 
 
 async def is_silent(reader) -> bool:
-    """Return whether neither bytes nor an end come within a moment. A wrong hang-up comes over loopback in
-    microseconds."""
+    """Return whether neither bytes nor an end of file arrive for a moment: on loopback either takes microseconds."""
     try:
         await asyncio.wait_for(reader.read(1), 0.3)
     except TimeoutError:
@@ -74,7 +73,7 @@ def test_bytes_go_both_ways():
     run(main)
 
 
-def test_a_service_that_hangs_up_leaves_the_workers_side_open():
+def test_when_the_service_closes_its_connection_the_workers_side_stays_open():
     async def main():
         async with relayed() as (service, _, reader, writer):
             writer.write(b"hello\n")
@@ -82,14 +81,14 @@ def test_a_service_that_hangs_up_leaves_the_workers_side_open():
             for theirs in service.writers:
                 theirs.close()
             assert await is_silent(reader)
-            writer.write(b"anybody?\n" * 100_000)  # swallowed, so that the worker never blocks
+            writer.write(b"anybody?\n" * 100_000)  # the relay discards it, so that the worker never blocks
             await writer.drain()
             assert await is_silent(reader)
 
     run(main)
 
 
-def test_a_service_that_resets_leaves_the_workers_side_open():
+def test_when_the_service_resets_its_connection_the_workers_side_stays_open():
     async def main():
         async with relayed() as (service, _, reader, writer):
             writer.write(b"hello\n")
@@ -101,10 +100,10 @@ def test_a_service_that_resets_leaves_the_workers_side_open():
     run(main)
 
 
-def test_a_service_that_is_not_there_is_silence():
+def test_without_a_service_the_workers_connection_is_silent():
     async def main():
         with socket.socket() as unused:
-            unused.bind((ADDRESS, 0))  # bound, not listening: refused
+            unused.bind((ADDRESS, 0))  # bound, but not listening: connections are refused
             relay = Relay("{}:{}".format(*unused.getsockname()))
             await relay.start(ADDRESS)
             reader, writer = await connect(relay)
@@ -116,7 +115,7 @@ def test_a_service_that_is_not_there_is_silence():
     run(main)
 
 
-def test_a_worker_that_hangs_up_is_gone_for_the_service():
+def test_when_the_worker_closes_its_connection_the_services_side_ends():
     async def main():
         async with relayed() as (service, _, reader, writer):
             writer.write(b"hello\n")

@@ -10,7 +10,7 @@ from resilient_jax.cluster.membership import MembershipEvent, Tick
 
 
 def test_a_leader_whose_session_ended_stops_although_an_event_comes_at_the_same_moment() -> None:
-    """Otherwise the leader campaigns forever with an expired lease, and its agent, which waits for it, never rejoins."""
+    """Otherwise the leader campaigns forever with an expired lease, and its agent, which awaits it, never rejoins."""
 
     async def run() -> None:
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
