@@ -281,7 +281,9 @@ def test_forming_is_interrupted_while_the_service_does_not_answer(pool: Pool) ->
 
 
 @FAULTS
-def test_forming_is_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fault: signal.Signals) -> None:
+def test_forming_is_interrupted_while_a_peer_does_not_exchange_its_topology(
+    pool: Pool, fault: signal.Signals
+) -> None:
     a, b, victim = pool.take(3)
     address = pool.serve(3)
     victim.tell("register_and", signal_number=fault, address=address, index=2, count=3)
@@ -322,7 +324,9 @@ def await_clients_gone(workers: list[Worker]) -> None:
 
 @pytest.mark.parametrize("order", ["kill_self", "publish_and"])
 @FAULTS
-def test_a_clique_is_interrupted_while_it_waits_for_a_peer(pool: Pool, order: str, fault: signal.Signals) -> None:
+def test_a_clique_is_interrupted_while_it_waits_for_a_peer(
+    pool: Pool, order: str, fault: signal.Signals
+) -> None:
     a, b, victim = workers = pool.take(3)
     pool.join(workers)
     if order == "publish_and":
