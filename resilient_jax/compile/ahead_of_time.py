@@ -1,4 +1,4 @@
-"""Compilation ahead of time: programs that may be needed next, on a thread of low priority, while training goes on.
+"""Compilation ahead of time: programs that may be needed next, on a thread of low priority, while training continues.
 
 `jax.jit` finds a program that was lowered and compiled here: a call with the same shapes and shardings neither traces,
 lowers nor compiles. What is compiled also goes into the persistent cache, for later generations.

@@ -100,7 +100,7 @@ class ProgramDirectory:
         if found is None:
             yield ProgramChunk(size=-1)
             return
-        # The head comes first, so that the receiver can tell a complete program from a stream that was cut off.
+        # The head comes first, so that the receiver can detect a stream that ended early.
         yield ProgramChunk(size=len(found), crc32=zlib.crc32(found))
         for start in range(0, len(found), CHUNK_BYTES):
             yield ProgramChunk(data=found[start : start + CHUNK_BYTES])

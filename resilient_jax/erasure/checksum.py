@@ -1,6 +1,6 @@
 """Checksums of shards: CRC32C where a library computes it, else zlib's CRC32.
 
-The two give different values for the same bytes: a digest is stored with the name of its algorithm, and verified
+The two have different values for the same bytes: a digest is stored with the name of its algorithm, and verified
 by that algorithm or not at all. Both find every burst of up to 32 bits and miss other damage once in 4 billion;
 neither protects against an attacker.
 """

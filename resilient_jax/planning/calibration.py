@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of the cost model beside a topology's data-sheet figures.
+    """Constants of the cost model that complete a topology's data-sheet figures.
 
     The defaults are assumptions for large accelerators, each with its reason; `fit_calibration` replaces those that
     measurements can tell apart.
@@ -25,7 +25,7 @@ class Calibration:
         link_efficiency: part of a link's bandwidth that a large collective reaches. 0.8: bus bandwidth in published
             runs of nccl-tests is 0.75 to 0.9 of the line rate.
         latency_factor: latency of a message in a collective, as a multiple of the link's. 1: data sheets and nccl-tests
-            state what NCCL has. On a machine whose devices share a few cores each message waits for its turn.
+            state what NCCL has. On a machine whose devices share a few cores messages wait for a core.
         layer_overhead_s: time of each pass through a layer (forward, backward, recompute) for launches and the ends of
             kernels. Efficiency becomes a curve over the work w of a pass: `matrix_efficiency w / (w + w_half)`. 20 us:
             assumed.

@@ -32,7 +32,7 @@ def search_host_local_plan(
 
     Args:
         program_cost: cost of the program, for one example.
-        topology: the hosts at hand.
+        topology: the available hosts.
         microbatch_size: examples that a replica computes at a time, under every plan.
         global_batch: examples in a step.
         calibration: constants of the cost model.

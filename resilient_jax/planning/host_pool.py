@@ -1,4 +1,4 @@
-"""The replicas that the hosts at hand can form: hosts by class, never one by one.
+"""The replicas that the available hosts can form: hosts by class, never one by one.
 
 The hosts of a domain are sorted by speed and divided into consecutive replicas, so that slow ones are together. For
 each speed this forms the most replicas of at least that speed: a group is as fast as its slowest host; j groups of n

@@ -26,7 +26,7 @@ class _Found(Exception):
 
 
 def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -> NoFeasiblePlan:
-    """Return the error that says what would suffice."""
+    """Return the error that names what would suffice."""
     request = cost_model.request
     memory = find_min_memory_bytes(cost_model, constraints)
     devices = find_min_devices(cost_model, constraints)

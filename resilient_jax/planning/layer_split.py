@@ -61,7 +61,7 @@ def split_layers_by_run(
     Args:
         layers: layers in all, at least one per stage and no more than the limits allow.
         runs: runs of stages, two or more stages in all.
-        first_s: time of what the first stage does beside layers.
+        first_s: time of what the first stage does besides its layers.
         last_s: the same of the last stage.
 
     Returns:
@@ -69,7 +69,7 @@ def split_layers_by_run(
         earlier, where more microbatches are in flight.
     """
     # The same machines by class: first and last stage are classes of their own, since they have the embedding and
-    # the head beside layers.
+    # the head besides layers.
     counts = [run.stages for run in runs]
     counts[0] -= 1
     counts[-1] -= 1

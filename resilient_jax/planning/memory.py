@@ -27,8 +27,8 @@ class DeviceMemory:
     Attributes:
         parameters, gradients, optimizer: the device's part of them. Gradients are the sum over microbatches; 0 where a
             program was measured and no replica has more than one microbatch: nothing is accumulated then.
-        activations: residuals from forward to backward, of all microbatches in flight, and what one layer needs beside.
-        working: what a measured program needs beside: together with `activations` it is
+        activations: residuals from forward to backward, of all microbatches in flight, and a part's working memory.
+        working: what a measured program needs in addition: together with `activations` it is
             `max(copies of gradients, fixed + activations)`, since gradients reuse the memory of activations.
         gathers: parameters that FSDP has gathered, of a layer in use and the next, and a layer's gradients before they
             are scattered; without FSDP a layer's parameters in the dtype of matrix products, unless that was measured.
@@ -58,7 +58,7 @@ class MeasuredMemory:
     """What a compiler was measured to need.
 
     Attributes:
-        fixed_share: bytes beside activations, whatever the batch, for each byte of parameters.
+        fixed_share: bytes besides activations, whatever the batch, for each byte of parameters.
         has_blocking_collectives: whether a collective is done when it is called. If so, FSDP gathers a layer only
             when the layer runs, and gradients are summed before they are scattered: those of all layers at the end, or
             those of each iteration of a loop after it.
@@ -90,7 +90,7 @@ class ActivationBytes:
 
     Attributes:
         embedding, layer, head: residuals of one such part.
-        extra: bytes beside the residuals while one part's backward runs: the most of any part.
+        extra: bytes besides the residuals while one part's backward runs: the most of any part.
     """
 
     embedding: float
@@ -134,7 +134,7 @@ def count_activations(
 
 
 def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes) -> float:
-    """Return the bytes that a part's forward all-reduces give, of one sequence on one device."""
+    """Return the bytes that a part's forward all-reduces return, for one sequence on one device."""
     return sum(
         # sum_c count_c M_c / s: each device has the complete result of an all-reduce, but for the s parts of a
         # sequence.

@@ -2,7 +2,7 @@
 
 Stage i of P has room for `floor((C_i - x b) / (S + F_i a b))` layers of a microbatch of b sequences, with the symbols
 of `stage_memory`, a and x per sequence. F_i falls with i, so between the ends the second stage holds the fewest
-layers and the last but one the most; that gives a quick answer for all but a few microbatches.
+layers and the last but one the most; these two decide all but a few microbatches.
 """
 
 import bisect
@@ -18,8 +18,8 @@ from resilient_jax.planning.stage_memory import ROUNDING_SLACK, count_fitting_la
 class HeadroomSummary(NamedTuple):
     """A `MemoryHeadroom` in short.
 
-    The most bytes of any stage, and the bytes of a layer's state, of a sequence's residuals in a layer, and of what a
-    sequence needs beside.
+    The most bytes of any stage, and the bytes of a layer's state, of a sequence's residuals in a layer, and of a
+    sequence's working memory.
     """
 
     most: float

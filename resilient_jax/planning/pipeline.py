@@ -72,7 +72,7 @@ def _order_of(stage: int, stages: int, microbatches: int) -> list[tuple[bool, in
 def _ready_s(
     ends: dict[tuple[int, bool, int], float], stage: int, stages: int, is_forward: bool, microbatch: int
 ) -> float | None:
-    """Return when the input of a task is ready; None if that is not known yet."""
+    """Return when the input of a task is ready; None if the input is not computed yet."""
     if is_forward:
         return 0.0 if stage == 0 else ends.get((stage - 1, True, microbatch))
     if stage == stages - 1:
@@ -96,7 +96,7 @@ def estimate_rerouted_s(
         Seconds; None if all peers of a stage failed.
 
     Raises:
-        CallerError: `failed` has not one number for each stage.
+        CallerError: `failed` has another length than the number of stages.
 
     >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0), 3)
     13.667

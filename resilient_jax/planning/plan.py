@@ -69,7 +69,7 @@ class ReplicaClass:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train on the devices at hand; small for any number of devices. Made by `search_plan`.
+    """How to train on the available devices; small for any number of devices. Made by `search_plan`.
 
     Attributes:
         model_name: name of the program.

@@ -46,7 +46,7 @@ class StateTensor:
         shape: shape of one copy.
         logical_names: logical name of each dim, or None.
         axes: the axis that may shard each dim; `FSDP`: FSDP prefers this dim to another.
-        units: the most pieces that each dim may be divided into; divides the dim. Where a dim holds several heads these
+        units: the most shards of each dim, a divisor of its size. Where a dim holds several heads these
             are the heads, not the elements.
         dtype_bytes: bytes of one element.
         copies: number of equal tensors: one in each layer.
@@ -231,7 +231,7 @@ class FsdpGathers(NamedTuple):
 
 
 BLOCKING_BACKENDS = frozenset({"cpu"})
-"""Backends whose collectives are done when they are called. What XLA makes of FSDP there was seen with jax 0.10.2."""
+"""Backends on which a collective is done when its call returns. What XLA makes of FSDP there was seen with jax 0.10.2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class ProgramCost:
         parts: costs in the order of the forward pass; at most one for each part.
         divisibility_rules: sizes that axes have to divide. `FSDP` and `REPLICA` divide the microbatch, which a plan
             chooses.
-        fixed_bytes: memory that the gradient's program needs beside parameters and activations, whatever the batch:
+        fixed_bytes: memory that the gradient's program needs besides parameters and activations, whatever the batch:
             gradients made before activations are freed, parameters in another dtype. Sharded as parameters are. Its
             peak is parameters + max(gradients, fixed_bytes + activations); a sum of gradients comes on top.
         backend: JAX backend on which memory and bytes moved were measured; None: closed form, and `fixed_bytes` is 0.

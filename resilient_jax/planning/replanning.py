@@ -158,11 +158,11 @@ def replan(
 ) -> ReplanDecision:
     """Return what to do now that the topology has changed: take a new plan, or keep the old one as far as possible.
 
-    Each option is judged by the samples that it computes until the next expected failure.
+    Each option is scored by the samples that it computes until the next expected failure.
 
     Args:
         plan: the plan that ran.
-        topology: the hosts at hand now, as `without`, `slowed` and `with_hosts` return it.
+        topology: the hosts available now, as `without`, `slowed` and `with_hosts` return it.
         next_failure_s: expected time to the next failure; None: as `estimate_next_failure_s`.
         search_s: time of a search that training has to wait for; 0 where the search was done ahead.
         compile_s: time of compiling a program that no cache has.

@@ -1,4 +1,4 @@
-"""The search for the fastest plan on the devices at hand."""
+"""The search for the fastest plan on the available devices."""
 
 import math
 
@@ -47,7 +47,7 @@ def search_plan(
 
     Args:
         program_cost: cost of the program, from `analyze_transformer` or `program_cost.analyze_program`.
-        topology: the hosts at hand; `without` and `slowed` return what is left.
+        topology: the available hosts; `without` and `slowed` return what is left.
         global_batch: sequences in a step, whichever hosts are left.
         calibration: constants of the cost model.
         axes: sizes that are given, such as {"tensor": 2}; all others are searched for.

@@ -1,8 +1,8 @@
 """What the stages of a pipeline need of a device's memory, and how many layers they have room for; memoized.
 
 With S bytes of state and A bytes of activations per layer, F_i microbatches in flight on stage i, and C_i bytes left of
-a device beside the layers, stage i holds at most `floor(C_i / (S + F_i A))` layers. The layers fit if these numbers sum
-to all layers or more. C_i differs only at the ends of the pipeline, where the embedding and the head are.
+a device besides the layers, stage i holds at most `floor(C_i / (S + F_i A))` layers. The layers fit if these sum to
+all layers or more. C_i differs only at the ends of the pipeline, where the embedding and the head are.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class StageMemory:
         return self._headrooms[key]
 
     def _estimate_state(self, axes: ReplicaAxes, position: StagePosition) -> float:
-        """Return the bytes that a device of a stage needs beside activations."""
+        """Return the bytes that a device of a stage needs besides activations."""
         return estimate_stage_memory(
             self.count_state(axes),
             NO_ACTIVATIONS,

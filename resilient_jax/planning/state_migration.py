@@ -2,7 +2,7 @@
 
 Hosts of one kind in one domain may change places. Among these the assignment that moves the least is found by the
 Hungarian method (as in Chameleon, arXiv 2508.21613); for more than `MAX_EXACT_HOSTS` of them greedily, the largest
-common part first, and the result says so.
+common part first, and `StateMigration.is_exact` is False then.
 """
 
 import dataclasses

@@ -181,7 +181,7 @@ def split_cost(
 def _fit_remat(parts: Sequence[PartCost], temporary_bytes: float) -> tuple[PartCost, ...]:
     """Split the measured memory of the rematerialized program into what layers keep and what recomputing one needs.
 
-    Layers keep what the trace says. The rest belongs to the one layer that is recomputed, up to what a layer needs
+    Layers keep what the trace shows. The rest belongs to the one layer that is recomputed, up to what a layer needs
     without rematerialization; what remains then, XLA keeps nevertheless. XLA on CPU undoes most of rematerialization
     for unrolled layers: it finds that both computations are equal and runs one of them (`nnx.remat`: 5 % less memory
     for a decoder of four layers). In a loop it cannot.

@@ -4,7 +4,7 @@ Left to itself XLA may shard activations along the dims of the parameters that t
 every example: seen with a loop over layers, whose carry takes the sharding of its first operand (a decoder with fsdp 8
 needed six times the memory, and exchanged activations instead of parameters). So the batch dim is propagated from the
 program's inputs through its equations, and every result of a matrix product or a lookup that still has that dim gets a
-sharding constraint. A wrong propagation cannot change results: a constraint says where values are, not what they are.
+sharding constraint. A wrong propagation cannot change results: a constraint moves values, but does not change them.
 """
 
 import math

@@ -109,7 +109,7 @@ def compile_plan(
 ) -> PlannedProgram:
     """Compile `function(state, batch)` for the plan's devices; the result is called like the function.
 
-    The state is sharded as `make_state_shardings` says, and so is a result that has the state's tree and shapes. The
+    The state is sharded as by `make_state_shardings`, and so is a result that has the state's tree and shapes. The
     examples of a batch are sharded over replica and fsdp, dims of `sequence_tokens` over sequence; XLA inserts the
     collectives.
 

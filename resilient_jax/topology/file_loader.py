@@ -1,4 +1,4 @@
-"""Loading of a topology from a file, or from its text."""
+"""Loading of a topology from a file or from a TOML string."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def load_topology(path: str | Path) -> Topology:
 
 
 def decode_topology(text: str, *, source: str) -> Topology:
-    """Return the topology in a TOML text.
+    """Return the topology in a TOML string.
 
     Args:
         text: content of a topology file.

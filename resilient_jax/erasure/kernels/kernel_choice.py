@@ -43,7 +43,7 @@ def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = Fals
             its backends.
 
     Raises:
-        KernelUnavailable: the requested kernel is not on this machine; the message says what to install.
+        KernelUnavailable: the requested kernel is not on this machine; the message names what to install.
         KernelSelfTestFailed: the requested kernel, or the last that is left, computes wrong bytes.
     """
     if requested is not None:
