@@ -231,7 +231,7 @@ class FsdpGathers(NamedTuple):
 
 
 BLOCKING_BACKENDS = frozenset({"cpu"})
-"""Backends on which a collective is done when its call returns. What XLA makes of FSDP there was seen with jax 0.10.2."""
+"""Backends with blocking collectives: what XLA makes of FSDP there was seen with jax 0.10.2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

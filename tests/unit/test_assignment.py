@@ -78,7 +78,7 @@ def compute(
 
 
 @given(st.integers(1, 12), st.integers(1, 60))
-def test_hosts_that_begin_a_step_divide_it_evenly(hosts: int, microbatches: int) -> None:
+def test_the_units_of_a_new_step_are_divided_evenly(hosts: int, microbatches: int) -> None:
     job = job_of(microbatches, 1)
     seats = locate_replicas(range(hosts), ReplicaShape())
     dealt = assign_units(

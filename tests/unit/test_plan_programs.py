@@ -296,7 +296,7 @@ def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
     assert 2 not in used
 
 
-def test_pipelines_are_refused_at_compile_with_what_to_do(nnx_profile):
+def test_pipelines_are_refused_at_compile_with_a_remedy(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.PIPELINE: 2, Axis.REPLICA: 4})
     program = NnxProgram()
     with pytest.raises(

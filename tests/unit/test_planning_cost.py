@@ -127,7 +127,7 @@ def test_computing_is_products_then_memory_then_overhead():
     )
 
 
-def test_the_state_of_a_device_is_its_share_of_all():
+def test_a_device_has_its_share_of_the_state():
     whole = count_state_bytes(PROFILE, ReplicaAxes()).count_stage(PROFILE.layers, is_first=True, is_last=True)
     assert whole.parameters == PROFILE.parameter_bytes
     assert whole.gradients == PROFILE.parameter_count * PROFILE.gradient_bytes

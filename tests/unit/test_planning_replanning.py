@@ -112,7 +112,7 @@ def test_the_reason_names_bytes_that_no_host_holds():
     assert "are on no host that is left" in after.reason
 
 
-def test_hosts_change_places_where_that_moves_less():
+def test_hosts_swap_places_where_less_state_moves_then():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)  # a stage is a host: 0 and 1, 2 and 3
     after = replan(plan, FULL.without("host-01", "host-02"), compile_s=1e9, next_failure_s=1.0)
     kept = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.KEEP)
@@ -143,7 +143,7 @@ def test_no_option_has_fewer_than_min_replicas():
     assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
 
 
-def test_rerouting_costs_what_chameleons_formula_says():
+def test_the_time_of_rerouting_follows_chameleons_formula():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
     rerouted = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.REROUTE)

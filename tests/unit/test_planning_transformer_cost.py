@@ -106,7 +106,7 @@ def test_blockwise_attention_counts_the_pairs_on_and_below_the_diagonal():
     assert blocks / square == pytest.approx((32 + 1) / (2 * 32))
 
 
-def test_only_attention_that_keeps_its_scores_has_residuals_beyond_proportion_to_the_sequence():
+def test_residuals_grow_faster_than_the_sequence_only_where_attention_keeps_its_scores():
     def kept(sequence_tokens, attention):
         shape = msgspec.structs.replace(SMALL, sequence_tokens=sequence_tokens)
         (layer,) = (

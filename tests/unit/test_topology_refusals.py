@@ -217,7 +217,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_names_file_key_found_expected_and_what_to_do(case):
+def test_a_refusal_names_file_key_found_expected_and_remedy(case):
     text, message = REFUSALS[case]
     with pytest.raises(ConfigError) as refusal:
         decode_topology(text, source="mine.toml")

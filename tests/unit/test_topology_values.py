@@ -71,7 +71,7 @@ def test_devices_of_a_host_share_its_port():
     assert [LEVELS[1].bandwidth_of_device(senders) for senders in (1, 2, 4)] == [1e10, 5e9, 2.5e9]
 
 
-def test_an_oversubscribed_level_gives_each_device_its_part():
+def test_an_oversubscribed_level_divides_the_bandwidth_of_each_device():
     assert LEVELS[3].bandwidth_of_device(1) == 2.5e9
 
 
