@@ -54,6 +54,7 @@ def measure_cost(program: AbstractProgram) -> MeasuredCost:
     gradient = jax.value_and_grad(program.loss_fn)
 
     def slope(one: float, two: float) -> float:
+        # (cost(2 n) - cost(n)) / n for n examples: what does not depend on the batch cancels.
         return (two - one) / examples
 
     flops = [

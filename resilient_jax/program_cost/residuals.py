@@ -75,6 +75,7 @@ def count_residual_bytes(
         trace: of `compute_residuals`.
         propagated: of the same trace.
     """
+    # The operands of matrix products are written to memory in any case, so no fusion recomputes them.
     in_memory = {
         value
         for operation in trace.operations
@@ -119,11 +120,14 @@ def _find_kept_values(
             continue
         seen.add(value)
         found = operands.get(value, [])
+        # A cheap operation on at most one large operand: that operand is kept instead, and the value recomputed from
+        # it.
         large = {operand for operand in found if operand.size >= value.size}
         if found and len(large) <= 1:
             pending.extend(found)
         else:
             kept.add(value)
+    # What cheap operations compute from other kept values need not be kept.
     return {value for value in kept if not _can_recompute(value, kept - {value}, operands)}
 
 

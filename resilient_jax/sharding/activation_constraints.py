@@ -93,6 +93,7 @@ def _bind(equation: core.JaxprEqn, operands: Sequence[Any], params: dict[str, An
 def _constrain(value: Any, batch_dim: int | None, mesh: Mesh) -> Any:  # noqa: ANN401 - a value while tracing
     if batch_dim is None:
         return value
+    # Only the batch dim is constrained; the compiler chooses the sharding of the other dims.
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
     spec[batch_dim] = BATCH_AXES
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -114,6 +115,7 @@ def _constrain_body(equation: core.JaxprEqn, dims: BatchDims, mesh: Mesh) -> dic
 
     shapes = [jax.ShapeDtypeStruct(_shape(var), var.aval.dtype) for var in body.jaxpr.invars]  # pyright: ignore[reportAttributeAccessIssue] - of an array
     traced = jax.make_jaxpr(constrained)(*shapes)
+    # An open jaxpr has no place for the constants of a copy, so such a body stays as it is.
     if not body.is_closed and traced.consts:
         return equation.params
     return {**equation.params, body.parameter: traced if body.is_closed else traced.jaxpr}
@@ -147,6 +149,7 @@ def _propagate(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
 def _propagate_scan(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
     ends = propagate_batch_dims(get_body(equation).jaxpr, _propagate_into_body(equation, dims))
     carries = get_scan_arity(equation).carries
+    # Carries keep their dims; stacked results have the iterations as a new first dim.
     return (*ends[:carries], *(None if dim is None else dim + 1 for dim in ends[carries:]))
 
 

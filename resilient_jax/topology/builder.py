@@ -93,6 +93,7 @@ def _check_domain_sizes(tables: Sequence[LinksTable]) -> None:
                 "missing",
                 key=f"links[{index}].hosts_per_domain",
             )
+    # Domains nest if each size is a multiple of the next smaller one.
     inner = 1
     for index, table in enumerate(tables):
         if (size := table.hosts_per_domain) is None:
@@ -200,4 +201,5 @@ def _expand(names: str | tuple[str, ...], key: str) -> Iterator[str]:
 def _domain(level: LinksTable, table: HostsTable, place: int) -> str:
     if level.hosts_per_domain is None:
         return table.domains[level.level]
+    # Hosts are counted off in the order of the file: domain = floor(index / hosts per domain).
     return f"{level.level}-{place // level.hosts_per_domain}"

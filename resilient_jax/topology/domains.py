@@ -78,6 +78,7 @@ def validate_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
                 key="hosts",
             )
         for place, name in enumerate(domains):
+            # Domains nest if each has the same domains around it with every one of its hosts.
             outer = around.setdefault((place, name), domains[place + 1 :])
             if outer != domains[place + 1 :]:
                 raise TopologyError(

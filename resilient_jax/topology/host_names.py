@@ -27,6 +27,7 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         ['rack1-host08', 'rack1-host09', 'rack2-host08', 'rack2-host09']
     """
     first, *rest = _RANGE.split(pattern)
+    # `split` returns the text before the first range, then (first, last, text behind) of each range.
     texts = [first, *rest[2::3]]
     ranges = [_count(start, end, pattern) for start, end in zip(rest[::3], rest[1::3], strict=True)]
     if any("{" in text or "}" in text for text in texts):
@@ -38,6 +39,7 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         raise TopologyError(
             f"found {pattern!r}, which is {count} hosts, expected at most {MAX_HOSTS}. Correct its ranges"
         )
+    # The width of a range with leading zeros, else 0.
     widths = [
         len(start) if start.startswith("0") or len(start) == len(end) else 0
         for start, end in zip(rest[::3], rest[1::3], strict=True)

@@ -59,6 +59,7 @@ class LinkLevel:
         Args:
             senders: devices of each host that send at the same time, at least 1.
         """
+        # bytes per second = bandwidth / oversubscription / (devices that share the port).
         sharing = senders if self.port is Port.HOST else 1
         return self.bandwidth_bytes_per_s / self.oversubscription / sharing
 

@@ -107,6 +107,7 @@ class Topology:
         one, other = self.host(first), self.host(second)
         if one.name == other.name:
             return self.levels[0]
+        # Domains nest, so the first common one from inside outward is the innermost.
         for level, mine, its in zip(self.levels[1:], one.domains, other.domains, strict=False):
             if mine == its:
                 return level
