@@ -32,7 +32,7 @@ DRAIN_GRACE_S = 25.0
 
 
 class _Leaving(enum.Enum):
-    """How far a notice to leave has come."""
+    """The stage of a notice to leave."""
 
     NO = enum.auto()
     ASKED = enum.auto()
@@ -63,7 +63,7 @@ class Agent:
         self._leaving = _Leaving.NO
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._early_outcome: JobOutcome | None = None
-        """The outcome of a notice or an interrupt that came after training was done and before the script ended."""
+        """The outcome of a notice or an interrupt between the end of training and the end of the script."""
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
@@ -100,7 +100,7 @@ class Agent:
 
         Raises:
             JoinRefused: the job does not let this host in.
-            StoreUnreachable: the store stayed away for `store_timeout_s`.
+            StoreUnreachable: the store did not answer for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_notice)

@@ -63,7 +63,7 @@ class ChildProcess:
         )
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
-        except OSError:  # no descriptor left: a child that cannot be watched must not run
+        except OSError:  # out of descriptors: a child that cannot be watched must not run
             with self.process:
                 self.kill()
             raise

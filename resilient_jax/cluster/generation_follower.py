@@ -22,7 +22,7 @@ RELAY_GRACE_S = 10.0
 
 
 class GenerationFollower:
-    """Obeys the leader: every generation becomes an order for the worker, which is no member or has a seat in it.
+    """Turns every generation of the leader into an order for the worker, which is a member of the generation or is not.
 
     Attributes:
         generation: the newest that this host has seen.
@@ -61,9 +61,9 @@ class GenerationFollower:
         return generation is not None and not (self.is_outsider() and generation.snapshot is None)
 
     def void_seat(self, known: Generation | None) -> None:
-        """Void the seat that this host has in a generation from before it lost the store.
+        """Void this host's membership in a generation from before this host lost the store.
 
-        Where the host has no seat, the generation may be changing just now, and take the host in.
+        Where the host is no member, the generation may be changing just now, and admit the host.
         """
         has_seat = known is not None and known.find_member(self._context.settings.host) is not None
         self._void_generation = known.number if known is not None and has_seat else None
@@ -79,7 +79,7 @@ class GenerationFollower:
             await self._relay.close()
 
     async def watch(self) -> None:
-        """Obey the stored generation and each that follows, until the watch fails."""
+        """Follow the stored generation and each later one, until the watch fails."""
         key = make_generation_key(self._context.settings.job)
         record = await self._context.store.get(key)
         revision = record.mod_revision if record else Revision(0)
@@ -144,7 +144,7 @@ class GenerationFollower:
         if worker.is_unresponsive:
             self._supervisor.kill("it was stopped and the others went on without it")
             return
-        # An idle worker answers at once; only with that answer may it join (Generation.dropped_workers).
+        # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
         worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))
         running = worker.report.state is WorkerState.RUNNING
         if running and (self._killing is None or self._killing.done()):
@@ -167,7 +167,7 @@ class GenerationFollower:
             await self._relay.start(self._context.settings.address)
             if old is not None:
                 # The worker hangs up itself when it leaves the old world, and must not be disconnected before. An
-                # attempt to connect that it abandoned lives as long as its timeout.
+                # attempt to connect that it abandoned exists until its timeout.
                 close_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S
                 asyncio.get_running_loop().call_later(
                     close_after_s, lambda: asyncio.ensure_future(old.close())

@@ -171,10 +171,10 @@ async def _retry_after_faults(work: Callable[[], Coroutine[None, None, None]]) -
 
 
 async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Cancel tasks until they are done: a task that swallowed a cancellation must not keep a host away for ever."""
+    """Cancel tasks until they are done: a task that swallowed a cancellation must not keep a host out forever."""
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or without effect by now
+    await asyncio.gather(*tasks, return_exceptions=True)  # their errors were handled, or have no effect any more

@@ -17,7 +17,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the store knows of a job at one moment."""
+    """All records of a job in the store, at one moment."""
 
     job: str
     generation: Generation | None

@@ -38,7 +38,7 @@ END_GRACE_S = 35.0
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
 """Exit codes with which an agent would end again, wherever it is started."""
 LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
-"""Exit codes of agents that were told to leave."""
+"""Exit codes of agents that were ordered to leave."""
 AGENT_EXIT_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
 """With any other positive code an agent passes on the script's."""
 
@@ -213,7 +213,7 @@ class Launcher:
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
-        # Our own codes say that a host left or was given up: the others did the job without it.
+        # These codes mean that a host left or was given up: the others finished the job without it.
         failed = [
             (h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in AGENT_EXIT_CODES
         ]
@@ -224,7 +224,7 @@ class Launcher:
         return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
 
     def _outcome_without_leader(self) -> JobOutcome:
-        """Return the outcome of a job whose hosts were refused, interrupted or killed, or spent their restarts."""
+        """Return the outcome of a job whose hosts were refused, interrupted or killed, or exhausted their restarts."""
         ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
         fatal = [code for code in ends.values() if code in FATAL_EXIT_CODES]
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)

@@ -1,8 +1,8 @@
 """The leader: feeds the store's statuses to the membership machine and writes what the machine decides.
 
 Leadership is a key bound to a lease; its create revision is the fencing token. Every decision is one transaction that
-holds only while that key and the generation are as this leader knows them, so of two agents that both believe they
-lead, at most one can write.
+succeeds only if that key and the generation are those that this leader has read, so of two agents that both believe
+they lead, at most one can write.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from resilient_jax.store.interface import (
 from resilient_jax.telemetry.event_log import EventLog
 
 TICK_INTERVAL_S = 0.1
-"""How late a timeout may be noticed. Events are acted on at once."""
+"""Longest delay until a timeout is noticed. Events are handled at once."""
 
 ENCODER = msgspec.msgpack.Encoder()
 GENERATION_DECODER = msgspec.msgpack.Decoder(Generation)
@@ -121,9 +121,9 @@ class Leader:
 
 
 async def wait_next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
-    """Return the next event, or a tick if none comes for a while.
+    """Return the next event, or a tick after `TICK_INTERVAL_S` without one.
 
-    Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that comes together with the result.
+    Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that arrives together with the result.
     """
     try:
         async with asyncio.timeout(TICK_INTERVAL_S):
@@ -142,7 +142,7 @@ class _Term:
         self._generation_key = make_generation_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
-        """The newest generation in the store, as far as this leader knows."""
+        """The newest generation that this leader has read from the store or written to it."""
 
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
@@ -230,7 +230,7 @@ class _Term:
             self._record_state_loss(generation, generation.state_loss)
 
     def _record_state_loss(self, generation: Generation, lost: StateLoss) -> None:
-        """Record that steps are lost, and print it for whoever watches the job."""
+        """Record that steps are lost, and print it for the user."""
         self._leader._log.record(
             EventKind.STATE_LOST,
             generation=generation.number,

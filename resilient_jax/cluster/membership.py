@@ -11,16 +11,15 @@ The rules, from which the code below follows:
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
    left. A member that is not idle within the timeout is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
-   unplanned change settles comes in with it.
+   unplanned change is decided joins in the same change.
 6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
    hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
-   that a host sees on storage; without one the job stops and says so, unless its policy is to restart.
+   that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
 7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
-   tried again a few times, and then ends the job with its error.
+   retried a few times, and then ends the job with its error.
 
-The machine reads only statuses (levels), so a new leader starts it from the store and goes on. What the statuses mean
-is in membership_state.py, how the next world is built in world_formation.py, what a lost state leads to in
-state_loss.py.
+The machine reads only statuses (levels), so a new leader restarts it from the store. membership_state.py interprets
+the statuses, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a state.
 """
 
 import dataclasses
@@ -88,17 +87,17 @@ class MembershipConfig:
     regroup_grace_s: float = 5.0
     """How long to wait for the other hosts when all come back at once with their state (the store was away)."""
     state_loss_grace_s: float = 0.0
-    """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host that
-    is cut off from the network cannot be told from a dead one."""
+    """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host
+    without a network cannot be distinguished from a dead one."""
     quiesce_timeout_s: float = 5.0
     compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0
     max_collective_retries: int = 3
     checkpoint_poll_timeout_s: float = 30.0
-    """How long after the loss of a state the hosts may take to look for checkpoints."""
+    """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
     progress_interval_s: float = 10.0
-    """How old the record of progress may be that is left if all hosts die at once."""
+    """Greatest age of the record of progress that is left if all hosts die at once."""
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
 
 
@@ -210,7 +209,7 @@ def _quiesce(
     generation = state.generation
     members = list_survivors(state) if members is None else members
     no_member_died = members == generation.members
-    # The members' own steps: one that only a dead host committed would look like progress for ever.
+    # The members' own steps: one that only a dead host committed would count as progress forever.
     made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
     return msgspec.structs.replace(
@@ -245,10 +244,10 @@ def _in_quiesce(
             here.append(worker)
         else:
             waiting.append((member, worker))
-    # Leaving out every holder of the state would lose it: then a longer wait costs less. Only an idle worker knows
-    # what it holds: one that fetches or commits just now has not reported it yet.
+    # Leaving out every host with the state would lose it: then a longer wait costs less. Only an idle worker reports
+    # what it has: one that fetches or commits just now has not reported it yet.
     if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
-        # All late at once are rather a slow machine than a hang, but gloo has hung all survivors of a dead host.
+        # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
         patience_s = config.quiesce_timeout_s * (1 if here else ALL_LATE_FACTOR)
     else:
         patient = not here or find_recoverable_step(state) > 0
@@ -298,15 +297,15 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         return _finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not have_all_finished_step(state):
         return None
-    # All have read the snapshot and gone on from it: hosts that stay only because of it may leave.
+    # All have resumed from the snapshot: hosts that stay only because of it may leave.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
     if (snapshot, None) != (generation.snapshot, generation.state_loss):
         return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
     if (progress := find_recoverable_step(state)) > generation.progress and (
         generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
-        # Recorded before it can be lost: if all hosts die at once, the next leader must not begin again. Later
-        # from time to time, so that the next leader knows how many steps are lost.
+        # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
+        # periodically, so that the next leader can report how many steps are lost.
         return msgspec.structs.replace(generation, progress=progress)
     reason = _find_reason_to_change(state)
     if reason is None:
@@ -336,7 +335,7 @@ def _find_reason_to_change(state: MembershipState) -> str | None:
 def _settle(
     state: MembershipState, now: float, config: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
-    """Decide, once all members are idle, which hosts go on, from which state, and how."""
+    """Decide, once all members are idle, which hosts resume, from which state, and how."""
     generation = state.generation
     if generation.attempts > config.max_collective_retries:
         message = (
@@ -371,11 +370,11 @@ def _settle(
         if waited_s <= (
             config.regroup_grace_s if are_all_here else max(config.regroup_grace_s, config.state_loss_grace_s)
         ):
-            return None  # a host that only lost the store for a moment comes back with its state
+            return None  # a host that only lost the store for a moment rejoins with its state
         if waited_s <= config.checkpoint_poll_timeout_s and is_any_polling_checkpoints(
             [*kept, *joiners], config.state_loss_policy
         ):
-            return None  # storage that hangs must not keep the job waiting for ever
+            return None  # storage that hangs must not block the job forever
         decision = decide_after_state_loss(state, [*kept, *joiners], config.state_loss_policy)
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
@@ -398,7 +397,7 @@ def _decide_to_wait(
     generation: Generation,
     config: MembershipConfig,
 ) -> Generation | _Wait | None:
-    """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to go on."""
+    """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to proceed."""
     present = len(kept) + len(joiners)
     if kept:
         enough = present >= config.min_hosts

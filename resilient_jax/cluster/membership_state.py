@@ -1,4 +1,4 @@
-"""What the statuses of all hosts say about a generation: its live workers, failures and joiners. Pure."""
+"""The statuses of all hosts, read as facts about a generation: live workers, failures and joiners. Pure."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snap
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipState:
-    """Everything the machine knows."""
+    """The complete state of the machine."""
 
     generation: Generation
     hosts: Mapping[HostName, HostStatus]
@@ -52,7 +52,7 @@ def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
 
 
 def list_survivors(state: MembershipState) -> tuple[Member, ...]:
-    """Return the members whose worker lives."""
+    """Return the members whose worker is alive."""
     return tuple(m for m in state.generation.members if find_worker(state, m) is not None)
 
 
@@ -160,17 +160,17 @@ def find_user_error(state: MembershipState) -> JobOutcome | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disruption:
-    """Why the members cannot go on, and what of it the next generation records."""
+    """The reason why the members cannot continue, and what the next generation records of it."""
 
     reason: str
     failed_host: HostName | None = None
     failure_text: str = ""
     unreadable_snapshot: SnapshotId | None = None
-    """A snapshot that is not to be tried again."""
+    """A snapshot that must not be read again."""
 
 
 def find_disruption(state: MembershipState) -> Disruption | None:
-    """Return why the members cannot go on as they are; None if they can."""
+    """Return why the members cannot continue as they are; None if they can."""
     generation = state.generation
     lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
@@ -199,7 +199,7 @@ def find_disruption(state: MembershipState) -> Disruption | None:
 
 
 def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
-    """Return whether a worker is idle where it should train, because it held when its host lost the store."""
+    """Return whether a worker is idle where it should train, because it stopped when its host lost the store."""
     report = worker.report
     if report.is_done or report.state is not WorkerState.IDLE:
         return False
@@ -208,18 +208,17 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
 
 
 def find_newest_step(state: MembershipState) -> int:
-    """Return the newest committed step that any host or worker is known to have reached."""
+    """Return the newest committed step that any host or worker has reported."""
     of_workers = [w.report.step for w in list_live_workers(state)]
     of_hosts = [status.step for status in state.hosts.values()]
     return max([state.generation.progress, *of_workers, *of_hosts])
 
 
 def find_recoverable_step(state: MembershipState) -> int:
-    """Return the newest step, once a complete state was ever known to be somewhere; before that, the generation's
-    progress.
+    """Return the newest step if a complete state has ever been reported; before that, the generation's progress.
 
-    A job of which no snapshot was ever committed, and whose state is complete on no host, begins again when it breaks:
-    nothing else was promised.
+    A job without a committed snapshot, whose state is complete on no host, restarts after a failure: nothing else is
+    guaranteed.
     """
     held = any(
         status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
@@ -243,9 +242,9 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
 
 
 def is_snapshot_needed(state: MembershipState) -> bool:
-    """Return whether hosts that left training, and are still here, hold what no other host has.
+    """Return whether hosts that left training, and are still registered, have data that no other host has.
 
-    They do until a snapshot of this generation is committed, or a member holds the complete state.
+    They do until a snapshot of this generation is committed, or a member has the complete state.
     """
     generation = state.generation
     members = {member.host for member in generation.members}
@@ -279,7 +278,7 @@ def _snapshots_of(state: MembershipState) -> ReportedStatuses:
 
 
 def awaits_snapshot_report(status: HostStatus) -> bool:
-    """Return whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
+    """Return whether the worker has reported a snapshot that its host's server has yet to report."""
     reported = status.worker.report.snapshot if status.worker is not None else None
     return (
         reported is not None

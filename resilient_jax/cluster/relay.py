@@ -1,4 +1,4 @@
-"""A TCP relay between a worker and its world's coordination service that never hangs up on the worker.
+"""A TCP relay between a worker and its world's coordination service that never closes the worker's connection.
 
 JAX aborts a process when its connection to the coordination service breaks. So the worker connects to this relay on
 its own host: when the service dies, the worker's side stays open and silent, and the worker survives. Only the agent
@@ -54,7 +54,7 @@ class Relay:
                 return
             downwards = asyncio.create_task(_pump(service_reader, writer))
             try:
-                # Ends when the worker hangs up, whether or not the service still runs.
+                # Ends when the worker closes its connection, whether or not the service still runs.
                 await _pump(reader, service_writer)
                 await _read_until_closed(reader)
             finally:
@@ -75,7 +75,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _read_until_closed(reader: asyncio.StreamReader) -> None:
-    """Discard what the worker sends to a dead service, until the worker hangs up."""
+    """Discard what the worker sends to a dead service, until the worker closes its connection."""
     with contextlib.suppress(OSError):
         while await reader.read(CHUNK_BYTES):
             pass

@@ -71,7 +71,7 @@ def claim_directory(directory: Path) -> Iterator[None]:
     """Claim the directory: within the `with` no other launcher starts a job in it.
 
     The kernel holds the lock for this process and drops it with the process. A process number in a file would outlive a
-    killed launcher, and may come to mean another process.
+    killed launcher, and may be reused for another process.
 
     Raises:
         CallerError: another launcher has claimed it.

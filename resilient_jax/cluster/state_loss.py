@@ -1,7 +1,7 @@
-"""What is done when no host's memory holds the state of a job that had made progress. Pure.
+"""The decision after no host's memory has the state of a job that had made progress. Pure.
 
-The last tier is storage: the newest checkpoint that a host sees. Hosts see its name; whether it can be read is found
-out by those that go on from it, and if none can, the job ends with what was lost.
+The last tier is storage: the newest checkpoint that a host sees. Hosts see its name only; the hosts that resume from it
+find out whether it can be read, and if none can, the job ends with what was lost.
 """
 
 import enum
@@ -14,13 +14,13 @@ from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKin
 
 
 class StateLossPolicy(enum.StrEnum):
-    """What to do when no host holds the state of a job that had made progress."""
+    """What to do when no host has the state of a job that had made progress."""
 
     STOP = "stop"
     CHECKPOINT = "checkpoint"
-    """Go on from the newest checkpoint on storage; stop if there is none."""
+    """Resume from the newest checkpoint on storage; stop if there is none."""
     RESTART = "restart"
-    """Go on from the newest checkpoint on storage; begin with the initial state if there is none."""
+    """Resume from the newest checkpoint on storage; begin with the initial state if there is none."""
 
 
 def find_newest_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
@@ -39,11 +39,11 @@ def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPol
 def decide_after_state_loss(
     state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
 ) -> StateLoss | JobOutcome:
-    """Decide from where these hosts go on, or how the job ends."""
+    """Decide from which state these hosts resume, or how the job ends."""
     checkpoint = find_newest_checkpoint(hosts)
     step = max(
         find_newest_step(state), checkpoint or 0
-    )  # a checkpoint was committed, even if no host remembers it
+    )  # a checkpoint was committed, even if no live host committed it
     loss = StateLoss(
         step=step,
         is_lower_bound=all(_step_of(host) < step for host in hosts),
@@ -63,7 +63,7 @@ def decide_after_state_loss(
 
 
 def count_lost_steps(loss: StateLoss) -> int:
-    """Return how many steps are to be done again, as far as is known."""
+    """Return how many steps must be repeated; a lower bound if the newest step is unknown."""
     return max(0, loss.step - (loss.checkpoint_step or 0))
 
 
@@ -81,7 +81,7 @@ def explain_state_loss(loss: StateLoss) -> str:
 
 
 def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
-    """Return the outcome of a job that could not go on from its checkpoint or initial state."""
+    """Return the outcome of a job that could not resume from its checkpoint or initial state."""
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),

@@ -1,8 +1,8 @@
 """An agent's membership of the job: one lease, one status record, and the knowledge of when both ended.
 
 The lease is the fence. An agent whose lease has not been renewed for its time to live, counted from before the last
-renewal was sent, must take itself for dead, because the others may: it stops training then, whatever the reason, and
-only then may come back.
+renewal was sent, must count itself as dead, because the others may: it stops training, whatever the reason, and only
+then may rejoin.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class StoreSession:
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
-        """Give the lease back: the others know at once that this host has left."""
+        """Revoke the lease: the others see at once that this host has left."""
         if self.lease:
             async with asyncio.timeout(1.0):
                 await self._store.revoke(self.lease)

@@ -1,6 +1,6 @@
 """Keeps one worker alive on this host: starts it, restarts it within a budget, reports its status.
 
-The other half of the agent, which knows nothing of generations.
+The half of the agent that is independent of generations.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from resilient_jax.protocol.worker_messages import (
 from resilient_jax.telemetry.event_log import EventLog
 
 STOP_GRACE_S = 2.0
-"""How long a worker that was told to stop because the job failed has before SIGKILL."""
+"""Time until SIGKILL for a worker that was ordered to stop because the job failed."""
 START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
@@ -197,7 +197,7 @@ class WorkerSupervisor:
 
     def _on_changed(self, worker: WorkerProcess) -> None:
         if worker is not self.worker or self._is_over():
-            return  # after the end a worker exits because it was told to, which is no error
+            return  # after the end of the job a worker exits by order, which is no error
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
             self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
@@ -320,7 +320,7 @@ def _is_users_error(code: int) -> bool:
 
 
 def _error_of(worker: WorkerProcess) -> str:
-    """Return what the user has to know of a script that failed; empty if it did not, or was killed."""
+    """Return the error text of a script that failed, for the user; empty if it did not fail, or was killed."""
     code, failure = worker.child.exit_code, worker.report.failure
     if code is None or code <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""How the next world is built from the hosts that go on: their state, their seats, in place or anew. Pure."""
+"""The next world, from the hosts that resume: their state, their process indexes, in place or by a re-form. Pure."""
 
 import dataclasses
 
@@ -29,12 +29,12 @@ class StartCoordinationService:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateOrigin:
-    """The state that the next generation goes on from, and where it is.
+    """The state that the next generation resumes from, and where it is.
 
     Attributes:
         step: of the state; 0 if there is none.
-        sources: members that hold the complete state.
-        snapshot: that has the state, if no member holds it.
+        sources: members that have the complete state.
+        snapshot: that has the state, if no member has it.
     """
 
     step: int = 0
@@ -67,7 +67,7 @@ def find_state_origin(
 
 
 def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
-    """Return the hosts that may hand on the state: members; only if none of them holds it, hosts that come back."""
+    """Return the hosts that may serve the state: members; only if none of them has it, hosts that come back."""
     of_kept, of_joiners = (
         [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
         for hosts in (kept, joiners)
@@ -86,8 +86,8 @@ def form_next_generation(
 
     Args:
         state: of the machine.
-        kept: members that go on.
-        joiners: hosts that come in.
+        kept: members that continue.
+        joiners: hosts that join.
         origin: of the state.
         state_loss: of the job's state, if it was just found out.
 
@@ -127,8 +127,8 @@ def form_next_generation(
 def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
     """Return whether all are in the world already and its service runs (new cliques need it).
 
-    After a failure that no death explains, a fresh world is the better bet; and the last host goes on in a world of its
-    own, where its devices need no network between them.
+    After a failure that no death explains, a new world is more likely to work; and the last host resumes in a world of
+    its own, where its devices need no network between them.
     """
     generation = state.generation
     if len(kept) < 2 or joiners or generation.attempts > 0:
@@ -150,8 +150,8 @@ def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member,
 def _assign_seats(
     generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> tuple[Member, ...]:
-    """Return members with dense process indexes; a host keeps its index if it can, because compiled programs know
-    it.
+    """Return members with dense process indexes; a host keeps its index if possible, because compiled programs
+    depend on it.
     """
     count = len(kept) + len(joiners)
     seats: dict[HostName, int] = {}

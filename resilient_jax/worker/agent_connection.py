@@ -1,8 +1,8 @@
-"""What a worker's main thread and its agent tell each other.
+"""The connection of a worker's main thread to its agent: reports one way, orders the other way.
 
 Rules, under `_changed`:
 - `_newest` only grows; an order of an older generation is refused.
-- The main thread starts a step only through `begin_step`, which is where it can be held and unwound.
+- The main thread starts a step only through `begin_step`, which is where it can be paused and unwound.
 - The main thread is *interrupted* from the moment its generation has ended until it reports idle.
 """
 
@@ -77,7 +77,7 @@ class AgentConnection:
     # For the main thread: its life between generations.
 
     def report_ready(self, endpoint: str) -> None:
-        """Ask to join: from now on a `FormWorld` may come."""
+        """Ask to join: from now on a `FormWorld` may arrive."""
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
 
     def wait_for_order(self) -> FormWorld | StopWorker:
@@ -231,7 +231,7 @@ class AgentConnection:
             self._update_report(is_compiling=is_compiling)
 
     def handle_order(self, order: HandledOrder) -> None:
-        """Obey an order, and wake the main thread."""
+        """Handle an order, and wake the main thread."""
         with self._changed:
             if isinstance(order, StopWorker):
                 self._stop = order

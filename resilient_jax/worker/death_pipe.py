@@ -46,4 +46,4 @@ def _hold(descriptor: int, problem: list[str], ready: threading.Event) -> None:
     os.closerange(0, descriptor)
     os.closerange(descriptor + 1, MAX_DESCRIPTOR)
     ready.set()
-    _libc.pause()  # for ever; no Python code may run here any more: this thread has no open files
+    _libc.pause()  # forever; no Python code may run here any more: this thread has no open files

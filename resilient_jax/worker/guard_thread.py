@@ -1,7 +1,7 @@
 """The thread of a worker that receives its agent's orders while the main thread trains, or waits in C++.
 
-The guard obeys at once whatever needs no main thread. When the generation has ended that the main thread works in, the
-guard breaks the main thread out of whatever it waits in, again and again, until the main thread reports idle.
+The guard executes at once all orders that need no main thread. When the main thread's generation has ended, the guard
+breaks the main thread out of whatever it waits in, repeatedly, until the main thread reports idle.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ ABORT_INTERVAL_S: Final = 0.02
 """A collective that begins after an abort opens or finds other sockets: so the abort is repeated until unwound."""
 HEARTBEAT_INTERVAL_S: Final = 1.0
 LEASE_CHECK_INTERVAL_S: Final = 0.25
-"""How late the guard may notice that the host's lease ran out without an order."""
+"""Longest delay until the guard notices that the host's lease expired without an order."""
 AGENT_GONE_EXIT_CODE: Final = 71
 
 
@@ -41,7 +41,7 @@ class Interrupt(Protocol):
 
 
 class OrderHandler(Protocol):
-    """What the guard acts upon; `AgentConnection` is one. Called by the guard thread."""
+    """The receiver of the guard's orders, called by the guard thread; `AgentConnection` is one."""
 
     @property
     def is_running(self) -> bool:
@@ -54,7 +54,7 @@ class OrderHandler(Protocol):
         ...
 
     def handle_order(self, order: Any) -> None:  # noqa: ANN401 - any order but a lease
-        """Obey an order."""
+        """Handle an order of the agent."""
         ...
 
     def report_compiling(self, is_compiling: bool) -> None:
@@ -108,7 +108,7 @@ class GuardThread:
             try:
                 orders = self._connection.receive(wait_s)
             except EOFError:
-                # Without the agent no process decides for this one any more.
+                # Without its agent the worker gets no more orders.
                 sys.stderr.write(f"[{self._host}] the agent is gone; this worker ends\n")
                 os._exit(AGENT_GONE_EXIT_CODE)
             for received in orders:
@@ -128,7 +128,7 @@ class GuardThread:
         return self._handler.is_running and self._handler.is_interrupted
 
     def _hold_if_lease_expired(self) -> None:
-        """Hold training as if ordered to: an agent that is stopped cannot say that others count this host as dead."""
+        """Pause training as if ordered to: a stopped agent cannot report that others count this host as dead."""
         is_training = self._handler.is_running and not self._handler.is_interrupted
         if is_training and time.monotonic() > self._lease_until_s:
             self._handler.record_event(EventKind.STORE_LOST, why="the agent did not renew the lease in time")

@@ -1,7 +1,7 @@
-"""What watches a session from outside of the training logic: the ledger, failpoints, compilation for host losses.
+"""Observers of a session, outside of the training logic: the ledger, failpoints, compilation for host losses.
 
 A `Session` calls its observers in their order, at the start of a step, at each failpoint, after each reduction and
-after each commit. An observer changes nothing of what is trained, except that a failpoint may hold, break or corrupt.
+after each commit. Observers do not change the training, except that a failpoint may hold, break or corrupt a host.
 """
 
 import functools
@@ -16,7 +16,7 @@ from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
 
 PRECOMPILE_DELAY_S: Final = 2.0
-"""How far into a world the programs for a loss are compiled: until then other hosts may be about to join it."""
+"""Delay from the start of a world until programs for a loss are compiled: until then hosts may be about to join."""
 
 
 class Observer:
@@ -40,7 +40,7 @@ class Observer:
 
 
 class FailPointObserver(Observer):
-    """Obeys the orders of a test or a chaos campaign."""
+    """Executes the failpoint orders of a test or a chaos campaign."""
 
     def __init__(self, failpoints: FailPoints) -> None:
         self._failpoints = failpoints

@@ -1,4 +1,4 @@
-"""`run(train_fn)`: the entry point of a training script, under an agent or by hand."""
+"""`run(train_fn)`: the entry point of a training script, with or without an agent."""
 
 import contextlib
 import os
@@ -32,10 +32,10 @@ _has_run = False
 def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint | None = None) -> None:
     """Train until `train_fn` has returned on every host; survive the death of any of them.
 
-    Started by an agent (`resilient-jax launch`, `resilient-jax agent`), `run` calls `train_fn(world)` anew in
-    every generation, in the same process, and returns when the job is done. If training was done without this
-    process, because it came too late, `run` ends the process instead (SystemExit). Started by hand
-    (`python script.py`), `run` calls `train_fn` once, with this machine as the only host.
+    Under an agent (`resilient-jax launch`, `resilient-jax agent`), `run` calls `train_fn(world)` again in every
+    generation, in the same process, and returns when the job is done. If training was done without this process,
+    because it joined too late, `run` ends the process instead (SystemExit). Without an agent (`python script.py`),
+    `run` calls `train_fn` once, with this machine as the only host.
 
     Args:
         train_fn: takes a `World`; loops over `world.steps(...)`, restores with `world.restore_or_init` and

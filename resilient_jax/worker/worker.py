@@ -1,4 +1,4 @@
-"""The worker's loop over generations: obey the agent's order, call the train function, report how it ended."""
+"""The worker's loop over generations: execute the agent's order, call the train function, report how it ended."""
 
 import contextlib
 import gc
@@ -111,7 +111,7 @@ class Worker:
             self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=reason)
 
     def run(self, train_fn: TrainFunction, death_pipe: int | None) -> None:
-        """Obey orders until the job is over.
+        """Execute orders until the job is over.
 
         Args:
             train_fn: see `run.run`.
@@ -194,7 +194,7 @@ class Worker:
         try:
             return self._snapshotter.flush(order.generation.number, self._committed.state)
         except GenerationEnded:
-            return None  # an unplanned change came in between
+            return None  # an unplanned change interrupted the planned one
         except PeerError as error:  # the server is gone; the agent notices
             self._record_event(
                 EventKind.SNAPSHOT_DROPPED, step=self._committed.step, reason=_summarize(error)

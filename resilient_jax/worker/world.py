@@ -121,7 +121,7 @@ class World:
         Every host must call it with the same step.
 
         Raises:
-            StateError: the step is no whole number.
+            StateError: the step is not an integer.
         """
         self._session.resume_at(step)
 
@@ -211,7 +211,7 @@ class World:
     ) -> Tree:
         """Return the sum over all microbatches of a step, each computed once by some live host.
 
-        When a host dies in the middle, the train function is called again and comes here again in the same step: what
+        When a host dies in the middle, the train function is called again and calls this again in the same step: what
         the other hosts have accumulated by then is kept, and they compute only what is missing.
 
         Args:

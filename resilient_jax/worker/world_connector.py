@@ -19,7 +19,7 @@ something else."""
 
 
 class WorldConnector:
-    """This worker's place in at most one world at a time."""
+    """This worker's connection to at most one world at a time."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -74,7 +74,7 @@ class WorldConnector:
         return self._connection is not None
 
     def interrupt(self) -> None:
-        """Break the main thread out of forming or of a collective; for the guard thread, again and again.
+        """Break the main thread out of forming or of a collective; for the guard thread, which repeats it.
 
         The clique of the local devices is spared at first, because it survives a shrink. But if one device's part of a
         program failed, another device may wait for it in that very clique: so that clique is broken, too, when the main
