@@ -177,4 +177,6 @@ async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # their errors were handled, or have no effect any more
+    await asyncio.gather(
+        *tasks, return_exceptions=True
+    )  # their errors were handled, or have no effect any more
