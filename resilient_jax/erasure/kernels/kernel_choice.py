@@ -60,6 +60,7 @@ def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = Fals
             return KernelChoice(kernel, _reason(name, rejected), tuple(rejected), run_self_test(kernel))
         except (KernelUnavailable, KernelSelfTestFailed) as error:
             rejected.append(RejectedKernel(name, str(error)))
+    # Every installation has numpy; a failed self-test of this last kernel is an error.
     kernel = _make_kernel(KernelName.NUMPY)
     reason = _reason(KernelName.NUMPY, rejected)
     return KernelChoice(kernel, reason, tuple(rejected), run_self_test(kernel))
