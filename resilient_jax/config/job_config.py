@@ -41,8 +41,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keeps the others waiting: while it compiles, or in a callback that only it makes."""
 
     start_timeout_s: Seconds = 300.0
-    """Seconds from the launch until `min_hosts` have come; then the job ends with an error. Machines of one allocation
-    come up minutes apart."""
+    """Seconds from the launch until `min_hosts` have joined; then the job ends with an error. Machines of one
+    allocation start minutes apart."""
 
     heartbeat_timeout_s: Seconds = 60.0
     """Seconds without a message of a worker's guard thread until the agent kills the worker. The guard sends heartbeats
@@ -53,7 +53,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
     """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves, and the
-    others go on without it. Zero: never restart."""
+    others continue without it. Zero: never restart."""
 
     restart_window_s: Seconds = 600.0
     """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's job is not ended by
@@ -64,7 +64,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     most crashes do not repeat."""
 
     min_hosts: Count = 1
-    """Hosts below which the job does not train, but waits for others to come (back)."""
+    """Hosts below which the job does not train, but waits for others to join."""
 
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     """New generations at one step after failed collectives in which no host died; then the error is taken for the
@@ -78,8 +78,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Steps between two snapshots; `auto`: from what one costs and how often hosts fail (Young and Daly)."""
 
     compile_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
-    """MiB of compiled programs that a host keeps in its run directory, for workers that come back and for the plans
-    that may be next. The least recently used go first."""
+    """MiB of compiled programs that a host keeps in its run directory, for workers that rejoin and for the plans that
+    may be next. The least recently used are evicted first."""
 
     snapshot_group_size: Annotated[int, Meta(ge=2, le=255)] = 8
     """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and lose
@@ -90,10 +90,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hours: Llama 3's training on 16,384 GPUs."""
 
     state_loss_grace_s: Seconds = 30.0
-    """Seconds to wait for missing hosts before the state that they held counts as lost: they may only be cut off by the
-    network. What follows costs more: the job ends, or goes back to a checkpoint."""
+    """Seconds to wait for missing hosts before the state in their memory counts as lost: the network may only be
+    partitioned. What follows costs more: the job ends, or resumes from a checkpoint."""
 
     state_loss_policy: Literal["checkpoint", "stop", "restart"] = "checkpoint"
-    """What to do when every holder of the training state died at once, and no snapshot can be restored. `checkpoint`:
-    go on from the newest checkpoint on storage, and stop with an error if there is none; `stop`: stop although there is
-    one; `restart`: as `checkpoint`, but begin with the initial state if there is none. Only `restart` starts over."""
+    """What to do when all hosts with the training state died at once, and no snapshot can be restored. `checkpoint`:
+    resume from the newest checkpoint on storage, and stop with an error if there is none; `stop`: stop although there
+    is one; `restart`: as `checkpoint`, but begin with the initial state if there is none. Only `restart` starts over."""

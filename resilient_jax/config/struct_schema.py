@@ -34,7 +34,7 @@ class ConfigValue:
 def find_key_mismatches(values: object, info: inspect.Type, prefix: str = "") -> Iterator[KeyMismatch]:
     """Yield each unknown or missing key of `values` and below, unknown ones first.
 
-    A misspelled key is both; the unknown one tells the reader more.
+    A misspelled key is both; the unknown one is more informative.
     """
     info = _inner_type(info, values)
     if isinstance(info, inspect.StructType) and isinstance(values, dict):

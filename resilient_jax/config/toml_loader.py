@@ -1,4 +1,4 @@
-"""TOML text to a frozen struct, or one `ConfigError` that says where it does not fit.
+"""TOML text to a frozen struct, or one `ConfigError` that names the key that does not fit.
 
 Each message has the same parts in the same order: source, key (dotted), found, expected, what to do.
 """
@@ -47,7 +47,7 @@ def load_toml(path: str | Path, type_: type[T]) -> T:
 
 
 def decode_toml(text: str, type_: type[T], *, source: str) -> T:
-    """Return the configuration in a TOML text.
+    """Return the configuration in a TOML string.
 
     Args:
         text: TOML 1.0 (https://toml.io/en/v1.0.0).
@@ -66,7 +66,7 @@ def decode_toml(text: str, type_: type[T], *, source: str) -> T:
     """
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of absurd numbers and nesting
+    except (ValueError, RecursionError) as error:  # also for numbers too long and nesting too deep
         raise ConfigError(
             f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
         ) from error

@@ -8,7 +8,7 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `backend_gate`: makes other threads wait for JAX's devices while there is no world.
 - `world_forming`: an attempt to form a world, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's (no jax).
-- `clique_interruption`: ends the wait of a first collective for peers that will never come.
+- `clique_interruption`: ends the wait of a first collective for peers that never arrive.
 - `local_clique`: keeps the clique of a process's own devices through an abort.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
 - `jaxlib_types`: the one import of jaxlib's extension module.
@@ -30,7 +30,7 @@ Private parts used, and why a public one does not do:
 `jax._src.interpreters.partial_eval             so that a re-form compiles again, but does not trace
 .trace_to_jaxpr`, `jax._src.util._caches`       again
 keys `cpu:global_topology/`, `cpu:gloo/`        to end waits of a world that will never be complete
-the layout of gloo's published address          the same, for a connection that will never come
+the layout of gloo's published address          the same, for a connection that never arrives
 `jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key
 cache_key}`                                     that does not depend on its process index
 ==============================================  =====================================================

@@ -19,8 +19,8 @@ def abort_collectives(gloo: GlooSockets) -> int:
 
     For the guard thread: JAX does not hold the interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
     until the main thread has unwound, because a collective that begins after the first call opens or finds
-    other connections. Listeners are left alone (gloo terminates the process when one fails), and so is
-    every socket that is not gloo's. Afterwards the cliques of this world are broken for good; arrays and
+    other connections. Listeners are not touched (gloo terminates the process when one fails), nor is any
+    socket that is not gloo's. Afterwards the cliques of this world are broken permanently; arrays and
     compiled programs stay valid.
 
     Returns:

@@ -1,6 +1,6 @@
 """Where JAX asks for its CPU backend: other threads of the process wait here while there is no world.
 
-A user's thread, one that reads data say, may use JAX at any moment. Between two worlds JAX has no backend and would
+A user's thread, such as one that reads data, may use JAX at any moment. Between two worlds JAX has no backend and would
 make one by itself, outside of any world, and the world that is being joined could not replace it.
 """
 
@@ -14,7 +14,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Backend
 class BackendGate:
     """JAX's factory of CPU backends, once this process has begun to join worlds.
 
-    A waiting thread holds JAX's lock of backends: between worlds the thread that joins them must not take that lock.
+    A waiting thread owns JAX's lock of backends: between worlds the thread that joins them must not take that lock.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class BackendGate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all waiting: no other world will come, and threads get a backend of this process alone."""
+        """End all waiting: there will be no other world, and threads get a backend of this process alone."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

@@ -56,7 +56,7 @@ class CliqueInterrupter:
         client: of the world.
         service: the service's address as the client reaches it: the relay's.
         gloo: the world's sockets.
-        known_key: a key that is in the service's store: whether it can be read says whether the service is alive.
+        known_key: a key that is in the service's store: it can be read if the service is alive.
 
     Attributes:
         is_detached: whether the service was found dead: this world forms no clique any more.

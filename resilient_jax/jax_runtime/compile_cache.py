@@ -1,10 +1,10 @@
 """A persistent compilation cache that every process writes and every process hits.
 
 JAX's own cache is written by process 0 alone, and on CPU its key contains the device ids and a fingerprint of the
-topology, so it misses whenever a world is re-formed or a worker comes back under another index.
+topology, so it misses whenever a world is re-formed or a worker rejoins under another index.
 Here, on CPU:
 
-- the key holds the number and kind of the devices, and which of them share a process, in place of their ids, and the
+- the key contains the number and kind of the devices, and which of them share a process, in place of their ids, and the
   processor's features, so that a machine never loads code for another;
 - the program is loaded for the present devices: `deserialize_executable` takes the new device assignment. What was
   compiled for any three of four hosts serves any other three.
@@ -46,7 +46,7 @@ EXPECTED_SIGNATURES: Final = (
 """The functions of JAX that are replaced, with the first parameters that they must have to be the known ones."""
 
 Untyped: TypeAlias = Any
-"""An object of JAX's or jaxlib's that has no usable type; the name of the parameter says which."""
+"""An object of JAX's or jaxlib's that has no usable type; the parameter is named after it."""
 
 CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
 ABANDONED_AFTER_S: Final = 3600.0

@@ -1,7 +1,7 @@
 """Join and leave worlds, any number of times in one OS process.
 
 `jax.distributed.initialize` refuses a second call and aborts the process when a peer is missing, so `connect` does
-the same by hand: it makes a client of the coordination service and the CPU backend on gloo, and puts both into JAX's
+the same without it: it makes a client of the coordination service and the CPU backend on gloo, and puts both into JAX's
 global state; `disconnect` undoes it.
 """
 
@@ -108,11 +108,11 @@ def connect(
 
     Raises:
         FormingInterrupted: `interrupt_forming` was called.
-        FormingFailed: a peer or the service was not there in time, or went away. After both, this process
-            is as if it had never tried, and can connect again.
+        FormingFailed: a peer or the service did not connect in time, or disconnected. After both errors
+            this process is as before the call, and can connect again.
         InternalError: this process is connected already.
     """
-    # Not `backends_are_initialized`: a thread at the gate holds the lock that it takes.
+    # Not `backends_are_initialized`: a thread at the gate owns the lock that it takes.
     if jax_distributed.global_state.client is not None or xla_bridge._backends:
         raise InternalError(
             "connect: found a JAX backend that is alive, expected none; call disconnect first, and use no "
@@ -156,10 +156,10 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
     Traces are kept, if no device is in them: a function that was jitted once is compiled again for the
     new backend, not traced again. Every array, device, executable and caught exception (its traceback holds
     frames) that the caller still refers to keeps the old backend in memory, invisible to JAX; the returned
-    counts say so. Arrays that should outlive it must be copied to host memory first. Collectives in flight
+    counts report it. Arrays that are needed later must be copied to host memory first. Collectives in flight
     are aborted. Other threads that ask JAX for its devices wait until `connect` has joined the next world.
 
-    The service is not told: a world is left because it is broken, and a dead service would make
+    The service is not notified: a world is left because it is broken, and a dead service would make
     `client.shutdown` wait.
 
     Args:
@@ -178,9 +178,9 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
             _forget()
         gc.collect()
         if _alive(backends):
-            gc.collect()  # the first pass frees functions; their traces, and what those hold, are freed by the second
+            gc.collect()  # the first pass frees functions; the second frees their traces and what these refer to
         if _alive(backends) and not is_backend_in_use:
-            clear_traces()  # a constant in a trace may hold the backend
+            clear_traces()  # a constant in a trace may refer to the backend
             gc.collect()
     finally:
         left.set()
@@ -220,7 +220,7 @@ def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     try:
         _join(attempt, bind_host, found)
     except (JaxRuntimeError, RuntimeError, FormingInterrupted, ValueError, OSError) as error:
-        # Without the traceback: its frames hold the client, which must not outlive its world.
+        # Without the traceback: its frames refer to the client, which must not outlive its world.
         attempt.settle(error.with_traceback(None))
     finally:
         attempt.client = None
@@ -269,7 +269,7 @@ def _make_collectives(
         opened = find_listening_endpoints() - before
         if len(opened) == 1:
             return collectives, opened
-        del collectives  # another thread opened one, too, and gloo's cannot be told apart: try again
+        del collectives  # another thread opened one, too, and gloo's cannot be distinguished: try again
     raise RuntimeError(
         f"gloo's listener cannot be told apart in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
     )

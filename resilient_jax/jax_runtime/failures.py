@@ -1,4 +1,4 @@
-"""Tells errors that a lost peer causes from others, and defines the errors of this package."""
+"""Distinguishes errors that a lost peer causes from others, and defines the errors of this package."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def is_collective_failure(error: BaseException) -> bool:
 def _is_collective_failure(error: BaseException) -> bool:
     if isinstance(error, FormingInterrupted | FormingFailed):
         return True
-    # jit's C++ fast path raises the same texts as a ValueError or RuntimeError.
+    # jit's C++ fast path raises the same messages as a ValueError or RuntimeError.
     if not isinstance(error, JaxRuntimeError | ValueError | RuntimeError):
         return False
     text = str(error)

@@ -1,6 +1,6 @@
 """The one import of jaxlib's extension module, and names for its objects. Imports no jax.
 
-jaxlib ships no usable types for it, so each alias below is Any; its name tells what it is.
+jaxlib ships no usable types for it, so each alias below is Any, named after the object.
 """
 
 from typing import Any, TypeAlias

@@ -2,10 +2,9 @@
 
 On CPU even devices of one process communicate through gloo, over TCP connections of the process with itself. An
 abort must break the cliques that span processes, self-connections included (a rank that waits for its
-neighbor in the same process would wait for ever), but not the clique of the local devices alone: JAX
-caches it, and local programs, which have lost nothing, would fail after a shrink. Connections do not tell to
-which clique they belong. So the local clique is formed first, while no other exists, and its connections are
-recorded.
+neighbor in the same process would wait forever), but not the clique of the local devices alone: JAX
+caches it, and local programs, which have lost nothing, would fail after a shrink. A connection does not show
+its clique. So the local clique is formed first, while no other exists, and its connections are recorded.
 
 Cliques of a *part* of the local devices are formed later and do not survive an abort; the next use fails,
 and the world is re-formed.

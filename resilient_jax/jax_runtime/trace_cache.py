@@ -1,7 +1,7 @@
 """Keeps JAX's traces when a world is left.
 
-A traced function is a jaxpr: it holds no device, unless the user closed over an array or a mesh. Tracing is
-half of the cost of the first step in a new world, and all of it holds Python's lock.
+A traced function is a jaxpr: it refers to no device, unless the user closed over an array or a mesh. Tracing is
+half of the cost of the first step in a new world, all of it under Python's global lock.
 """
 
 import contextlib
@@ -22,5 +22,5 @@ def keep_traces() -> Iterator[None]:
 
 
 def clear_traces() -> None:
-    """Drop all traces: if anything of JAX still holds a device, one of them does."""
+    """Drop all traces: if anything of JAX still refers to a device, a trace does."""
     partial_eval.trace_to_jaxpr.cache_clear()

@@ -64,7 +64,7 @@ def make_worker_environment(
     }
     if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in base:
         # Two programs in flight may enter a clique of several local devices in different orders, and then wait
-        # for each other for ever (seen: after some hundred steps of one host with two devices).
+        # for each other forever (seen: after some hundred steps of one host with two devices).
         found["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     if platform == "cpu":
         found["JAX_PLATFORMS"] = "cpu"
@@ -89,7 +89,7 @@ def make_worker_environment(
 
 
 def has_device_count(environment: Mapping[str, str]) -> bool:
-    """Return whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
+    """Return whether the user's `XLA_FLAGS` set the number of CPU devices of a process."""
     return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
 
 

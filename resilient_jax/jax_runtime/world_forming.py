@@ -86,7 +86,7 @@ class FormingAttempt:
             self.stage = stage
 
     def raise_if_interrupted(self) -> None:
-        """Raise FormingInterrupted if the attempt was abandoned; hold the lock."""
+        """Raise FormingInterrupted if the attempt was abandoned; the caller owns the lock."""
         if self.interrupted:
             raise FormingInterrupted(f"{self}: abandoned while {self.stage}")
 
@@ -112,7 +112,7 @@ class FormingAttempt:
 
 _living: list[Callable[[], object]] = []
 _current: FormingAttempt | CliqueInterrupter | None = None
-_current_lock = threading.Lock()  # guards _current, and is held while the waits for cliques are ended
+_current_lock = threading.Lock()  # guards _current, also while the waits for cliques are being ended
 
 
 def set_current_wait(forming: FormingAttempt | CliqueInterrupter | None) -> None:

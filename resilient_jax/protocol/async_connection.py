@@ -21,7 +21,7 @@ from resilient_jax.protocol.connection import (
 class AsyncConnection(Generic[SentT, ReceivedT]):
     """One end of a socket pair, which it owns. It sends descriptors and receives none.
 
-    Iterating yields each message as it comes, until the peer is gone. What the peer does not read is kept in memory:
+    Iterating yields each message as it arrives, until the peer is gone. What the peer does not read is kept in memory:
     a worker that is stopped must never stop its agent, which ends such a worker after a while.
     """
 

@@ -58,7 +58,7 @@ class Received(Generic[ReceivedT]):
         """Return the descriptors of a message that has `count` of them.
 
         Raises:
-            MessageError: another number came, or some were lost; those that came are closed.
+            MessageError: another number arrived, or some were lost; those that arrived are closed.
         """
         if self.num_lost or len(self.descriptors) != count:
             for descriptor in self.descriptors:
@@ -101,8 +101,8 @@ class MessageDecoder(Generic[ReceivedT]):
             is_truncated: the kernel dropped descriptors (MSG_CTRUNC).
 
         Raises:
-            FrameError: the stream does not hold frames of ours.
-            MessageError: a frame does not hold a message of the expected type.
+            FrameError: the stream does not consist of frames.
+            MessageError: a frame does not contain a message of the expected type.
         """
         if descriptors or is_truncated:
             self._sets.append(tuple(descriptors))
@@ -129,7 +129,7 @@ class MessageDecoder(Generic[ReceivedT]):
 class Connection(Generic[SentT, ReceivedT]):
     """One end of a socket pair, which owns its descriptor. One thread receives; any may send.
 
-    Iterating yields each message as it comes, until the peer is gone.
+    Iterating yields each message as it arrives, until the peer is gone.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Connection(Generic[SentT, ReceivedT]):
         *,
         send_timeout_s: int | None = SEND_TIMEOUT_S,
     ) -> None:
-        """Take over a socket's descriptor; with `send_timeout_s=None` a send waits for as long as the peer lives."""
+        """Take over a socket's descriptor; with `send_timeout_s=None` a send waits for as long as the peer is alive."""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(True)
         timeout = struct.pack("ll", send_timeout_s or 0, 0)
@@ -171,11 +171,11 @@ class Connection(Generic[SentT, ReceivedT]):
                 raise
 
     def receive(self, timeout_s: float | None = None) -> list[Received[ReceivedT]]:
-        """Return the messages that are complete, waiting for one at most `timeout_s`; empty: none came in time.
+        """Return the messages that are complete, waiting for one at most `timeout_s`; empty: none arrived in time.
 
         Raises:
             EOFError: the peer is gone.
-            FrameError, MessageError: the peer does not speak as agreed.
+            FrameError, MessageError: the peer violates the protocol.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

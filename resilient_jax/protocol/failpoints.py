@@ -1,7 +1,7 @@
 """Failpoints: where a test, a benchmark, the demo or a chaos campaign can hold or break a worker at a logical time.
 
 A controller writes orders into a directory that the worker's environment names; a worker that hits such a failpoint
-writes so into the same directory and waits until the order is gone, or fails as ordered. Without the variable nothing
+reports it in the same directory and waits until the order is gone, or fails as ordered. Without the variable nothing
 is read. This is the only place where a fault is injected from inside a process.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 
 FAILPOINTS_VARIABLE = "RESILIENT_JAX_FAULT_POINTS"
 HOLD_TIMEOUT_S = 60.0
-"""A controller that died must not hang a worker for ever."""
+"""A controller that died must not hang a worker forever."""
 POLL_INTERVAL_S = 0.005
 ANY_STEP = -1
 ANY_INDEX = -1
@@ -48,12 +48,12 @@ class FailPoint(enum.StrEnum):
     AFTER_COPY = "after_copy"
     """The part is complete but for its mark."""
     DURING_RESTORE = "during_restore"
-    """Some leaves of the state came back from a snapshot."""
+    """Some leaves of the state were restored from a snapshot."""
     # In the snapshot server; the step is the snapshot's.
     BEFORE_PARITY = "before_parity"
     """This host's part is complete, nothing was exchanged."""
     DURING_PARITY = "during_parity"
-    """A piece of the stripe that this host encodes is where it belongs; the index counts pieces."""
+    """A piece of the stripe that this host encodes is stored; the index counts pieces."""
     BEFORE_COMPLETE = "before_complete"
     """Part and parity are complete but for their mark."""
     BEFORE_COMMITTED = "before_committed"
@@ -79,7 +79,7 @@ class RaiseAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HangAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Block the thread for `duration_s`; all other threads of the process go on."""
+    """Block the thread for `duration_s`; all other threads of the process continue."""
 
     duration_s: float
 
@@ -141,7 +141,7 @@ class FailPoints:
             Whether what was computed or is sent here is to be corrupted.
 
         Raises:
-            InjectedFault: an order says so.
+            InjectedFault: as ordered.
         """
         spoils = False
         for order in _read_orders(self._directory):
@@ -202,7 +202,7 @@ class FailPointController:
         return frozenset(path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*"))
 
     def release(self, name: str = "hold") -> None:
-        """Let all hosts go on."""
+        """Let all hosts continue."""
         self._forget(name)
         self._write()
 

@@ -8,7 +8,7 @@ MAX_FRAME_BYTES = 16 * 2**20
 
 
 class FrameError(ValueError):
-    """The stream does not hold frames of ours."""
+    """The stream does not consist of frames."""
 
 
 def encode_frame(payload: bytes) -> bytes:

@@ -10,7 +10,7 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
         path: of the leaf in its tree; `jax.tree_util.keystr`, in a checkpoint the names joined by "/".
         dtype: its name in numpy or ml_dtypes. Where values are stored, int4 and its kin take one int8 an element.
         shape: of the global array; of a random key: of its raw data.
-        key_impl: the implementation of a random key, which is held as its raw data; None for other arrays.
+        key_impl: the implementation of a random key, which is represented by its raw data; None for other arrays.
     """
 
     path: str

@@ -38,7 +38,7 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
 
 
 class RestoreEntry(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
-    """One host goes on from a state that it did not compute in this generation; other fields as in `StepEntry`.
+    """One host resumes from a state that it did not compute in this generation; other fields as in `StepEntry`.
 
     Attributes:
         num_steps: that are in the state.

@@ -1,8 +1,8 @@
-"""The records of a job in the store, which hold everything that is true of it.
+"""The records of a job in the store, which are the job's complete state.
 
 A host's agent owns its `HostStatus` (bound to its lease: no lease, no status). The leader owns the `Generation`.
-Nothing else is needed to go on, so any agent can take over as leader by reading them. Statuses are levels, not changes:
-each is complete, and a later one replaces an earlier one.
+Nothing else is needed to continue, so any agent can take over as leader by reading them. Statuses are levels, not
+changes: each is complete, and a later one replaces an earlier one.
 """
 
 import enum
@@ -61,7 +61,7 @@ class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that holds the newest state and serves it to those that do not."""
+    """A member that has the newest state and serves it to the others."""
 
     host: HostName
     endpoint: str
@@ -78,7 +78,7 @@ class JobOutcomeKind(enum.StrEnum):
 
 
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended, for the last line that a person reads and the exit code."""
+    """How a job ended, for the last line that the user reads and the exit code."""
 
     kind: JobOutcomeKind
     exit_code: int
@@ -87,14 +87,14 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a job was in no host's memory any more; where the job goes on nevertheless.
+    """The loss of a job's state from the memory of all hosts, and the state from which the job resumes.
 
     Attributes:
         step: how many steps were committed.
-        is_lower_bound: no host is left that knows whether there were more.
+        is_lower_bound: there may have been more, because no host is left that has committed the newest.
         reason: what is lost and what survives.
-        checkpoint_step: of the newest that a host sees on storage; None: the job begins with its initial state, as its
-            policy says.
+        checkpoint_step: of the newest that a host sees on storage; None: the job restarts with its initial state, by
+            its policy.
     """
 
     step: int
@@ -111,14 +111,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         world: the coordination service that the members share; unchanged by a shrink.
         members: in order of process index.
         service_address: of the world's coordination service; empty until it is known.
-        step: the newest step committed by any member when the generation was formed; the members go on from it.
+        step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        sources: members that hold the state of `step`.
+        sources: members that have the state of `step`.
         receivers: members that must fetch that state from a source first.
-        snapshot: that holds the state of `step`, if no member holds all of it; then there are no sources. None again
-            once all members have gone on from it.
-        state_loss: why the members begin with a checkpoint, or anew; None again once all members have gone on.
-        unreadable_snapshots: that turned out to be damaged beyond their parity.
+        snapshot: that has the state of `step`, if no member has all of it; then there are no sources. None again
+            once all members have resumed from it.
+        state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
+        unreadable_snapshots: that turned out to be corrupt beyond their parity.
         dropped_workers: that were left out before they had answered.
         progress: the newest committed step the leader ever saw, from when a complete state was known to be somewhere;
             some seconds old while all goes well.
@@ -172,7 +172,7 @@ class WorkerFailureKind(enum.StrEnum):
     COLLECTIVE = "collective"
     """A collective or the forming of a world failed: another host's death, or the network."""
     SNAPSHOT = "snapshot"
-    """The snapshot that the generation goes on from is damaged beyond its parity."""
+    """The snapshot that the generation resumes from is corrupt beyond its parity."""
     USER = "user"
     """The user's function raised although nothing was aborted."""
 
@@ -191,11 +191,11 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         generation: the newest generation number that the worker has answered.
         world: the world it is connected to; None if none. A shrink needs it.
         step: steps committed, so also the index of the next step to run.
-        holds_state: whether it holds the complete state of `step` (on devices or in host memory).
+        holds_state: whether it has the complete state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         checkpoint_step: of the newest finished checkpoint on storage when the worker last looked for one while idle:
-            where its training would go on if no state were left in memory. None: there is none, or its training has
-            none.
+            its training would resume there if no state were left in memory. None: there is none, or its training
+            saves none.
         is_polling_checkpoints: `checkpoint_step` is outdated: the worker has not looked since it became idle.
         earliest_stop_step: answer to a pause: the worker can stop before this step.
         has_formed: the world of `generation` is built and the state is there.
@@ -272,7 +272,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host as its agent reports it. It is in the store exactly as long as the agent's lease lives."""
+    """A host as its agent reports it; in the store exactly as long as the agent's lease is valid."""
 
     host: HostName
     agent_id: str

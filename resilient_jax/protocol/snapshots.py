@@ -1,8 +1,8 @@
 """Snapshots as workers, snapshot servers and the store's records name them.
 
-A *snapshot* is the state after `step` steps, cut into *parts*, one for each host of the generation that took it. The
-hosts are in *groups*; in a group of n with m parity every part is cut into k = n - m equal *chunks*, and each *stripe*
-is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
+A *snapshot* is the state after `step` steps, split into *parts*, one for each host of the generation that took it. The
+hosts are in *groups*; in a group of n with m parity every part is split into k = n - m equal *chunks*, and each
+*stripe* is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
 (i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe (i - p) mod n.
 A chunk is the longest part's k-th, rounded up to complete blocks; what a shorter part lacks counts as zeros.
 """
@@ -30,7 +30,7 @@ class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that keep parity for each other.
 
     Attributes:
-        hosts: in order; a host's place here says which chunks and parity it has.
+        hosts: in order; a host's index here determines which chunks and parity it has.
         parity: m, the number of hosts that may be lost. 0: none may.
     """
 
@@ -95,7 +95,7 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot that a generation goes on from.
+    """The snapshot that a generation resumes from.
 
     Attributes:
         id: of the snapshot.

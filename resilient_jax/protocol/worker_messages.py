@@ -1,7 +1,7 @@
 """The messages between an agent and its worker (see `connection`).
 
 Orders are levels, too: a later order replaces an earlier one, and the worker refuses an order of an older generation
-than the newest that it knows.
+than the newest that it has received.
 """
 
 from typing import Literal
@@ -53,7 +53,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The host may train until this monotonic time of this machine; after it, without a newer message, the worker
     holds.
 
-    So an agent that is stopped or starved cannot let its worker train on beside the majority.
+    So the worker of an agent that is stopped or starved cannot continue to train beside the majority.
     """
 
     valid_until_s: float
@@ -114,8 +114,8 @@ WORKER_ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Dec
 WORKER_MESSAGE_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 JOB_OVER_EXIT_CODE = 74
-"""Exit code of a worker that was not there at the end of its job, which failed or was done without it: the agent looks
-at the job's outcome instead."""
+"""Exit code of a worker that was absent at the end of its job, which failed or was done without it: the agent uses the
+job's outcome instead."""
 RESTART_EXIT_CODE = 75
 """Exit code with which a worker asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
 

@@ -43,9 +43,9 @@ class AccumulationCall:
     def compile_for_hosts(
         self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck
     ) -> bool:
-        """Compile, for the persistent cache, the reductions between `num_hosts` hosts; return whether that is of use.
+        """Compile, for the persistent cache, the reductions between `num_hosts` hosts; return whether they are usable.
 
-        What is compiled for some hosts serves any others, as many (on CPU: see `compile_cache`). Programs for more
+        What is compiled for some hosts serves as many other hosts (on CPU: see `compile_cache`). Programs for more
         hosts than are alive cannot be compiled: their devices are unknown.
         """
         hosts = sorted({device.process_index for device in self.devices})
@@ -58,7 +58,7 @@ class AccumulationCall:
         try:
             before = locate_replicas(range(len(hosts) + 1), self.replica_shape, devices_per_host)
             after = locate_replicas(range(num_hosts), replica_shape_after, devices_per_host)
-        except CallerError:  # such a world is refused, with the reason, when it comes
+        except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce = AllReduce(grid)
         # The exchange of progress, and the trainer's decision whether to stop: both as a generation begins.

@@ -53,7 +53,7 @@ class ReplicaShape:
     """How many hosts a replica spans, or how many replicas a host has.
 
     The bits of a result depend on it, because programs on different meshes add in different orders: it stays the same
-    for a whole job. Hosts that are too few for one more replica compute no microbatch until others join.
+    during a job. Hosts that are too few for one more replica compute no microbatch until others join.
 
     Attributes:
         hosts: of a replica; 1 if a host has several replicas.
@@ -153,7 +153,7 @@ def locate_replicas(
     """Return the replicas that the live hosts can form.
 
     Replicas that span hosts keep their hosts: those that have lost none stay together, so that nothing is compiled
-    again for them, and the survivors of broken ones are grouped anew, in order. Some hosts may be left over.
+    again for them, and the survivors of broken ones are regrouped, in order. Some hosts may be left over.
 
     Args:
         process_indexes: of the live hosts, ascending; after a shrink they have gaps.
@@ -281,7 +281,7 @@ def _count_hosts(locations: tuple[ReplicaLocation, ...]) -> int:
 
 
 def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: int) -> int:
-    """Return how many microbatches of a unit every host of a replica has; 0 if they have different numbers."""
+    """Return how many microbatches of a unit every host of a replica has; 0 if the hosts differ."""
     counts = {int(count) for count in progress[list(location.host_indexes), unit]}
     return counts.pop() if len(counts) == 1 else 0
 

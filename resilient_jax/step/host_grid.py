@@ -160,7 +160,7 @@ def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
 
 @functools.cache
 def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Depends on no other host, so that it is not compiled again when their number changes."""
+    """Restore the leaves; independent of other hosts, so that a change of their number compiles nothing again."""
 
     everywhere = NamedSharding(local, P())
 

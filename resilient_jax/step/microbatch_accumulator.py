@@ -39,7 +39,7 @@ AccumulateFunction = Callable[[Tree, Microbatch], Tree]
 
 
 class BatchSource(Protocol):
-    """Where microbatches come from; `data.prefetch.Prefetcher` is one."""
+    """The source of microbatches; `data.prefetcher.Prefetcher` is one."""
 
     def expect(self, wanted: Sequence[tuple[int, int, tuple[int, int]]], /) -> None:
         """Begin to read these (step, index, data shard), in this order."""

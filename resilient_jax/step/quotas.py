@@ -35,7 +35,7 @@ def apportion_units(num_units: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
     Args:
         num_units: of all hosts together.
-        speeds: of each host, in any unit; equal speeds give numbers that differ by one at most.
+        speeds: of each host, in any unit; equal speeds give counts that differ by one at most.
 
     Raises:
         CallerError: no host, or a speed that is not a positive number.
@@ -87,7 +87,7 @@ def accept_disjoint_claims(claims: Sequence[Sequence[int]]) -> tuple[bool, ...]:
     """Return which claims of finished units are accepted: each that overlaps no accepted claim before it.
 
     For pooled totals, which cannot be taken apart. Two hosts claim the same unit when one was left out of a generation
-    and came back in the same step.
+    and rejoined in the same step.
     """
     taken: set[int] = set()
     accepted = []

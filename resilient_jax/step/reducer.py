@@ -1,11 +1,11 @@
 """The collective operations of one generation: all-reduces, and accumulations over microbatches that survive failures.
 
 An accumulation's microbatches are grouped into units and the units assigned to replicas. Every host computes the same
-assignment from the same numbers, so no message is needed while no host fails. When a host dies, the train function is
-called again in the next generation and comes here again in the same step:
+assignment from the same progress, so no message is needed while no host fails. When a host dies, the train function is
+called again in the next generation and accumulates again in the same step:
 
 1. the hosts exchange how much of each unit they have accumulated (one small all-reduce),
-2. a complete unit belongs to the first host that has it, and the missing ones are assigned anew,
+2. a complete unit belongs to the first host that has it, and the missing ones are reassigned,
 3. each host computes its units, and all reduce the totals.
 
 A host that dies after the reduction takes nothing with it: the others have the result.
@@ -105,10 +105,10 @@ class Reducer:
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
         self._seconds: np.ndarray | None = None
-        """float32[hosts]: for a microbatch; only their ratio counts. None: not exchanged yet."""
+        """float32[hosts], of a microbatch; only their ratio matters. None: not exchanged yet."""
         self._own_seconds = 0.0
         self._has_computed = False
-        """Since speeds were exchanged."""
+        """Whether this host has computed since speeds were exchanged."""
         self.owners: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class Reducer:
     def _exchange_progress(self, contributions: Contributions) -> np.ndarray:
         """Return int32[hosts, units]: how many microbatches of each unit every live host has accumulated.
 
-        Exchanged only at a generation's first accumulation of this name: in later steps all hosts begin with nothing.
+        Exchanged only at a generation's first accumulation of this name: in later steps all hosts start at 0.
         """
         spec, live = contributions.spec, self._live
         progress = np.zeros((len(live.process_indexes), spec.num_units), np.int32)
@@ -214,7 +214,7 @@ class Reducer:
 
     def _exchange_speeds(self) -> None:
         if not self._has_computed:
-            # Too slow to be given any work: the host may have become faster, so it is tried again.
+            # Too slow to be assigned any unit: the host may have become faster, so it is measured again.
             self._own_seconds /= 2
         self._has_computed = False
         seconds = np.zeros(len(self._live.process_indexes), np.float32)

@@ -1,4 +1,4 @@
-"""Sums of pytrees over the live hosts: in whatever order is fastest, or in an order that never changes.
+"""Sums of pytrees over the live hosts: in the fastest order, or in an order that never changes.
 
 For G bytes of tree on H hosts:
 
@@ -125,7 +125,7 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=mesh.abstract_mesh,  # else its trace would hold the devices, and be dropped with all others
+        mesh=mesh.abstract_mesh,  # else its trace would refer to the devices, and be dropped with all others
         in_specs=(P(HOST_AXIS, LOCAL_AXIS), P()),
         out_specs=P(HOST_AXIS, LOCAL_AXIS),
         check_vma=False,
@@ -151,7 +151,7 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return add_in_order
 
 
-# Programs compiled ahead for other worlds are not cached here: they would hold their meshes after `clear_caches`.
+# Programs compiled ahead for other worlds are not cached here: they would refer to their meshes after `clear_caches`.
 _reduce = functools.cache(_make_reduce)
 _add_in_order = functools.cache(_make_add_in_order)
 

@@ -22,7 +22,7 @@ from resilient_jax.step.assignment import ReplicaLocation, ReplicaShape
 Tree = TypeVar("Tree")
 _shards_lock = threading.Lock()
 """Held while the shards of an array are read. JAX makes the list of shards at the first read, and of two threads that
-read at once (the replicas of a host, the same parameters) one may see half of it, or each shard twice. Seen in jax
+read at once (the replicas of a host, the same parameters) one may see half the list, or each shard twice. Seen in jax
 0.10.2."""
 
 

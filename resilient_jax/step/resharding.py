@@ -56,7 +56,7 @@ class ShardGrid:
 def find_shard_grid(
     sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]
 ) -> ShardGrid | None:
-    """Return how `devices`, numbered in their order, hold a leaf; None: together they lack a shard of it."""
+    """Return how a leaf is sharded over `devices`, numbered in their order; None: together they lack a shard of it."""
     starts = _find_starts(sharding, shape)
     holder_of: dict[tuple[int, ...], int] = {}
     for number, device in enumerate(devices):
@@ -192,7 +192,7 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=local.abstract_mesh,  # else its trace would hold the devices
+        mesh=local.abstract_mesh,  # else its trace would refer to the devices
         in_specs=P(LOCAL_AXIS),
         out_specs=P(None, LOCAL_AXIS),
         check_vma=False,
@@ -225,7 +225,7 @@ def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - 
 
 @functools.cache
 def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Depends on no host index, so that all hosts compile one program: where shards begin is an argument."""
+    """Return this host's shards; their start indexes are arguments, so that all hosts compile the same program."""
 
     @jax.jit
     @functools.partial(

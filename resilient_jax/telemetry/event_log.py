@@ -18,9 +18,9 @@ _DECODER = msgspec.json.Decoder(Event)
 class EventLog:
     """Appends events to a file, and keeps the newest in memory for tables.
 
-    A line is one `write`, so a killed writer leaves at most one torn last line, which `read_events` skips. What a full
-    disk does not take is written when there is space again; of more than `MAX_KEPT` events the number of the oldest, as
-    an event.
+    A line is one `write`, so a killed writer leaves at most one incomplete last line, which `read_events` skips. What a
+    full disk refuses is written when there is space again; beyond `MAX_KEPT` events the oldest are dropped, and an
+    event gives their number.
     """
 
     MAX_KEPT = 1000
@@ -89,10 +89,10 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a log, oldest first. A torn last line (its writer was killed) is skipped.
+    """Return the events of a log, oldest first. An incomplete last line (its writer was killed) is skipped.
 
     Raises:
-        MessageError: another line is not an event of ours; names file, line and field.
+        MessageError: another line is not an event; the error names file, line and field.
     """
     lines = path.read_bytes().split(b"\n")
     events: list[Event] = []

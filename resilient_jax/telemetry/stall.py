@@ -3,7 +3,7 @@
 A stall begins at the fault and ends when every member of the new generation has finished its first step. Phases, each
 ending where the next begins:
 - *detection*: until the first event that reports the fault;
-- *quiesce*: until the leader knows that all survivors are idle, and from which step they go on;
+- *quiesce*: until all survivors have reported to the leader that they are idle, and with which step;
 - *rebuild*: until every member has its world and its state;
 - *step*: until every member has finished a step in it.
 Times are monotonic and comparable on one machine only.
@@ -32,10 +32,10 @@ class Stall:
 
     Attributes:
         detected_by: the first event that reported the fault.
-        change: how training went on, "shrink" or "reform".
+        change: how training resumed, "shrink" or "reform".
         generation: the number that trained on.
         num_hosts: of that generation.
-        step: where training went on from.
+        step: where training resumed.
     """
 
     detected_by: EventKind
@@ -59,7 +59,7 @@ def measure_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
 
     Args:
         events: of all hosts, in order of time.
-        fault_s: when the fault came.
+        fault_s: the time of the fault.
     """
     later = [event for event in events if event.monotonic_s >= fault_s]
     noticed = next((event for event in later if event.kind in FAULT_EVENTS), None)
