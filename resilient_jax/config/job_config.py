@@ -96,4 +96,4 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     state_loss_policy: Literal["checkpoint", "stop", "restart"] = "checkpoint"
     """What to do when all hosts with the training state died at once, and no snapshot can be restored. `checkpoint`:
     resume from the newest checkpoint on storage, and stop with an error if there is none; `stop`: stop although there
-    is one; `restart`: as `checkpoint`, but begin with the initial state if there is none. Only `restart` starts over."""
+    is one; `restart`: as `checkpoint`, but with the initial state if there is none. Only `restart` starts over."""

@@ -2,9 +2,10 @@
 
 A *snapshot* is the state after `step` steps, split into *parts*, one for each host of the generation that took it. The
 hosts are in *groups*; in a group of n with m parity every part is split into k = n - m equal *chunks*, and each
-*stripe* is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
-(i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe (i - p) mod n.
-A chunk is the longest part's k-th, rounded up to complete blocks; what a shorter part lacks counts as zeros.
+*stripe* is k chunks of different hosts and m parity chunks on the others. Member i of a group has its chunk j in
+stripe (i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe
+(i - p) mod n. A chunk is the longest part's k-th, rounded up to complete blocks; what a shorter part lacks counts as
+zeros.
 """
 
 import enum
