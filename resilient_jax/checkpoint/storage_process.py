@@ -54,8 +54,9 @@ def run_storage_process(descriptor: int, parent_pid: int) -> None:
 def _reply_to(connection: Connection[Reply, Request], received: Received[Request]) -> None:
     request = received.message
     has_memory = isinstance(request, SaveRequest | ReadBoxesRequest)
-    memory = received.take_descriptors(1)[0] if has_memory else None
+    memory: int | None = None
     try:
+        memory = received.take_descriptors(1)[0] if has_memory else None
         reply = _execute(request, memory)
     except ResilientJaxError as error:
         reply = FailureReply(reason=str(error))
