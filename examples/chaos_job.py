@@ -96,9 +96,9 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
         loss, gradients = world.accumulate_microbatches(
             MICROBATCHES, add, zeros, options=rj.AccumulationOptions(unit_size=UNIT)
         )
-        state = update(
-            state, shard_tree(gradients, rule) if isinstance(rule, FullyShardedPlacement) else gradients
-        )
+        if isinstance(rule, FullyShardedPlacement):
+            gradients = shard_tree(gradients, rule)
+        state = update(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         if is_sharded or options.snapshots:
             world.snapshot(state)
