@@ -76,7 +76,7 @@ def is_done(report: JobReport, host: str) -> bool:
     return worker is not None and worker.report.is_done
 
 
-def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them(tmp_path: Path) -> None:
+def test_a_host_that_dies_when_it_is_done_comes_back_for_the_others(tmp_path: Path) -> None:
     """The other host needs it: with fewer than `min_hosts` hosts training does not resume."""
     with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
         job.hold(FailPoint.AFTER_COMMIT, ["host-1"], LAST_STEP)

@@ -161,7 +161,7 @@ def reduce_kept(without: int) -> dict:
 
 
 def rotate(over: list[tuple[int, int]] | None = None) -> dict:
-    """Send each device its neighbor's value, scaled by its own index: a permutation of the devices changes the result.
+    """Send each device its neighbor's value, scaled by a power of its index: any permutation changes the result.
 
     Args:
         over: (process, index within it) of each device, in order; default: the devices of this process.

@@ -23,7 +23,7 @@ while len(reports) < 3:
 print([report.is_polling_checkpoints for report in reports], flush=True)
 os._exit(0)
 """
-"""A process of its own: a worker ends with its connection."""
+"""Run in a process of its own, because a worker ends with its connection."""
 
 
 def test_a_checkpoint_reported_while_training_is_outdated_once_the_worker_is_idle():

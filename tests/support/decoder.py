@@ -1,6 +1,6 @@
 """Decoder-only transformers of any `TransformerShape` (without experts): in NNX layer by layer, in Linen as a loop.
 
-Plain JAX and Flax, written as one would; what the planner says of a shape is compared with what XLA says of these.
+Plain JAX and Flax, written as users would; the planner's cost of a shape is compared with XLA's analysis of these.
 """
 
 from typing import Any

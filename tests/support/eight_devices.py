@@ -1,4 +1,4 @@
-"""A fixture that gives the tests of a module eight CPU devices in this process, and takes them back afterwards.
+"""A fixture that gives the tests of a module eight CPU devices in this process, and restores the default afterwards.
 
 XLA_FLAGS would have to be set before the first use of JAX in the process, and every subprocess would inherit it.
 """
@@ -14,7 +14,7 @@ BY_XLA_FLAGS = -1
 
 @pytest.fixture(scope="module", autouse=True)
 def eight_devices():
-    """Eight CPU devices, for a module that imports this name."""
+    """Yield eight CPU devices; a module that imports this name uses them in all its tests."""
     clear_backends()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     yield jax.devices()

@@ -55,7 +55,7 @@ MESHES = {
 
 
 class Case(NamedTuple):
-    """One compiled plan; `sequences` are those of a microbatch on a device."""
+    """One compiled plan; `sequences` is a device's number of sequences in a microbatch."""
 
     kind: str
     shape: str

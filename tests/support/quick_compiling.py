@@ -11,7 +11,7 @@ FLAG = "jax_disable_most_optimizations"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiling():
-    """For a module that imports this name."""
+    """Disable LLVM's optimizations in all tests of a module that imports this name."""
     jax.config.update(FLAG, True)
     yield
     jax.config.update(FLAG, False)

@@ -102,7 +102,7 @@ def test_the_number_of_lost_lines_is_written_when_the_disk_has_space_again(tmp_p
     assert len(said) == 1
 
 
-def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_again(tmp_path, monkeypatch):
+def test_events_that_a_full_disk_refused_are_written_when_there_is_space_again(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"

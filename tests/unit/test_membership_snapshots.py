@@ -213,7 +213,7 @@ def test_a_planned_change_without_snapshots_waits_for_nothing():
     assert job.phase is GenerationPhase.FORM
 
 
-def test_a_hung_worker_is_left_out_in_time_although_no_host_holds_the_complete_state():
+def test_a_hung_worker_is_left_out_in_time_although_no_host_has_the_complete_state():
     job = sharded("abcd")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", "c", step=5)
