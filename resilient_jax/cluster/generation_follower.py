@@ -166,7 +166,7 @@ class GenerationFollower:
             old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._context.settings.address)
             if old is not None:
-                # The worker hangs up itself when it leaves the old world, and must not be disconnected before. An
+                # The worker disconnects when it leaves the old world, and must not be disconnected before. An
                 # attempt to connect that it abandoned exists until its timeout.
                 close_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S
                 asyncio.get_running_loop().call_later(

@@ -62,7 +62,7 @@ class LaunchSettings:
     Attributes:
         agent_options: options of every agent's command line.
         run_directory: a directory that exists, is writable and is claimed for this job.
-        host_restart_delay_s: how long a killed host stays away; None: for good.
+        host_restart_delay_s: how long a killed host stays away; None: it is not restarted.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
         store_host: address that the store listens at.
     """

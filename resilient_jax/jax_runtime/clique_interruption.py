@@ -11,7 +11,7 @@ gloo
 Step 2 ends when we publish an unreadable value for the peers that have not published. Step 3 ends when we
 connect to our own listener under the number that the pair waits for, and close the connection. (A pair that opens the
 connection itself gets one, or a refusal, from the kernel; `abort_collectives` shuts the former.)
-All this is harmless to a complete clique. It breaks an incomplete one for good, on all processes: so it must
+All this is harmless to a complete clique. It breaks an incomplete one permanently, on all processes: so it must
 have ended on every process before the next generation begins in the same world.
 
 When the service is dead nothing can be published, not by gloo either, which waits for that, too. Then our own

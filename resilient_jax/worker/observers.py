@@ -46,7 +46,7 @@ class FailPointObserver(Observer):
         self._failpoints = failpoints
 
     def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
-        """Hold, break or corrupt this host where an order says so."""
+        """Hold, break or corrupt this host as an order demands."""
         return self._failpoints.hit(failpoint, step, index)
 
 
