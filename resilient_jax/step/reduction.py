@@ -4,7 +4,7 @@ For G bytes of tree on H hosts:
 
 - `AllReduce`: one all-reduce. Traffic about 2 G a host, memory G.
 - `OrderedAllReduce`: a reduce-scatter in a fixed order and an all-gather. Each host has the totals of at most M units.
-  They are split into H slices; each host receives its slice of every unit, adds the slices in the order of the units, and
+  They are split into H slices; each host receives its slice of every unit, adds the slices in unit order, and
   all hosts gather the sums. Each host sends (M + 1) G (H - 1) / H; memory 2 M G. The result depends on the units only,
   neither on H nor on which host has which unit: the same bits after any failure.
 
