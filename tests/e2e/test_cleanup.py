@@ -108,7 +108,7 @@ def test_a_job_whose_workers_all_die_too_often_ends(tmp_path: Path) -> None:
     assert ended.worker_starts == 4
     assert ended.last_words == (
         "the job ended: too_few_hosts\nno host is left: host-0 ended with RESTART_BUDGET_EXHAUSTED (81), host-1 ended "
-        "with RESTART_BUDGET_EXHAUSTED (81); what each of them said is above and in its log\n"
+        "with RESTART_BUDGET_EXHAUSTED (81); the output of each is above and in its log\n"
     )
     assert ended.leftovers == []
 
