@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-FAILPOINTS_VARIABLE = "RESILIENT_JAX_FAULT_POINTS"
+FAILPOINTS_VARIABLE = "RESILIENT_JAX_FAILPOINTS"
 HOLD_TIMEOUT_S = 60.0
 """A controller that died must not hang a worker forever."""
 POLL_INTERVAL_S = 0.005

@@ -64,7 +64,7 @@ def hold_in_step(job, work, victims):
     job.wait_held(victims, DEADLINE_S)
     deadline_s = time.monotonic() + DEADLINE_S
     while not (work / "checkpoints" / str(SAVED)).exists():
-        assert time.monotonic() < deadline_s, job.tail()
+        assert time.monotonic() < deadline_s, job.read_tail()
         time.sleep(0.01)
 
 

@@ -13,8 +13,8 @@ DEADLINE_S = 30.0
 SCRIPT = """
 import os, sys
 from resilient_jax.worker.death_pipe import isolate_death_pipe
-tripwire, other = map(int, sys.argv[1:])
-print(isolate_death_pipe(tripwire), flush=True)
+death_pipe, other = map(int, sys.argv[1:])
+print(isolate_death_pipe(death_pipe), flush=True)
 os.close(other)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ def closes(descriptor: int, within_s: float) -> bool:
 
 
 def test_a_thread_of_its_own_holds_the_pipe_and_no_other_descriptor() -> None:
-    tripwire, held = os.pipe()
+    death_pipe, held = os.pipe()
     other, others_end = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(held), str(others_end)],
@@ -42,11 +42,11 @@ def test_a_thread_of_its_own_holds_the_pipe_and_no_other_descriptor() -> None:
             pytest.skip(f"this sandbox forbids it: {answer}")
         assert answer == "None"
         assert closes(other, DEADLINE_S), "the thread holds a copy of a descriptor that was closed"
-        assert not closes(tripwire, 0.0)
+        assert not closes(death_pipe, 0.0)
         tables = [set(os.listdir(task / "fd")) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         assert [table for table in tables if str(held) in table] == [{str(held)}]
         process.send_signal(signal.SIGKILL)
-        assert closes(tripwire, DEADLINE_S)
+        assert closes(death_pipe, DEADLINE_S)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     finally:
         process.kill()
@@ -54,7 +54,7 @@ def test_a_thread_of_its_own_holds_the_pipe_and_no_other_descriptor() -> None:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        os.close(tripwire)
+        os.close(death_pipe)
         os.close(other)
 
 

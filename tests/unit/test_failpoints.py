@@ -77,5 +77,5 @@ def test_a_hang_lasts_for_its_duration(tmp_path: Path) -> None:
 
 
 def test_without_a_controller_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESILIENT_JAX_FAULT_POINTS", raising=False)
+    monkeypatch.delenv("RESILIENT_JAX_FAILPOINTS", raising=False)
     assert FailPoints.from_environment("host-0") is None
