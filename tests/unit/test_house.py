@@ -12,6 +12,7 @@ import resilient_jax
 
 ROOT = Path(resilient_jax.__file__).parent
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS = 500, 60, 20
+MAX_README_LINES = 40
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 TOLERATED: frozenset[str] = frozenset()
@@ -56,3 +57,11 @@ def test_no_public_class_name_is_defined_twice():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_every_package_says_what_it_is_and_has_a_readme_of_at_most_40_lines():
+    for name in sorted(name for name in TREES if name.endswith("__init__.py")):
+        readme = (ROOT / name).with_name("README.md")
+        assert ast.get_docstring(TREES[name]), name
+        assert readme.exists(), readme
+        assert len(readme.read_text("utf-8").splitlines()) <= MAX_README_LINES, readme
