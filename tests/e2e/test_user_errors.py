@@ -64,9 +64,7 @@ def test_arrays_made_before_run_are_refused_with_what_to_do(tmp_path: Path) -> N
 def test_a_script_that_never_calls_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     ended = run_with("no-run", tmp_path)
     assert ended.code == 2
-    assert (
-        "the script ended without rj.run(...) having finished; call rj.run(train) in it" in ended.last_words
-    )
+    assert "the script ended before rj.run(...) had returned; call rj.run(train) in it" in ended.last_words
 
 
 def test_a_collective_that_fails_without_a_death_ends_the_job_after_some_retries(tmp_path: Path) -> None:
