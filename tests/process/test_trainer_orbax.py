@@ -644,7 +644,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
 def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
     def kill_idle(store):
         os.kill(store.process_id, signal.SIGKILL)
-        wait_until(lambda: store._connection.has_ended)
+        wait_until(lambda: store._client._connection.has_ended)
 
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
