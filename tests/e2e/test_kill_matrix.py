@@ -106,7 +106,7 @@ def break_and_recover(
             tiny.job.wait_held(everybody, RECOVERY_S)
         case _:
             raise AssertionError(place)
-    before = generation_of(tiny.report()).number
+    before = generation_of(tiny.read_report()).number
     step = tiny.step()
     for part, host in victims:
         tiny.signal(part, host, number)

@@ -201,5 +201,5 @@ def test_a_store_that_comes_back_empty_ends_the_job_with_what_to_do(tmp_path: Pa
             codes = [agent.wait() for agent in pod.agents.values()]
     assert codes == [80, 80], pod.output()
     for agent in pod.agents.values():
-        assert "start all its agents again, and it goes on from its newest checkpoint" in agent.output()
+        assert "start all its agents again, and it continues from its newest checkpoint" in agent.output()
         assert "Traceback" not in agent.output()

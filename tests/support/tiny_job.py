@@ -82,7 +82,7 @@ class TinyJob:
 
     # Observing the job.
 
-    def report(self) -> JobReport:
+    def read_report(self) -> JobReport:
         return self.job.wait_report("the job's report", lambda report: report.generation is not None)
 
     def step(self) -> int:
@@ -145,7 +145,7 @@ class TinyJob:
             assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.read_tail()}"
             assert self.job.process.poll() is None, f"the job ended:\n{self.job.read_tail()}"
             step = self.step()
-            if ordered is None or (step > ordered and is_training(self.report(), self.hosts)):
+            if ordered is None or (step > ordered and is_training(self.read_report(), self.hosts)):
                 ordered = step + ahead
                 ahead *= 2
                 (self.work / "compile").write_text(str(ordered))
@@ -153,7 +153,7 @@ class TinyJob:
 
     def signal(self, part: JobComponent, host: str, number: signal.Signals) -> None:
         """Send a signal to a component; `wake_all` continues the processes that were stopped."""
-        pids = list(find_pids(self.report(), part, host))
+        pids = list(find_pids(self.read_report(), part, host))
         assert pids, f"{host} runs no {part}:\n{self.job.read_tail()}"
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
