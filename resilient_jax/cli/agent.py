@@ -72,7 +72,7 @@ TlsOption = Annotated[
 DomainOption = Annotated[
     str,
     typer.Option(
-        help="What fails together with this host, such as its rack: parity goes elsewhere. Default: as --topology says."
+        help="Failure domain of this host, such as its rack; other domains keep its parity. Default: from --topology."
     ),
 ]
 

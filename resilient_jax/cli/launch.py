@@ -57,7 +57,7 @@ RunFolderOption = Annotated[
     typer.Option("--run-dir", help="Folder for logs and events. Default: runs/<date and time>."),
 ]
 RestartDelayOption = Annotated[
-    float, typer.Option(help="Seconds until a killed host comes back; negative: it stays away.")
+    float, typer.Option(help="Seconds until a killed host is started again; negative: never.")
 ]
 SitesOption = Annotated[
     Path | None,
@@ -67,7 +67,7 @@ SitesOption = Annotated[
     ),
 ]
 MaxHostRestartsOption = Annotated[
-    int, typer.Option(help="Times that a killed host comes back within ten minutes.")
+    int, typer.Option(help="How often a killed host is started again within ten minutes.")
 ]
 
 

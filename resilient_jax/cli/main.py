@@ -21,7 +21,7 @@ COMMAND_MODULES = {
 is imported: an agent starts in half the time."""
 
 SCRIPT_FOLLOWS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-HELP = "Train with JAX on many hosts; go on when hosts die, and take them back when they return."
+HELP = "Train with JAX on many hosts: training continues when hosts die, and hosts rejoin when they return."
 
 
 def build_app(names: Iterable[str]) -> typer.Typer:

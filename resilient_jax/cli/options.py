@@ -39,7 +39,7 @@ RunDirectoryOption = Annotated[
 ]
 RunDirectoryArgument = Annotated[
     Path,
-    typer.Argument(help="Run folder of a job that `launch` started, as it said first.", metavar="RUN_DIR"),
+    typer.Argument(help="Run folder of a job, which `launch` prints first.", metavar="RUN_DIR"),
 ]
 TopologyOption = Annotated[
     Path | None,
@@ -67,7 +67,7 @@ def load_job_config(path: Path | None, hosts: int) -> JobConfig:
     if config.snapshot_parity >= max(hosts, 2):
         raise ConfigError(
             f"{path}: snapshot_parity: found {config.snapshot_parity} for a job of {hosts} hosts, expected fewer than "
-            "the hosts: parity for as many losses lies on other hosts. Lower it, or start more hosts"
+            "the hosts: parity for that many losses is kept on other hosts. Lower it, or start more hosts"
         )
     if config.snapshot_parity >= config.snapshot_group_size:
         raise ConfigError(
@@ -151,8 +151,8 @@ def find_contact(run_directory: Path) -> JobContact:
     if not Path(f"/proc/{contact.launcher_pid}").exists():
         remove_contact(run_directory, contact)
         raise CallerError(
-            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) is gone, it was killed; "
-            "expected the run folder of a job that runs on this machine"
+            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) was killed; expected "
+            "the run folder of a job that runs on this machine"
         )
     return contact
 

@@ -28,8 +28,8 @@ def describe_plan(plan: Plan) -> dict[str, object]:
         "axes": {str(axis): size for axis, size in plan.axis_sizes.items()},
         "microbatch_sequences": plan.microbatch_sequences,
         "sequences_per_device": plan.microbatch.sequences,
-        "rematerialise": plan.microbatch.remat,
-        "teams": [dataclasses.asdict(team) for team in plan.replica_classes],
+        "remat": plan.microbatch.remat,
+        "replica_classes": [dataclasses.asdict(team) for team in plan.replica_classes],
         "hosts": [dataclasses.asdict(span) for span in plan.hosts],
         "spares": [dataclasses.asdict(span) for span in plan.spares],
         "devices_used": plan.devices_used,
@@ -56,12 +56,12 @@ def _describe_change(change: ReplanDecision) -> dict[str, object]:
 
 def _describe_option(option: ReplanOption) -> dict[str, object]:
     return {
-        "choice": option.action,
+        "action": option.action,
         "shape": option.plan.shape,
         "step_time_s": option.step_time_s,
         "search_s": option.search_s,
         "compile_s": option.compile_s,
-        "move_s": option.move_s,
+        "migration_s": option.migration_s,
         "bytes_moved": option.migration.bytes_moved,
         "bytes_lost": option.migration.bytes_lost,
         "score": option.score,

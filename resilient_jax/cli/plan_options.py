@@ -20,7 +20,7 @@ ClusterOption = Annotated[
 ModelOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The model, such as configs/llama3_70b.toml.")
 ]
-BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, whoever lives.")]
+BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, however many hosts are live.")]
 WithoutOption = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A host that died; repeat.")]
 SlowOption = Annotated[
     list[str] | None,
@@ -34,7 +34,7 @@ MinReplicasOption = Annotated[
     int,
     typer.Option(
         metavar="R",
-        help="Complete copies of the state, at least: with 2 or more a job goes on in place when one is lost.",
+        help="Least number of replicas; with 2 or more, a job shrinks in place when one is lost.",
     ),
 ]
 TopOption = Annotated[int, typer.Option(help="How many plans to show.")]

@@ -40,7 +40,7 @@ def print_plans(
 def tabulate_plans(plans: Sequence[Plan]) -> Table:
     """Return a table with a row for each plan, fastest first."""
     table = Table("", "plan", title="plans")
-    for name in ("microbatch", "again", "quotas", "spare", "step", "tokens/s", "MFU", "memory"):
+    for name in ("microbatch", "remat", "quotas", "spare", "step", "tokens/s", "MFU", "memory"):
         table.add_column(name, justify="right")
     for place, plan in enumerate(plans, 1):
         quotas = sorted({quota for team in plan.replica_classes for _, quota in team.quotas})
@@ -120,7 +120,7 @@ def _describe(option: ReplanOption) -> tuple[str, ...]:
         f"{option.step_time_s:.4g} s",
         f"{option.search_s:.3g} s",
         f"{option.compile_s:.3g} s",
-        f"{option.move_s:.3g} s",
+        f"{option.migration_s:.3g} s",
         format_si(option.migration.bytes_moved, "B"),
         f"{option.score:.4g}",
     )

@@ -22,7 +22,7 @@ import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
 if os.getppid() != int(sys.argv[1]):
-    os._exit(1)  # the parent died before the kernel knew to tell us
+    os._exit(1)  # the parent died before prctl
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 

@@ -142,7 +142,7 @@ class GenerationFollower:
         if worker is None or worker.child.exit_code is not None:
             return
         if worker.is_unresponsive:
-            self._supervisor.kill("it was stopped and the others went on without it")
+            self._supervisor.kill("it was suspended, and the others continued without it")
             return
         # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
         worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))

@@ -328,7 +328,7 @@ def _find_reason_to_change(state: MembershipState) -> str | None:
     if joining:
         return f"{join_names(joining)} asked to join"
     if not has_service(state):
-        return "the coordination service is gone"
+        return "the coordination service has ended"
     return None
 
 

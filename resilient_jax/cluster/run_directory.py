@@ -123,7 +123,7 @@ def read_contact(directory: Path) -> JobContact:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: found no such file, so no job runs in {directory}; expected the run folder of a running "
-            "job: `launch` says first which it is"
+            "job: `launch` prints it first"
         ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there") from error

@@ -103,8 +103,8 @@ def _stop(loss: StateLoss) -> JobOutcome:
         )
     else:
         rest = (
-            f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to go on from it, or "
-            'leave state_loss_policy at "checkpoint" to have that done'
+            f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to resume from it; "
+            'with state_loss_policy = "checkpoint" a job does so by itself'
         )
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,

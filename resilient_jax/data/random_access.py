@@ -104,8 +104,8 @@ def count_items(source: RandomAccessSource) -> int:
         return len(source)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"the source ({type(source).__name__}): found no length ({error}), expected how many items it has. Let its "
-            "__len__ say so; an array needs a first dimension, over its items"
+            f"the source ({type(source).__name__}): found no length ({error}), expected the number of its items. "
+            "Define __len__; an array needs a first dimension, over its items"
         ) from error
 
 
@@ -136,7 +136,7 @@ def read_item(source: RandomAccessSource, number: int, length: int) -> Tree:
         raise DataError(
             f"{describe_item(source, number)}: found {error!r}, expected an item. Either the "
             f"source is shorter than promised "
-            f"(its length was {length}): let its __len__ say how many items it gives, by the numbers 0, 1, 2, ...; or "
+            f"(its length was {length}): its __len__ must be the number of items, with indexes 0, 1, 2, ...; or "
             "its own code fails: see the error above"
         ) from error
     if item is None:

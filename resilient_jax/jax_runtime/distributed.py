@@ -271,7 +271,7 @@ def _make_collectives(
             return collectives, opened
         del collectives  # another thread opened one, too, and gloo's cannot be distinguished: try again
     raise RuntimeError(
-        f"gloo's listener cannot be told apart in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
+        f"gloo's listener cannot be identified in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
     )
 
 

@@ -47,8 +47,8 @@ class ReplanOption:
         action: the action.
         plan: the plan that runs then; for `REROUTE` the plan before.
         step_time_s: time of each step from then on.
-        search_s, compile_s, move_s: times before the first step: the search where it was not done ahead, the program
-            where no cache has it, the state.
+        search_s, compile_s, migration_s: times before the first step: the search where it was not done ahead, the
+            program where no cache has it, the state.
         migration: what moves of the state.
         score: samples per second over the time to the next failure; 0 if the transition takes longer.
     """
@@ -58,14 +58,14 @@ class ReplanOption:
     step_time_s: float
     search_s: float
     compile_s: float
-    move_s: float
+    migration_s: float
     migration: StateMigration
     score: float
 
     @property
     def transition_s(self) -> float:
         """Time before the first step."""
-        return self.search_s + self.compile_s + self.move_s
+        return self.search_s + self.compile_s + self.migration_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, comp
     request = plan.request
     cost_model = CostModel(request)
     bandwidth = cost_model.links[-1].bytes_per_s * request.pool.devices_per_host
-    move_s = migration.count_max_host_bytes() / bandwidth + (
+    migration_s = migration.count_max_host_bytes() / bandwidth + (
         cost_model.links[-1].latency_s if migration.transfers else 0.0
     )
     return ReplanOption(
@@ -255,9 +255,9 @@ def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, comp
         step_time_s=plan.step_time_s,
         search_s=search_s,
         compile_s=compile_s,
-        move_s=move_s,
+        migration_s=migration_s,
         migration=migration,
-        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + move_s, horizon),
+        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + migration_s, horizon),
     )
 
 
@@ -298,7 +298,7 @@ def _make_immediate_option(
         step_time_s=step_time_s,
         search_s=0.0,
         compile_s=0.0,
-        move_s=0.0,
+        migration_s=0.0,
         migration=StateMigration(transfers=(), is_exact=True),
         score=compute_score(plan.global_batch, step_time_s, 0.0, horizon),
     )
@@ -359,7 +359,7 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
     }[best.action]
     sentences = [
         f"{said}: {best.step_time_s:.3g} s a step after {best.transition_s:.3g} s (search {best.search_s:.3g} s, "
-        f"compile {best.compile_s:.3g} s, move {best.migration.bytes_moved / 1e9:.3g} GB in {best.move_s:.3g} s).",
+        f"compile {best.compile_s:.3g} s, move {best.migration.bytes_moved / 1e9:.3g} GB in {best.migration_s:.3g} s).",
         *(
             f"Not {option.action} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
             f"{option.transition_s:.3g} s, {_compute_loss(option, best):.1%} fewer samples in the "
@@ -368,13 +368,13 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
         ),
         ""
         if any(option.action is ReplanAction.KEEP for option in options)
-        else f"{before.shape} cannot go on with the hosts that are left.",
+        else f"{before.shape} does not fit the hosts that are left.",
         "" if stays else explain_change(best.plan, before),
         f"{best.migration.bytes_lost / 1e9:.3g} GB are on no host that is left: they come from parity or a checkpoint."
         if best.migration.bytes_lost
         else "",
         ""
         if best.migration.is_exact
-        else "Who takes which place was found greedily: another order might move less.",
+        else "The assignment of hosts was found greedily: another one might move fewer bytes.",
     ]
     return " ".join(sentence for sentence in sentences if sentence)

@@ -80,7 +80,7 @@ class StatePartitioner:
             if size > 1 and axis not in used:
                 raise CallerError(
                     f"shardings: found no array in the state that {axis} {size} shards, expected at least one among "
-                    f"{', '.join(leaf.path for leaf in leaves[:3])}, ... Give dims names: Flax metadata in the model, "
+                    f"{', '.join(leaf.path for leaf in leaves[:3])}, ... Name the dims: Flax metadata in the model, "
                     "LogicalAxisRules(names_by_path=...), or a plan for analyze_program(model, ...), which knows them"
                 )
         return jax.tree.unflatten(jax.tree.structure(state), specs)

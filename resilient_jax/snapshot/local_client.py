@@ -148,7 +148,7 @@ class LocalServerClient:
         with self._changed:
             self._changed.wait_for(lambda: id in self._settled or self._is_closed, timeout_s)
             if id not in self._settled and self._is_closed:
-                raise PeerUnreachable("the snapshot server of this host is gone", is_refused=True)
+                raise PeerUnreachable("the snapshot server of this host has ended", is_refused=True)
             return id in self._settled
 
     def open_own_part(self, id: SnapshotId) -> tuple[PartManifest, memoryview] | None:

@@ -74,8 +74,8 @@ def _plan(leaf: FlatLeaf, piece: LeafSlice, turn: int, known: SourceCache) -> Co
     covered = sum(source.wanted.size for source in sources)
     if covered != box.size:
         raise StateError(
-            f"the state's leaf {leaf.path}: this host holds {covered} of the {box.size} numbers from {list(box.start)} "
-            f"to {list(box.stop)} that it should copy; it lies elsewhere than when snapshots were laid out. Keep "
+            f"the state's leaf {leaf.path}: this host has {covered} of the {box.size} elements from {list(box.start)} "
+            f"to {list(box.stop)} that it should copy; its sharding is not that of the snapshot layout. Keep "
             "each leaf's sharding from step to step"
         )
     return CopyTask(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)

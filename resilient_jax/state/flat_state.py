@@ -216,8 +216,7 @@ def assemble_array(path: str, value: jax.Array) -> np.ndarray:
         covered[shard.index] = True
     if not covered.all():
         raise StateError(
-            f"the state's leaf {path} is sharded over several hosts ({value.sharding}), so no single host holds "
-            "all of it. States must be complete on every host: replicate the state over hosts (shard it over "
-            "the devices of one host only)"
+            f"the state's leaf {path} is sharded over several hosts ({value.sharding}), so no single host has "
+            "all of it. Replicate the state over hosts: shard it over the devices of one host only"
         )
     return array

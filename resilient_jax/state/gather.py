@@ -74,9 +74,9 @@ class BoxGatherer:
                     wants.setdefault(host, []).extend(_split(box, piece, target))
             if found != target.data.size:
                 raise MessageError(
-                    f"the snapshot's manifests hold {found} of the {target.data.size} numbers of leaf "
+                    f"the snapshot's manifests have {found} of the {target.data.size} elements of leaf "
                     f"{self._leaves[target.leaf].path} from {list(target.box.start)} to {list(target.box.stop)}, "
-                    "expected each once; it was not taken by hosts that agreed"
+                    "expected each once; its hosts did not agree on a layout"
                 )
         for batch in _batches(self._stretches(wants)):
             self._read(batch)

@@ -296,9 +296,9 @@ def check_description_size(description_bytes: int, state: FlatState) -> None:
     if description_bytes + sum(sizes.values()) <= MAX_DESCRIPTION_BYTES:
         return
     longest = max(sizes, key=sizes.__getitem__, default="")
-    texts = f", the longest text {longest} {sizes[longest]} bytes" if sizes else ""
+    longest_string = f", the longest string {longest} {sizes[longest]} bytes" if sizes else ""
     raise CallerError(
         f"the state cannot be described in a snapshot: found {description_bytes + sum(sizes.values())} bytes of names, "
-        f"shapes, places and texts ({len(state.leaves)} arrays{texts}), expected {MAX_DESCRIPTION_BYTES} at most. Keep "
-        "long texts outside of the state, or stack many small arrays"
+        f"shapes, slices and strings ({len(state.leaves)} arrays{longest_string}), expected "
+        f"{MAX_DESCRIPTION_BYTES} at most. Keep long strings outside of the state, or stack many small arrays"
     )

@@ -127,7 +127,7 @@ def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[H
     found = set[HostName]().union(*holders.values())
     if not found <= set(hosts):
         raise StateError(
-            f"the state's leaf {path} lies on devices of {sorted(found - set(hosts))}, expected only live hosts: "
+            f"the state's leaf {path} is on devices of {sorted(found - set(hosts))}, expected only live hosts: "
             f"{list(hosts)}. Place the state on world.mesh(...) of this generation"
         )
     if len(found) == 1:

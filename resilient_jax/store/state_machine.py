@@ -143,7 +143,9 @@ class StoreStateMachine:
     def _live_lease(self, lease: LeaseId) -> _LeaseState:
         state = self._leases.get(lease)
         if state is None:
-            raise LeaseExpired(f"lease {lease} is gone: it expired, was revoked, or is of another store")
+            raise LeaseExpired(
+                f"lease {lease} does not exist: it expired, was revoked, or belongs to another store"
+            )
         return state
 
     # Keys

@@ -89,7 +89,7 @@ class LogFile:
         if self._retry_at_s == 0.0:
             self._print_line(
                 f"resilient-jax: cannot write the log file {self.path}: {error.strerror}; expected a writable "
-                "disk with free space; training goes on without this log, free space to get it back"
+                "disk with free space; training continues without this log; free space to resume it"
             )
         self._retry_at_s = time.monotonic() + RETRY_INTERVAL_S
         with contextlib.suppress(OSError):

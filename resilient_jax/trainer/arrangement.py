@@ -160,13 +160,13 @@ class PlanSearcher:
         """Check that this host has as many devices as in the topology.
 
         Raises:
-            CallerError: says both numbers.
+            CallerError: the numbers of devices differ.
         """
         expected, found = self._topology.host(world.host).devices, len(world.local_devices)
         if found != expected:
             raise CallerError(
-                f"planner: found {found} devices on host {world.host}, expected {expected} as topology "
-                f"{self._topology.name} says. Change --devices-per-host, or the topology"
+                f"planner: found {found} devices on host {world.host}, expected {expected} by topology "
+                f"{self._topology.name}. Change --devices-per-host, or the topology"
             )
 
     def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:

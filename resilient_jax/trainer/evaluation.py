@@ -73,7 +73,7 @@ class Evaluation:
         if rest or not count:
             raise CallerError(
                 f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size "
-                f"{microbatch_size}. Say "
+                f"{microbatch_size}. Set "
                 f"num_microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
             )
         return count

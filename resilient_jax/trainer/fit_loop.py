@@ -158,7 +158,7 @@ class FitLoop:
         if not num_stopped:
             self._stop = None  # the request was for a step that has been lost since
         elif not mine:
-            self._stop = (step, "a callback on another host said so")
+            self._stop = (step, "another host stopped training")
         return bool(num_stopped)
 
     # One step.
@@ -271,4 +271,4 @@ class FitLoop:
             self._progress_bar.show(report)
         for callback in self._config.callbacks:
             if callback(report) is True and self._stop is None:
-                self._stop = (report.step, f"a callback said so after step {report.step}")
+                self._stop = (report.step, f"a callback returned True after step {report.step}")

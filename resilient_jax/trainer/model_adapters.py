@@ -75,8 +75,8 @@ def adapt_model(model: object) -> ModelAdapter:
     if isinstance(model, nnx.Module):
         name = type(model).__name__
         raise CallerError(
-            f"model: found an instance of the nnx.Module {name}, expected a function that makes one. Its arrays lie on "
-            "devices, which go away and come back when hosts do; the trainer makes the model once the devices are "
+            f"model: found an instance of the nnx.Module {name}, expected a function that makes one. Its arrays are on "
+            "devices, which are lost and replaced with their hosts; the trainer makes the model once the devices are "
             f"connected. Write model=lambda rngs: {name}(..., rngs=rngs)"
         )
     if isinstance(model, nn.Module):

@@ -187,9 +187,9 @@ def _check_planner(planner: Planner | None, parallelism: Parallelism) -> None:
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):
         raise CallerError(
             f"planner: found Parallelism(replica_shape={parallelism.replica_shape}, state={parallelism.state!r}), "
-            "expected neither to be given: the plan says how many replicas a host has, and each host keeps the whole "
-            "state, sharded over its devices. For a state that is sharded over hosts leave planner out, or use "
-            "compile_plan in a loop of your own"
+            "expected neither to be given: the plan sets how many replicas a host has, and each host keeps the "
+            "complete state, sharded over its devices. For a state that is sharded over hosts leave planner out, or "
+            "use compile_plan in a loop of your own"
         )
 
 

@@ -109,7 +109,7 @@ class GuardThread:
                 orders = self._connection.receive(wait_s)
             except EOFError:
                 # Without its agent the worker gets no more orders.
-                sys.stderr.write(f"[{self._host}] the agent is gone; this worker ends\n")
+                sys.stderr.write(f"[{self._host}] the agent has ended; so does this worker\n")
                 os._exit(AGENT_GONE_EXIT_CODE)
             for received in orders:
                 if isinstance(received.message, LeaseRenewed):

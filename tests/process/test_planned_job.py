@@ -145,4 +145,4 @@ def test_another_number_of_devices_than_in_the_topology_ends_the_job_with_both_n
         assert job.wait(DEADLINE_S) != ExitCode.DONE
         said = job.read_output()
     assert "found 1 devices on host host-" in said
-    assert "expected 2 as topology local_4x2 says" in said
+    assert "expected 2 by topology local_4x2" in said

@@ -33,8 +33,8 @@ def measure_program(model, again):
 
 
 MODELS = {
-    "nnx": lambda again: lambda rngs: Decoder(LLAMA, rngs, rematerialised=again),
-    "linen": lambda again: LoopedDecoder(LLAMA, rematerialised=again),
+    "nnx": lambda again: lambda rngs: Decoder(LLAMA, rngs, remat=again),
+    "linen": lambda again: LoopedDecoder(LLAMA, remat=again),
 }
 
 

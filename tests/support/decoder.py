@@ -124,9 +124,7 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder whose layers are modules of their own; parameters are named by `nnx.with_partitioning`."""
 
-    def __init__(
-        self, shape: TransformerShape, rngs: nnx.Rngs, dtype: Any = None, rematerialised: bool = False
-    ):
+    def __init__(self, shape: TransformerShape, rngs: nnx.Rngs, dtype: Any = None, remat: bool = False):
         def embedding(rows, *names):
             init = nnx.with_partitioning(SMALL, names)
             return nnx.Embed(rows, shape.width, dtype=dtype, embedding_init=init, rngs=rngs)
@@ -144,14 +142,14 @@ class Decoder(nnx.Module):
                 shape.width, shape.vocabulary_tokens, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs
             )
         )
-        self.rematerialised = rematerialised
+        self.remat = remat
 
     def __call__(self, tokens):
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(jnp.arange(tokens.shape[1]))
         for layer in self.layers:
-            x = nnx.remat(Layer.__call__)(layer, x) if self.rematerialised else layer(x)
+            x = nnx.remat(Layer.__call__)(layer, x) if self.remat else layer(x)
         x = self.norm(x)
         return self.tokens.attend(x) if self.head is None else self.head(x)
 
@@ -188,14 +186,14 @@ class LoopedDecoder(nn.Module):
     """A decoder as one loop over stacked parameters, which are named by `nn.with_logical_partitioning`."""
 
     shape: TransformerShape
-    rematerialised: bool = False
+    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens):
         s = self.shape
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
         x = nn.Embed(s.vocabulary_tokens, s.width, embedding_init=init)(tokens)
-        layer = nn.remat(LinenLayer, prevent_cse=False) if self.rematerialised else LinenLayer
+        layer = nn.remat(LinenLayer, prevent_cse=False) if self.remat else LinenLayer
         stack = nn.scan(
             layer,
             variable_axes={"params": 0},

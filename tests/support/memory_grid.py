@@ -61,12 +61,12 @@ class Case(NamedTuple):
     shape: str
     mesh: str
     sequences: int
-    rematerialise: bool = False
+    remat: bool = False
 
     @property
     def name(self) -> str:
         """The case in words, for reports and pytest."""
-        again = ", rematerialised" if self.rematerialise else ""
+        again = ", remat" if self.remat else ""
         return f"{self.kind} {self.shape}, {self.mesh}, {self.sequences} sequences{again}"
 
 
@@ -106,16 +106,16 @@ GRID = tuple(
 def profile_of(kind: str, shape: str) -> rj.ProgramCost:
     """Return the cost measured from the model and its rematerialized twin, with a batch of four examples."""
     program = KINDS[kind](SHAPES[shape])
-    is_asked = any((case.kind, case.shape, case.rematerialise) == (kind, shape, True) for case in GRID)
-    again = KINDS[kind](SHAPES[shape], rematerialised=True).model if is_asked else None
-    return program.profile(examples=4, rematerialised=again)
+    is_asked = any((case.kind, case.shape, case.remat) == (kind, shape, True) for case in GRID)
+    again = KINDS[kind](SHAPES[shape], remat=True).model if is_asked else None
+    return program.profile(examples=4, remat=again)
 
 
 def compare(case: Case) -> MemoryCase:
     """Compile the step of a plan, and return the estimate beside what XLA reports."""
     profile, program = (
         profile_of(case.kind, case.shape),
-        KINDS[case.kind](SHAPES[case.shape], case.rematerialise),
+        KINDS[case.kind](SHAPES[case.shape], case.remat),
     )
     axes = dict.fromkeys(Axis, 1) | MESHES[case.mesh]
     examples = case.sequences * axes[Axis.REPLICA] * axes[Axis.FSDP]
@@ -123,7 +123,7 @@ def compare(case: Case) -> MemoryCase:
         profile,
         cluster([1.0] * 4, devices=2),
         global_batch=examples,
-        constraints=PlanConstraints(axes, MicrobatchConfig(case.sequences, case.rematerialise)),
+        constraints=PlanConstraints(axes, MicrobatchConfig(case.sequences, case.remat)),
         calibration=Calibration(staging_bytes=0.0),
         number_format="bf16",
     )

@@ -39,9 +39,9 @@ MESHES = [
 class NnxProgram:
     """A decoder in NNX, layer by layer, trained with Adam: state {"params", "optimizer"} of plain dicts."""
 
-    def __init__(self, shape: TransformerShape = SHAPE, rematerialised: bool = False):
+    def __init__(self, shape: TransformerShape = SHAPE, remat: bool = False):
         self.sequence_tokens = shape.sequence_tokens
-        self.make = functools.partial(_make_nnx, shape, rematerialised)
+        self.make = functools.partial(_make_nnx, shape, remat)
         with nnx.use_eager_sharding(False):
             self.graph, self.abstract = nnx.split(
                 nnx.eval_shape(lambda: self.make(rngs=nnx.Rngs(0))), nnx.Param
@@ -55,7 +55,7 @@ class NnxProgram:
         """Return the model as `analyze_program` takes it."""
         return self.make
 
-    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
+    def profile(self, examples: int = BATCH, remat=None) -> rj.ProgramCost:
         tokens = jax.ShapeDtypeStruct((examples, self.sequence_tokens), jnp.int32)
         return rj.analyze_program(
             self.model,
@@ -64,7 +64,7 @@ class NnxProgram:
             name=self.name,
             optimizer=OPTIMIZER,
             sequence_tokens=self.sequence_tokens,
-            remat_model=rematerialised,
+            remat_model=remat,
         )
 
     def init(self):
@@ -83,16 +83,16 @@ class NnxProgram:
         return jax.random.randint(jax.random.key(seed), (examples, self.sequence_tokens), 0, self.vocabulary)
 
 
-def _make_nnx(shape, rematerialised, rngs):
-    return Decoder(shape, rngs, rematerialised=rematerialised)
+def _make_nnx(shape, remat, rngs):
+    return Decoder(shape, rngs, remat=remat)
 
 
 class LinenProgram(NnxProgram):
     """The same decoder as a loop over stacked layers in Linen, with logical names; the state keeps its boxes."""
 
-    def __init__(self, shape: TransformerShape = SHAPE, rematerialised: bool = False):
+    def __init__(self, shape: TransformerShape = SHAPE, remat: bool = False):
         self.sequence_tokens, self.vocabulary = shape.sequence_tokens, shape.vocabulary_tokens
-        self.module = LoopedDecoder(shape, rematerialised=rematerialised)
+        self.module = LoopedDecoder(shape, remat=remat)
 
     name = "linen"
 
@@ -140,7 +140,7 @@ class ExpertProgram(NnxProgram):
         out = jnp.einsum("beh,ehd,be->bd", hidden, params["down"], chosen)
         return jnp.mean((out - batch) ** 2)
 
-    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
+    def profile(self, examples: int = BATCH, remat=None) -> rj.ProgramCost:
         rows = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
         return rj.analyze_program(
             lambda key: self.make(key),

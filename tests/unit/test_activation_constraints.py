@@ -77,7 +77,7 @@ def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
 
 
 def test_a_rematerialized_program_trains_as_before_under_fsdp():
-    program = LinenProgram(rematerialised=True)
+    program = LinenProgram(remat=True)
     plan = plan_with(LinenProgram().profile(), {Axis.FSDP: 4, Axis.REPLICA: 2})
     compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     state = jax.device_put(program.init(), compiled.state_shardings)

@@ -17,7 +17,7 @@ FULL = "No space left on device"
 def promised(path, why):
     return (
         f"resilient-jax: cannot write the log file {path}: {why}; expected a writable disk with free space; "
-        "training goes on without this log, free space to get it back"
+        "training continues without this log; free space to resume it"
     )
 
 

@@ -317,7 +317,7 @@ def test_a_worker_that_stops_by_itself_makes_the_change_unplanned():
 def test_a_lost_service_is_replaced_between_two_steps():
     job = training("a", "b")
     job.change("a", services=())
-    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service is gone")
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service has ended")
     stop_at_boundary(job, 6)
     assert job.asked[-1] == StartCoordinationService(WorldId(2), 2)
     job.serve("b")

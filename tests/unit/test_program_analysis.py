@@ -113,7 +113,7 @@ REFUSED = {
         lambda: {"loss": lambda params, x: (x @ params["up"]).sum().astype(jnp.int32)},
         "loss_fn: found a scalar of int32, expected a floating-point type",
     ),
-    "another model rematerialised": (
+    "another model with remat": (
         lambda: {
             "remat_model": lambda key: {"up": jnp.zeros((16, 24))},
             "loss": lambda p, x: (x @ p["up"]).sum(),

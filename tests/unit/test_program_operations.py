@@ -39,7 +39,7 @@ def chosen(x, ws):
     return jax.lax.cond(x[0, 0] > 0, lambda: x.sum(), lambda: one_by_one(x, ws))
 
 
-def rematerialised(x, ws):
+def remat(x, ws):
     return jax.checkpoint(one_by_one)(x, ws)
 
 
@@ -50,7 +50,7 @@ PROGRAMS = {
     "a loop with a rest": lambda x, ws: loop(x, ws, 4),
     "a loop in a loop": loop_in_loop,
     "compiled apart": lambda x, ws: jax.jit(loop)(x, ws),
-    "rematerialised": rematerialised,
+    "remat": remat,
 }
 
 

@@ -59,7 +59,7 @@ PROGRAMS = {
     ),
     "of a gate both results, the logistic function, and what goes down": (gated, PARAMS, 4 * WIDE),
     "a sum, not what was added": (residual, PARAMS, NARROW),
-    "nothing of what is done in a rematerialised part": (
+    "nothing of what is done in a rematerialized part": (
         lambda p, o, x: jax.checkpoint(lambda x: gated(p, o, x))(x @ p["square"]),
         PARAMS,
         NARROW,

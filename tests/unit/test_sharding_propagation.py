@@ -57,7 +57,7 @@ FEED_FORWARDS = {
         jnp.einsum("btd,dhk->bthk", x, p["up"].reshape(16, 4, 6)).reshape(2, 8, 24) @ p["down"]
     ),
     "compiled apart": lambda p, x: jax.jit(lambda x: x @ p["up"])(x) @ p["down"],
-    "rematerialised": lambda p, x: jax.checkpoint(lambda x: (x @ p["up"]) @ p["down"])(x),
+    "remat": lambda p, x: jax.checkpoint(lambda x: (x @ p["up"]) @ p["down"])(x),
 }
 
 

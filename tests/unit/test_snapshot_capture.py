@@ -312,7 +312,7 @@ def test_a_state_whose_sharding_changed_since_the_partition_is_refused():
         addressable_shards=of_first_host,
     )  # the array of the second host after its shards have moved to the first one
     with pytest.raises(
-        StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
+        StateError, match=r"leaf \['w'\]: this host has 0 of the 1 elements from \[4\] to \[5\]"
     ):
         plan_copies([FlatLeaf(path="['w']", value=cast(jax.Array, elsewhere))], partition.slices[hosts[1]])
 

@@ -11,7 +11,7 @@ from resilient_jax.state.snapshotter import MAX_DESCRIPTION_BYTES, check_descrip
 def test_strings_that_exceed_a_message_are_refused_and_the_longest_is_named():
     state = {"tokenizer": "x" * MAX_DESCRIPTION_BYTES, "name": "llama", "weights": jnp.zeros(2)}
     with pytest.raises(
-        CallerError, match=rf"1 arrays, the longest text \['tokenizer'\] {MAX_DESCRIPTION_BYTES + 13} "
+        CallerError, match=rf"1 arrays, the longest string \['tokenizer'\] {MAX_DESCRIPTION_BYTES + 13} "
     ):
         check_description_size(100, flatten_state(1, state))
     check_description_size(
@@ -21,6 +21,6 @@ def test_strings_that_exceed_a_message_are_refused_and_the_longest_is_named():
 
 def test_paths_and_slices_that_exceed_a_message_are_refused():
     with pytest.raises(
-        CallerError, match=r"found 14680065 bytes of names, shapes, places and texts \(1 arrays\)"
+        CallerError, match=r"found 14680065 bytes of names, shapes, slices and strings \(1 arrays\)"
     ):
         check_description_size(MAX_DESCRIPTION_BYTES + 1, flatten_state(1, {"weights": jnp.zeros(2)}))

@@ -155,7 +155,7 @@ def test_a_state_on_a_dead_hosts_devices_is_refused():
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     leaves = flatten_state(1, {"w": put(np.zeros(8, np.float32), sharding)}).leaves
     _, host_of = hosts_of_eight(4)
-    with pytest.raises(StateError, match=r"leaf \['w'\] lies on devices of \['host-3'\], expected only live"):
+    with pytest.raises(StateError, match=r"leaf \['w'\] is on devices of \['host-3'\], expected only live"):
         partition_state(leaves, host_of, host_names(3))
 
 

@@ -267,7 +267,7 @@ def test_parts_that_lack_or_repeat_elements_are_refused(pieces, found):
     contents = msgspec.structs.replace(manifest.contents, slices=pieces(manifest.contents.slices))
     change(snapshot, hosts[1], contents=contents)
     with pytest.raises(
-        MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"
+        MessageError, match=rf"have {found} of the 4 elements of leaf \['w'\] from \[0\] to \[4\]"
     ):
         restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), snapshot, None)
 

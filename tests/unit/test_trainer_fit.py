@@ -90,7 +90,7 @@ def test_a_callback_is_called_for_every_step_and_can_stop_training():
 
     result = make_trainer(callbacks=[stop_at_five]).fit(100)
     assert seen == [(step, ["grad_norm", "loss"]) for step in range(1, 6)]
-    assert (result.step, result.stop_reason) == (5, "a callback said so after step 5")
+    assert (result.step, result.stop_reason) == (5, "a callback returned True after step 5")
 
 
 def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_and_at_the_end():

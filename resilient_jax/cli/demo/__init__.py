@@ -65,7 +65,7 @@ def demo(
     console.print("[bold]each host has a part of the state[/]")
     sharded_found = train("sharded", sharded, Scenario.run_sharded_state)
     sharded_expected = _train_again(console, sharded)
-    console.print("[bold]a plan says how the devices work together[/]")
+    console.print("[bold]a plan shards the state over the devices of each host[/]")
     planned_loss = train("planned", planned, Scenario.run_planned_job).loss
     console.print(tabulate_recoveries(recoveries, DEVICES_PER_HOST))
     are_equal = [

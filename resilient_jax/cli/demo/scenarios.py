@@ -91,12 +91,12 @@ class Scenario:
         """Kill parts of a job with replicated state: a worker in a collective, the leader's host, a service."""
         self._wait_training(f"{NUM_HOSTS} hosts import JAX, compile and begin to train")
         self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
-        self._wait_training("the worker comes back and asks to join")
+        self._wait_training("the worker restarts and asks to join")
         self._break(
             "the leader's agent with everything on its host",
             lambda: self._job.kill(JobComponent.HOST, "leader"),
         )
-        self._wait_training("the host comes back")
+        self._wait_training("the host rejoins")
         self._break(
             "the coordination service", lambda: self._job.kill(JobComponent.COORDINATION_SERVICE, "leader")
         )
@@ -105,17 +105,17 @@ class Scenario:
         """Kill parts of a job with sharded state: two hosts at once, and a worker during its copy."""
         self._wait_training(f"{NUM_HOSTS} hosts train; each keeps a part of the state, and parity of others")
         self._break("two hosts at once, with their memory", self._kill_two_hosts)
-        self._wait_training("both hosts come back")
+        self._wait_training("both hosts rejoin")
         self._break("a worker while its part of a snapshot is copied", self._kill_worker_in_copy)
 
     def run_planned_job(self) -> None:
         """Kill a worker of a job that follows a plan, once the programs of the next plan are compiled."""
-        self._wait_training(f"{NUM_HOSTS} hosts train, as the fastest plan for them says")
+        self._wait_training(f"{NUM_HOSTS} hosts train, by the fastest plan for them")
         self._print_plan()
         self._wait_compiled_ahead()
         self._break("one worker; the others have another fastest plan", self._kill_worker_in_collective)
         self._print_plan()
-        self._wait_training("the worker comes back and asks to join")
+        self._wait_training("the worker restarts and asks to join")
         self._print_plan()
 
     def wait_done(self) -> None:
@@ -139,7 +139,7 @@ class Scenario:
 
     def _wait_compiled_ahead(self) -> None:
         """Wait until every host has compiled the programs for the loss of a host."""
-        self._console.print("[dim]the programs of the next plan are compiled while training goes on[/]")
+        self._console.print("[dim]the programs of the next plan are compiled during training[/]")
         for host in [status.host for status in self._read_report().hosts]:
             self._job.wait_event(
                 "programs compiled ahead",
