@@ -58,7 +58,7 @@ STARRED = frozenset(
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 
-LATE_LOADERS = frozenset({"resilient_jax.cli.main", "resilient_jax.planning.plan"})
+LATE_LOADERS = frozenset({"resilient_jax.cli.main"})
 """Modules that load others by a name that is not written there: the commands, each when it is asked for."""
 
 PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)
@@ -81,7 +81,7 @@ def package_of(module: str) -> str:
 
 
 def find_imports(source: str, module: str, *, is_package: bool) -> Iterator[Import]:
-    """Yields every import of a file: absolute, relative, for type checkers only, by a literal name."""
+    """Yield every import of a file: absolute, relative, for type checkers only, by a literal name."""
     base = module.split(".") if is_package else module.split(".")[:-1]
     pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
     while pending:
@@ -147,7 +147,7 @@ def test_a_file_belongs_to_a_layer(file):
 
 
 def find_upward_imports(imports: Iterator[Import], module: str) -> list[str]:
-    """Says which imports do not point down."""
+    """Return which imports do not point down."""
     package = package_of(module)
     return [
         f"line {item.line}: {package} (layer {LAYER_OF[package]}) imports {item.module} "
