@@ -1,6 +1,5 @@
 """A job on this machine as a child process, which campaigns, the demo, benchmarks and tests observe and break."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -28,6 +27,7 @@ from resilient_jax.protocol.failpoints import (
     FailPoint,
     FailPointController,
 )
+from resilient_jax.transport.event_loop_thread import share_event_loop
 
 MARK_VARIABLE = "RESILIENT_JAX_LOCAL_JOB"
 """Every process of the job inherits this variable, by which processes that the job leaves behind are found."""
@@ -104,7 +104,8 @@ class LocalJob(ObservedJob):
     def read_report(self) -> JobReport | None:
         """Return the store's records of the job; None while the job starts, and after its end."""
         try:
-            return asyncio.run(read_job_report(read_contact(self.run_directory)))
+            # Not `asyncio.run`, which a signal may leave while gRPC starts or stops for this poll alone.
+            return share_event_loop().run(read_job_report(read_contact(self.run_directory)))
         except ResilientJaxError:
             return None
 

@@ -202,7 +202,7 @@ class LocalServerClient:
                 received = self._replies.pop(request.request_id)
         name = type(request).__name__
         if received is None:
-            why = "is gone" if self._is_closed else f"did not answer {name} within {timeout_s} s"
+            why = "has ended" if self._is_closed else f"did not answer {name} within {timeout_s} s"
             raise PeerUnreachable(f"the snapshot server of this host {why}", is_refused=self._is_closed)
         reply, descriptors = received
         if isinstance(reply, RequestFailed):

@@ -287,7 +287,7 @@ def test_a_new_worker_ends_the_session_of_the_previous_one():
         first.begin(make_id(1))
         second = host.worker()
         assert "replaced" in str(host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(1)).detail["reason"])
-        with pytest.raises(PeerUnreachable, match="gone"):
+        with pytest.raises(PeerUnreachable, match="has ended"):
             first.wait_committed(make_id(9), WAIT_S)
         second.open_layout(make_layout([host], 0, SIZES[:1]))
         take(second, make_id(2), host.name, make_part(make_id(2), host.name, SIZES[0]))
@@ -544,7 +544,7 @@ def test_a_waiting_worker_gets_an_error_when_its_server_dies():
         waiting.start()
         host.kill()
         waiting.join(WAIT_S)
-        assert "gone" in str(failures[0])
+        assert "has ended" in str(failures[0])
         with pytest.raises(PeerUnreachable):
             worker.begin(make_id(1))
 
