@@ -369,7 +369,8 @@ def test_training_continues_when_the_disk_of_the_logs_is_full(tmp_path: Path) ->
     assert said, output
     assert len(said) == len(set(said)), "of each log once"
     assert all(
-        ": No space left on device; expected a writable disk with free space; training continues without this log" in line
+        ": No space left on device; expected a writable disk with free space; training continues without this log"
+        in line
         for line in said
     )
 
