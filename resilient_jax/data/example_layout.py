@@ -70,18 +70,19 @@ class LayoutChecker:
 def _to_array(leaf: object, tree: Tree, position: int, name: str) -> np.ndarray:
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
         array = np.asarray(leaf)
-        if _holds_numbers(array.dtype):
+        if holds_numbers(array.dtype):
             return array
         found = f"an array of dtype {array.dtype}"
     else:
         found = type(leaf).__name__
     raise DataError(
-        f"{name}{_paths(tree)[position]}: found {found}, expected an array of numbers, or a number. Convert it in "
+        f"{name}{list_paths(tree)[position]}: found {found}, expected an array of numbers, or a number. Convert it in "
         "the source, or leave it out"
     )
 
 
-def _holds_numbers(dtype: np.dtype) -> bool:
+def holds_numbers(dtype: np.dtype) -> bool:
+    """Return whether arrays of this dtype hold numbers or booleans."""
     # bfloat16 and the other types of ml_dtypes are of kind V, as structured arrays and raw bytes are.
     return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.type is not np.void)
 
@@ -89,17 +90,18 @@ def _holds_numbers(dtype: np.dtype) -> bool:
 def _describe_difference(tree: Tree, found: ExampleLayout, expected: ExampleLayout) -> str:
     if found.structure != expected.structure:
         return f"found the tree {found.structure}, expected {expected.structure}"
-    for path, ours, theirs in zip(_paths(tree), found.leaves, expected.leaves, strict=True):
+    for path, ours, theirs in zip(list_paths(tree), found.leaves, expected.leaves, strict=True):
         if ours != theirs:
             where = f"leaf {path}: " if path else ""
-            return f"{where}found {_describe(*ours)}, expected {_describe(*theirs)}"
+            return f"{where}found {describe_array(*ours)}, expected {describe_array(*theirs)}"
     raise AssertionError("equal layouts")
 
 
-def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+def describe_array(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    """Return dtype and shape as in an error: float32[60000,28,28]."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _paths(tree: Tree) -> list[str]:
+def list_paths(tree: Tree) -> list[str]:
     """Return the path of each leaf: `['image']`, `[0]`; empty for a tree that is one leaf."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

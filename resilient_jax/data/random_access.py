@@ -4,6 +4,7 @@ from typing import Protocol
 
 import numpy as np
 
+from resilient_jax.data.array_rows import ArrayRows
 from resilient_jax.data.example_layout import LayoutChecker, Tree
 from resilient_jax.data.microbatch_rows import (
     ALL_ROWS,
@@ -68,7 +69,10 @@ class RandomAccessData:
         Raises:
             DataError: there is no such microbatch or part, or the source lacks an item or changes its layout.
         """
-        return read_examples(self._source, self._item_indices(step, index, part), self._length, self._layout)
+        numbers = self._item_indices(step, index, part)
+        if isinstance(self._source, ArrayRows):
+            return self._source.take(numbers)  # the same rows at once, and of one layout by construction
+        return read_examples(self._source, numbers, self._length, self._layout)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
         """Return int32: document lengths in all rows, if the source has a method `lengths` (see `PackedDocuments`)."""

@@ -7,7 +7,10 @@ of bits has halves that differ by one bit; equal halves would need a power of fo
 function is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014). This is a shuffle, not a cipher.
 
-The order of the training data depends on every constant here: the tests pin it, and it may never change.
+The order of the training data depends on every constant here: the tests pin it, and it may never change. That is why
+this is not Grain's `shuffle`: a job that is resumed with a newer version must go on with the same order, and Grain does
+not guarantee its order across versions, though its tests keep it in practice (https://github.com/google/grain/pull/1250).
+A Grain dataset is read in the order that it has; see `grain_data`.
 """
 
 import numpy as np

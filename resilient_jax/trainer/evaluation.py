@@ -1,6 +1,7 @@
 """Evaluation: the mean loss on other data, over microbatches that all hosts share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.data.array_rows import view_as_rows
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
@@ -29,7 +31,8 @@ class Evaluation:
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 
     Attributes:
-        data: as for training; a source of examples is read in its own order. A function gets step 0 each time.
+        data: as for training; arrays and a source of examples are read in their own order. A function gets step 0 each
+            time.
         interval_steps: evaluate before each step whose number is a multiple of it, except 0; and after the last step.
         microbatch_size: examples in a microbatch; None: as in training.
         num_microbatches: how many to evaluate; None: all of the source, which must be a multiple of the microbatch
@@ -63,31 +66,38 @@ class Evaluation:
         """
         if self.num_microbatches is not None:
             return self.num_microbatches
-        if not isinstance(self.data, Sized):
+        source = view_as_rows(self.data)
+        if not isinstance(source, Sized):
             raise CallerError(
-                f"evaluation: found a {type(self.data).__name__} without a length as data, "
-                f"expected num_microbatches=, how "
-                "many to evaluate"
+                f"evaluation: found a {type(source).__name__} without a length as data, expected num_microbatches=, "
+                "how many to evaluate"
             )
-        count, rest = divmod(len(self.data), microbatch_size)
+        count, rest = divmod(len(source), microbatch_size)
         if rest or not count:
             raise CallerError(
-                f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size "
-                f"{microbatch_size}. Set "
-                f"num_microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
+                f"evaluation: found {len(source)} examples, expected a multiple of the microbatch size "
+                f"{microbatch_size}. Set num_microbatches={max(count, 1)} to leave out the last {rest}, or give "
+                "another microbatch_size"
             )
         return count
 
     def make_data(self, microbatch_size: int, seed: int) -> MicrobatchData:
-        """Return the evaluation's data, the same in every step."""
-        count = self.count_microbatches(microbatch_size)
-        data = make_microbatch_data(
-            self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed
+        """Return the evaluation's data, the same in every step.
+
+        Raises:
+            CallerError: as `count_microbatches`.
+            DataError: the data is none that `make_microbatch_data` takes.
+        """
+        make = functools.partial(
+            make_microbatch_data,
+            self.data,
+            num_microbatches=self.count_microbatches(microbatch_size),
+            microbatch_size=microbatch_size,
+            seed=seed,
         )
+        data = make()
         if isinstance(data, RandomAccessData):
-            data = make_microbatch_data(
-                self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed, shuffle=False
-            )
+            data = make(shuffle=False)
         return RepeatedStepData(data)
 
 

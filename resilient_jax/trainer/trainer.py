@@ -59,7 +59,9 @@ class Trainer:
         optimizer: any Optax transformation, with its learning-rate schedule in it: it is updated once a step.
         loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`; returns the mean over the batch, or that mean
             and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays.
-        data: a source of examples, a Grain `MapDataset`, or a function `batch(step, index)` that returns a microbatch.
+        data: arrays whose first dimension is the number of examples, such as `(images, labels)` or a dict of them; a
+            source of examples, with `len()` and `[]`; a Grain `MapDataset`; or a function `batch(step, index)` that
+            returns a microbatch. See `make_microbatch_data`.
         batch_size: examples in a step, however many hosts are alive.
         microbatch_size: examples that one replica computes at a time; a multiple of its devices.
         seed: of the initial weights, the shuffle and all keys.
@@ -83,7 +85,7 @@ class Trainer:
         model: object,
         optimizer: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
-        data: Any,  # noqa: ANN401 - four kinds of sources
+        data: Any,  # noqa: ANN401 - five kinds of sources
         batch_size: int,
         microbatch_size: int,
         seed: int = 0,

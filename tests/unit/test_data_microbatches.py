@@ -162,13 +162,14 @@ class NegativeLength(list[int]):
     [
         (
             iter([1, 2]),
-            r"data: found a list_iterator, expected \(1\) a function .* \(4\) .*An iterator cannot",
+            r"data: found a list_iterator, expected \(1\) arrays .* \(5\) .*An iterator cannot",
         ),
         (3, "data: found a int, expected"),
         (list, r"found the class list itself, .* Give an object"),
-        ({"x": np.zeros(3)}, r"found a dict, .* Give one of its values"),
+        ("mnist.npz", r"found 'mnist\.npz', .* Load what is there"),
+        (lambda step: np.zeros(1), r"found a function of \(step\), expected batch\(step, index\)"),
         ([], r"the source \(list\): found no items"),
-        (np.array(3), r"the source \(ndarray\): found no length \(len\(\) of unsized object\), expected"),
+        (np.array(3), r"data: found int64\[\], expected an array of numbers whose first dimension"),
         (
             NegativeLength(),
             r"the source \(NegativeLength\): found no length \(__len__\(\) should return >= 0\)",

@@ -22,7 +22,7 @@ ROOT_NAME = "resilient_jax"
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events", "threads"}),
-    frozenset({"config", "topology", "erasure", "protocol"}),
+    frozenset({"argument_checks", "config", "topology", "erasure", "protocol"}),
     frozenset({"telemetry", "transport", "erasure.kernels"}),
     frozenset({"store", "planning"}),
     frozenset({"snapshot"}),

@@ -1,0 +1,89 @@
+"""Checks of arguments before they are used: an error from deep inside would not say which argument was wrong.
+
+The fields of a group of options are checked against their annotations, so there is no second list of types. Whether a
+function takes the arguments that it will be called with is read off its signature; it is not called.
+"""
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any, Final, Literal, Union
+
+from resilient_jax.errors import CallerError
+
+NAMES: Final[Mapping[object, str]] = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    types.NoneType: "None",
+    Callable: "a function",
+}
+"""What a type is called in an error, where it is not its own name."""
+
+
+def check_fields(options: Any) -> None:  # noqa: ANN401 - any dataclass
+    """Check that each field of a group of options has a value of its annotated type; for `__post_init__`.
+
+    Raises:
+        CallerError: names the first field that has not.
+    """
+    annotations = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value, annotation = getattr(options, field.name), annotations[field.name]
+        if not _has_type(value, annotation):
+            raise CallerError(
+                f"{type(options).__name__}: found {field.name}={describe_value(value)}, expected "
+                f"{_describe_type(annotation)}"
+            )
+
+
+def find_refused_call(function: Callable[..., object], num_arguments: int) -> str | None:
+    """Return the signature of a function that cannot be called with that many positional arguments; else None."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that has none
+        return None
+    try:
+        signature.bind(*range(num_arguments))
+    except TypeError:
+        return str(signature)
+    return None
+
+
+def describe_value(value: object) -> str:
+    """Return a short name of a wrong value: 'ten' (str), the class Adam, the function adam."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', value)}"
+    if value is None or isinstance(value, str | int | float):
+        return f"{value!r} ({type(value).__name__})"
+    return f"a {type(value).__name__}"
+
+
+def _has_type(value: object, annotation: Any) -> bool:  # noqa: ANN401 - a type or a form of typing
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(_has_type(value, choice) for choice in choices)
+    if origin is Literal:
+        return value in choices
+    if annotation is Any:
+        return True
+    expected = origin or annotation
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, {int: Integral, float: Real}.get(expected, expected))
+
+
+def _describe_type(annotation: Any) -> str:  # noqa: ANN401 - a type or a form of typing
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe_type(choice) for choice in choices)
+    if origin is Literal:
+        return " or ".join(map(repr, choices))
+    expected = origin or annotation
+    return NAMES.get(expected) or expected.__name__
