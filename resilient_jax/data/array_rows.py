@@ -11,6 +11,7 @@ nonsense. The rules that keep these apart:
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -75,8 +76,11 @@ def view_as_rows(source: Any) -> Any:  # noqa: ANN401 - any source of data
     """Return `ArrayRows` of what is columns, and everything else unchanged.
 
     Raises:
-        DataError: the source could be columns or examples, or is columns that do not fit each other.
+        DataError: the source is a string or a path, could be columns or examples, or is columns that do not fit each
+            other.
     """
+    if isinstance(source, str | Path):
+        raise DataError(f"data: found {str(source)!r}, expected the data. Load what is there. {REMEDIES}")
     if isinstance(source, np.ndarray) and not holds_numbers(source.dtype):
         return source  # an array of objects: its items may be examples
     if isinstance(source, tuple) and len(source) > MAX_UNNAMED_COLUMNS:

@@ -55,7 +55,7 @@ def check_integers(**numbers: object) -> None:
         DataError: names the first that is not.
     """
     for name, found in numbers.items():
-        if not isinstance(found, Integral):
+        if not isinstance(found, Integral) or isinstance(found, bool):
             raise DataError(f"{name}: found {found!r} ({type(found).__name__}), expected an integer")
 
 

@@ -1,6 +1,5 @@
 """The data as the trainer reads it, and how it is made from the user's source."""
 
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,7 +84,7 @@ def make_microbatch_data(
         if microbatch_size is None:
             return make_batched_grain_data(source, num_microbatches=num_microbatches)
         return GrainData(source, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
-    if isinstance(source, type | str | Path):
+    if isinstance(source, type):
         raise DataError(_describe_refusal(source))
     if callable(getattr(source, "batch", None)) and callable(getattr(source, "lengths", None)):
         _refuse_shuffle(shuffle, source, "Shuffle inside of it")
@@ -129,8 +128,6 @@ def _describe_refusal(source: object) -> str:
         return (
             f"data: found the class {source.__name__} itself, {EXPECTED_SOURCES}. Give an object of the class"
         )
-    if isinstance(source, str | Path):
-        return f"data: found {str(source)!r}, {EXPECTED_SOURCES}. Load what is there, and give the arrays"
     return (
         f"data: found a {type(source).__name__}, {EXPECTED_SOURCES}. An iterator cannot return again a microbatch that "
         "a dead host has read: give what it iterates over, such as the dataset of a DataLoader; in Grain, give "

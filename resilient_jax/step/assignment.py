@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.errors import CallerError
 from resilient_jax.step.quotas import count_units, distribute_units, microbatches_of_unit
 
@@ -71,6 +72,7 @@ class ReplicaShape:
     axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         many = self.per_host == "devices" or (isinstance(self.per_host, int) and self.per_host > 1)
         is_known = many or self.per_host == 1
         if not is_known or self.hosts < 1 or (many and self.hosts > 1):
@@ -126,12 +128,18 @@ class AccumulationOptions:
             one all-reduce of each host's total: less memory and traffic, equal within rounding.
         replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
         balance_by_speed: assign units in proportion to measured speed; else evenly.
+
+    Raises:
+        CallerError: a value is of another type.
     """
 
     unit_size: int = 1
     reproducible: bool = True
     replica_shape: ReplicaShape = ReplicaShape()
     balance_by_speed: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

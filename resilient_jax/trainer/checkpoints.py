@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.errors import CallerError
 
 
@@ -35,6 +36,7 @@ class Checkpoints:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.save_interval_steps < 1 or self.max_to_keep < 1:
             raise CallerError(
                 f"checkpoints: found save_interval_steps={self.save_interval_steps}, "

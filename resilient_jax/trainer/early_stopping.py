@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.errors import CallerError
 from resilient_jax.trainer.training_state import EarlyStoppingState
 
@@ -31,6 +32,7 @@ class EarlyStopping:
     larger_is_better: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.patience < 1 or not self.min_delta >= 0:
             raise CallerError(
                 f"early_stopping: found patience={self.patience}, min_delta={self.min_delta}, expected a patience of "

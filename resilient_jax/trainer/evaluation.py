@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.data.array_rows import view_as_rows
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, DataError
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
@@ -50,6 +51,7 @@ class Evaluation:
     loss_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("interval_steps", "microbatch_size", "num_microbatches"):
             if (found := getattr(self, name)) is not None and found < 1:
                 raise CallerError(f"evaluation: found {name}={found}, expected at least 1")
@@ -88,16 +90,19 @@ class Evaluation:
             CallerError: as `count_microbatches`.
             DataError: the data is none that `make_microbatch_data` takes.
         """
-        make = functools.partial(
-            make_microbatch_data,
-            self.data,
-            num_microbatches=self.count_microbatches(microbatch_size),
-            microbatch_size=microbatch_size,
-            seed=seed,
-        )
-        data = make()
-        if isinstance(data, RandomAccessData):
-            data = make(shuffle=False)
+        try:
+            make = functools.partial(
+                make_microbatch_data,
+                self.data,
+                num_microbatches=self.count_microbatches(microbatch_size),
+                microbatch_size=microbatch_size,
+                seed=seed,
+            )
+            data = make()
+            if isinstance(data, RandomAccessData):
+                data = make(shuffle=False)
+        except DataError as error:
+            raise DataError(f"evaluation: {error}") from error
         return RepeatedStepData(data)
 
 

@@ -5,6 +5,7 @@ import enum
 from collections.abc import Sequence
 from pathlib import Path
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import CallerError
 from resilient_jax.step.assignment import ReplicaShape
@@ -45,7 +46,7 @@ class Parallelism:
             clip, use `Numerics(clip_norm=)`, which keeps the bits.
 
     Raises:
-        CallerError: `state` has another value.
+        CallerError: a value is of another type, `unit_size` is below 1, or `state` is neither of the two.
     """
 
     unit_size: int = 1
@@ -55,6 +56,9 @@ class Parallelism:
     state: StateSharding | str = StateSharding.REPLICATED
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.unit_size < 1:
+            raise CallerError(f"parallelism: found unit_size={self.unit_size}, expected at least 1")
         if self.state not in list(StateSharding):
             raise CallerError(
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
@@ -69,11 +73,22 @@ class ReadOptions:
         shuffle: a source of examples is shuffled newly in each epoch, unless this is False. For other sources: None.
         prefetch_buffer_size: how many microbatches to keep ready.
         num_threads: of reading.
+
+    Raises:
+        CallerError: a value is of another type, or a number is below 1.
     """
 
     shuffle: bool | None = None
     prefetch_buffer_size: int = 8
     num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.prefetch_buffer_size < 1 or self.num_threads < 1:
+            raise CallerError(
+                f"read_options: found prefetch_buffer_size={self.prefetch_buffer_size}, "
+                f"num_threads={self.num_threads}, expected at least 1 of each"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The user's loss function, whose results are checked while it is traced."""
+"""The user's loss function: its signature is checked at once, its results while it is traced."""
 
 import dataclasses
 import inspect
@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 
 Metrics = dict[str, jax.Array]
@@ -16,19 +18,30 @@ RESERVED_METRICS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "st
 """Metrics of the trainer, and other parameters of `World.commit`."""
 EVALUATION_PREFIX: Final = "eval_"
 
+RNGS: Final = "rngs"
+KEY_NAMES: Final = ("key", "rng", "dropout_rng", RNGS)
+"""What a loss function may call the parameter that gets random numbers. It gets a key of `jax.random`; under `rngs`, as
+Flax NNX has it, an `nnx.Rngs` made of that key: `rngs.dropout()` is a key, and a module takes it as `rngs=rngs`."""
+
+EXPECTED_LOSS: Final = (
+    "expected loss_fn(model, batch), which returns the mean over the batch. The batch is one argument, with the tree "
+    f"of the data; a parameter for random numbers is the third, and is called {', '.join(KEY_NAMES)}: the first three "
+    "get a jax.random key, the last an nnx.Rngs"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossFunction:
     """A loss function with one signature: it takes a key and returns float32.
 
     Attributes:
-        function: `function(model, batch)` or `function(model, batch, key=...)`; returns the mean over the batch, a
-            scalar, or that scalar and a dict of scalars by name.
-        takes_key: whether the function has a parameter `key`.
+        function: `function(model, batch)`, or with a key as well; returns the mean over the batch, a scalar, or that
+            scalar and a dict of scalars by name.
+        key_name: the function's parameter of `KEY_NAMES`; None: it has none.
     """
 
     function: Callable[..., Any]
-    takes_key: bool
+    key_name: str | None
 
     def __call__(self, model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:  # noqa: ANN401
         """Return (loss float32[], metrics). Exceptions of the function pass unchanged.
@@ -36,7 +49,12 @@ class LossFunction:
         Raises:
             CallerError: the function returns something else; says what.
         """
-        found = self.function(model, batch, key=key) if self.takes_key else self.function(model, batch)
+        if self.key_name is None:
+            found = self.function(model, batch)
+        else:
+            found = self.function(
+                model, batch, **{self.key_name: nnx.Rngs(key) if self.key_name == RNGS else key}
+            )
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         return _scalar(value), _check_metrics(metrics)
 
@@ -45,18 +63,25 @@ def adapt_loss(function: object) -> LossFunction:
     """Return the user's loss function as a `LossFunction`.
 
     Raises:
-        CallerError: it cannot be called.
+        CallerError: it cannot be called with a model, a batch and at most one of `KEY_NAMES`.
     """
     if not callable(function):
-        raise CallerError(
-            f"loss_fn: found a {type(function).__name__}, expected a function loss_fn(model, batch) that "
-            "returns a scalar"
-        )
+        raise CallerError(f"loss_fn: found {describe_value(function)}, {EXPECTED_LOSS}")
     try:
-        takes_key = "key" in inspect.signature(function).parameters
-    except ValueError:  # a builtin
-        takes_key = False
-    return LossFunction(function, takes_key)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that has none
+        return LossFunction(function, None)
+    key_names = [name for name in signature.parameters if name in KEY_NAMES]
+    try:
+        signature.bind(None, None, **dict.fromkeys(key_names))
+    except TypeError as error:
+        raise CallerError(f"loss_fn: found a function of {signature}, {EXPECTED_LOSS}") from error
+    if len(key_names) > 1:
+        raise CallerError(
+            f"loss_fn: found the parameters {' and '.join(key_names)}, expected one of them: they would get the same "
+            "random numbers. Split one key: jax.random.split(key)"
+        )
+    return LossFunction(function, key_names[0] if key_names else None)
 
 
 def _scalar(value: object) -> jax.Array:

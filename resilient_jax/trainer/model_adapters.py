@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 
 Tree = Any
@@ -81,13 +82,44 @@ def adapt_model(model: object) -> ModelAdapter:
         )
     if isinstance(model, nn.Module):
         return LinenAdapter(model)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise CallerError(
+            f"model: found the class {model.__name__} itself, expected an instance of this flax.linen.Module. Write "
+            f"model={model.__name__}(...)"
+        )
     if callable(model):
         is_class = isinstance(model, type) and issubclass(model, nnx.Module)
-        return NnxAdapter(model) if is_class or "rngs" in _parameter_names(model) else FunctionAdapter(model)
+        if is_class or "rngs" in _parameter_names(model):
+            _check_call(model, "rngs")
+            return NnxAdapter(model)
+        _check_call(model)
+        return FunctionAdapter(model)
     raise CallerError(
-        f"model: found a {type(model).__name__}, expected a function lambda rngs: Net(..., rngs=rngs) that makes an "
+        f"model: found {describe_value(model)}, expected a function lambda rngs: Net(..., rngs=rngs) that makes an "
         "nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
     )
+
+
+def _check_call(function: Callable[..., Any], *names: str) -> None:
+    """Check that the function can be called with these arguments by name; without names, with a key.
+
+    Raises:
+        CallerError: it cannot.
+    """
+    # The metaclass of nnx hides the parameters of a class.
+    called = functools.partial(function.__init__, None) if isinstance(function, type) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # a builtin that has none
+        return
+    try:
+        signature.bind(*(() if names else (None,)), **dict.fromkeys(names))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise CallerError(
+            f"model: found {name}{signature}, expected a function of one argument: lambda rngs: Net(..., rngs=rngs), "
+            "which makes an nnx.Module, or init(key), which makes a tree of arrays. Bind the others in a lambda"
+        ) from error
 
 
 class NnxAdapter(ModelAdapter):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.errors import CallerError
 
 Tree = Any
@@ -46,18 +47,26 @@ class Numerics:
     non_finite: NonFinitePolicy | str = NonFinitePolicy.STOP
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
             raise CallerError(
                 f"clip_norm: found {self.clip_norm}, expected a positive number, or None for no clip"
             )
-        if self.compute_dtype is not None and not jnp.issubdtype(self.compute_dtype, jnp.floating):
+        if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise CallerError(
-                f"compute_dtype: found {self.compute_dtype}, expected a floating-point type, such as jnp.bfloat16"
+                f"compute_dtype: found {self.compute_dtype!r}, expected a floating-point type, such as jnp.bfloat16"
             )
         if self.non_finite not in list(NonFinitePolicy):
             raise CallerError(
                 f"non_finite: found {self.non_finite!r}, expected one of {', '.join(NonFinitePolicy)}"
             )
+
+
+def _is_floating(dtype: Any) -> bool:  # noqa: ANN401 - whatever the user gave
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # no dtype at all
+        return False
 
 
 def cast_floats(tree: Tree, dtype: Any) -> Tree:  # noqa: ANN401 - what jnp takes for a dtype

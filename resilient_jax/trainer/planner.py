@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from resilient_jax.argument_checks import check_fields
 from resilient_jax.planning.axes import AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.program_cost import ProgramCost
@@ -29,6 +30,9 @@ class Planner:
         axis_sizes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
             background. Reductions over one and two hosts fewer are always compiled ahead.
+
+    Raises:
+        CallerError: a value is of another type.
     """
 
     topology: Topology | Path | str
@@ -37,3 +41,6 @@ class Planner:
     calibration: Calibration = DEFAULT_CALIBRATION
     axis_sizes: AxisSizes = dataclasses.field(default_factory=dict)
     compile_ahead: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
@@ -213,11 +214,17 @@ def check_optimizer(optimizer: object) -> optax.GradientTransformation:
     Raises:
         CallerError: it is not an Optax transformation.
     """
-    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+    is_pair = callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    if is_pair and not isinstance(optimizer, type):
         return optimizer  # pyright: ignore[reportReturnType] - a pair of functions is all that Optax asks for
+    remedy = (
+        "Call it, with its learning rate"
+        if callable(optimizer)
+        else "Give it without the model: no nnx.Optimizer, no TrainState"
+    )
     raise CallerError(
-        f"optimizer: found a {type(optimizer).__name__}, expected an optax.GradientTransformation, such as "
-        "optax.adamw(3e-4). Give it without the model: no nnx.Optimizer, no TrainState"
+        f"optimizer: found {describe_value(optimizer)}, expected an optax.GradientTransformation, such as "
+        f"optax.adamw(3e-4). {remedy}"
     )
 
 

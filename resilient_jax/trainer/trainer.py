@@ -16,9 +16,10 @@ from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.fit_config import FitConfig, Parallelism, ReadOptions, StateSharding
 from resilient_jax.trainer.fit_loop import FitLoop
 from resilient_jax.trainer.fit_result import FitResult
-from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, adapt_loss
+from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction, adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
+from resilient_jax.trainer.option_groups import check_callbacks, check_log_directory, check_option_groups
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
 from resilient_jax.trainer.step_programs import Recipe, check_optimizer
@@ -58,7 +59,9 @@ class Trainer:
             `init(key)` that makes a tree of arrays.
         optimizer: any Optax transformation, with its learning-rate schedule in it: it is updated once a step.
         loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`; returns the mean over the batch, or that mean
-            and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays.
+            and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays. The key
+            is a new one for each microbatch; it may also be called `rng` or `dropout_rng`, and under the name `rngs`
+            it is an `nnx.Rngs`.
         data: arrays whose first dimension is the number of examples, such as `(images, labels)` or a dict of them; a
             source of examples, with `len()` and `[]`; a Grain `MapDataset`; or a function `batch(step, index)` that
             returns a microbatch. See `make_microbatch_data`.
@@ -100,12 +103,20 @@ class Trainer:
         log_directory: str | Path | None = None,
     ) -> None:
         """Check what can be checked without a device."""
+        check_option_groups(
+            numerics=numerics, parallelism=parallelism, planner=planner, read_options=read_options
+        )
+        check_option_groups(evaluation=evaluation, early_stopping=early_stopping, checkpoints=checkpoints)
+        check_callbacks(callbacks)
+        check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
         _check_early_stopping(early_stopping, evaluation)
         _check_planner(planner, parallelism)
         loss_function = adapt_loss(loss_fn)
-        evaluation_loss = evaluation.loss_fn if evaluation is not None else None
+        evaluation_loss = None if evaluation is None else _check_evaluation(evaluation, microbatch_size, seed)
+        sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+        microbatches = make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle)
         self._config = FitConfig(
             num_steps=0,
             recipe=Recipe(
@@ -118,19 +129,13 @@ class Trainer:
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
             ),
             microbatch_size=microbatch_size,
-            data=make_microbatch_data(
-                data,
-                num_microbatches=num_microbatches,
-                microbatch_size=microbatch_size,
-                seed=seed,
-                shuffle=read_options.shuffle,
-            ),
+            data=microbatches,
             model=model,
             parallelism=parallelism,
             planner=planner,
             read_options=read_options,
             evaluation=evaluation,
-            evaluation_loss=loss_function if evaluation_loss is None else adapt_loss(evaluation_loss),
+            evaluation_loss=evaluation_loss or loss_function,
             early_stopping=early_stopping,
             checkpoints=checkpoints,
             callbacks=tuple(callbacks),
@@ -176,6 +181,12 @@ def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
             "it: a step has an integer number of microbatches. Change one of them"
         )
     return num_microbatches
+
+
+def _check_evaluation(evaluation: Evaluation, microbatch_size: int, seed: int) -> LossFunction | None:
+    """Return the loss function of the evaluation, if it has its own; its data is refused now, not in a running job."""
+    evaluation.make_data(evaluation.microbatch_size or microbatch_size, seed)
+    return None if evaluation.loss_fn is None else adapt_loss(evaluation.loss_fn)
 
 
 def _check_seed(seed: int) -> None:

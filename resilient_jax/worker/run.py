@@ -5,6 +5,7 @@ import os
 
 import msgspec
 
+from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.distributed import is_backend_initialized
@@ -47,7 +48,8 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
 
     Raises:
         Exception: whatever `train_fn` raises by its own fault, once; the job ends with it.
-        CallerError: under an agent: a second call, or JAX's devices are in use already.
+        CallerError: an argument is no function that can be called so; the script has called
+            `jax.distributed.initialize`; under an agent: a second call, or JAX's devices are in use already.
 
     Example:
         >>> import resilient_jax as rj
@@ -59,6 +61,7 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
         >>> rj.run(train)  # doctest: +SKIP
     """
     global _has_run
+    _check_arguments(train_fn, find_latest_checkpoint)
     if _has_run:
         raise CallerError(
             "run: found a second call in a process that an agent started, expected one: the job is over for its agent "
@@ -80,6 +83,26 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
     death_pipe = os.environ.pop(DEATH_PIPE_VARIABLE, None)
     with contextlib.closing(Worker(int(descriptor), settings, find_latest_checkpoint)) as worker:
         worker.run(train_fn, int(death_pipe) if death_pipe is not None else None)
+
+
+def _check_arguments(train_fn: object, find_latest_checkpoint: object) -> None:
+    if not callable(train_fn):
+        raise CallerError(
+            f"run: found {describe_value(train_fn)}, expected a function train(world), which run calls: rj.run(train), "
+            "not rj.run(train())"
+        )
+    if (signature := find_refused_call(train_fn, 1)) is not None:
+        raise CallerError(
+            f"run: found a function of {signature}, expected train(world), with one parameter. Bind others in a "
+            "lambda: rj.run(lambda world: train(world, options))"
+        )
+    if find_latest_checkpoint is not None and (
+        not callable(find_latest_checkpoint) or find_refused_call(find_latest_checkpoint, 0) is not None
+    ):
+        raise CallerError(
+            f"run: found {describe_value(find_latest_checkpoint)} as find_latest_checkpoint, expected a function "
+            "without parameters that returns a step or None"
+        )
 
 
 def _run_standalone(train_fn: TrainFunction) -> None:

@@ -166,7 +166,7 @@ class NegativeLength(list[int]):
         ),
         (3, "data: found a int, expected"),
         (list, r"found the class list itself, .* Give an object"),
-        ("mnist.npz", r"found 'mnist\.npz', .* Load what is there"),
+        ("mnist.npz", r"found 'mnist\.npz', expected the data\. Load what is there"),
         (lambda step: np.zeros(1), r"found a function of \(step\), expected batch\(step, index\)"),
         ([], r"the source \(list\): found no items"),
         (np.array(3), r"data: found int64\[\], expected an array of numbers whose first dimension"),

@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"seed": -1}, "seed: found -1"),
         ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected an integer"),
         ({"seed": None}, r"seed: found None \(NoneType\), expected an integer"),
-        ({"loss_fn": 3}, "loss_fn: found a int, expected a function"),
+        ({"loss_fn": 3}, r"loss_fn: found 3 \(int\), expected loss_fn"),
         ({"early_stopping": rj.EarlyStopping()}, "found no evaluation, expected one"),
         (
             {

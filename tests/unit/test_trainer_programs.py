@@ -1,5 +1,6 @@
 """The programs of a step compared with plain arithmetic, and their errors."""
 
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import ReplicatedPlacement
-from resilient_jax.trainer.loss_function import adapt_loss
+from resilient_jax.trainer.loss_function import KEY_NAMES, adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.step_programs import (
@@ -176,6 +177,46 @@ def test_a_loss_may_take_a_key_that_depends_on_seed_step_and_index_alone():
     assert one == same != other
 
 
+def draw(params, batch, key):
+    return squared(params, batch)[0], {"drawn": jax.random.uniform(key)}
+
+
+LOSSES_WITH_KEYS = {
+    "key": lambda p, b, key: draw(p, b, key),
+    "rng": lambda p, b, rng: draw(p, b, rng),
+    "dropout_rng": lambda p, b, *, dropout_rng=None: draw(p, b, dropout_rng),
+    "rngs": lambda p, b, rngs: draw(p, b, rngs.dropout()),
+}
+
+
+@pytest.mark.parametrize("name", KEY_NAMES)
+def test_the_key_of_a_loss_may_have_each_documented_name(name):
+    def draw_once(**numerics):
+        programs = build(loss=LOSSES_WITH_KEYS[name], **numerics)
+        return float(run_step(programs, programs.init(), step=5)[2]["drawn"])
+
+    assert draw_once() == draw_once(remat=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda p, x, y: 0.0, "found a function of (p, x, y), expected loss_fn(model, batch)"),
+        (lambda p: 0.0, "found a function of (p), expected loss_fn(model, batch)"),
+        (lambda p, rng, b: 0.0, "found a function of (p, rng, b), expected loss_fn(model, batch)"),
+        (
+            lambda p, b, prng_key: 0.0,
+            "is the third, and is called key, rng, dropout_rng, rngs: the first three get",
+        ),
+        (lambda p, b, key, rngs: 0.0, "found the parameters key and rngs, expected one of them"),
+    ],
+    ids=["unpacked", "no batch", "the key second", "another name", "two keys"],
+)
+def test_a_loss_that_cannot_be_called_is_refused_before_it_is(loss, said):
+    with pytest.raises(CallerError, match=re.escape(said)):
+        adapt_loss(loss)
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -218,7 +259,7 @@ def test_an_optimizer_whose_state_changes_its_dtype_is_refused():
 
 
 def test_an_object_that_is_no_optimizer_is_refused():
-    with pytest.raises(CallerError, match=r"found a float, expected an optax\.GradientTransformation"):
+    with pytest.raises(CallerError, match=r"found 0\.1 \(float\), expected an optax\.GradientTransformation"):
         check_optimizer(0.1)
 
 

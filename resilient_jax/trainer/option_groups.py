@@ -1,0 +1,89 @@
+"""The groups of options that `Trainer` takes, with an example of each for the error that refuses something else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from resilient_jax.argument_checks import describe_value, find_refused_call
+from resilient_jax.errors import CallerError
+from resilient_jax.trainer.checkpoints import Checkpoints
+from resilient_jax.trainer.early_stopping import EarlyStopping
+from resilient_jax.trainer.evaluation import Evaluation
+from resilient_jax.trainer.fit_config import Parallelism, ReadOptions
+from resilient_jax.trainer.numerics import Numerics
+from resilient_jax.trainer.planner import Planner
+
+
+class OptionGroup(NamedTuple):
+    """What an argument may be.
+
+    Attributes:
+        type: of the argument.
+        example: of a right argument.
+        is_optional: whether it may be None.
+    """
+
+    type: type
+    example: str
+    is_optional: bool
+
+
+OPTION_GROUPS: Final = {
+    "numerics": OptionGroup(Numerics, "rj.Numerics(compute_dtype=jnp.bfloat16)", is_optional=False),
+    "parallelism": OptionGroup(Parallelism, 'rj.Parallelism(state="sharded")', is_optional=False),
+    "read_options": OptionGroup(ReadOptions, "rj.ReadOptions(shuffle=False)", is_optional=False),
+    "planner": OptionGroup(Planner, 'rj.Planner(topology="meshes/mine.toml")', is_optional=True),
+    "evaluation": OptionGroup(Evaluation, "rj.Evaluation(data=..., interval_steps=100)", is_optional=True),
+    "early_stopping": OptionGroup(EarlyStopping, "rj.EarlyStopping(patience=3)", is_optional=True),
+    "checkpoints": OptionGroup(Checkpoints, 'rj.Checkpoints(directory="/data/run")', is_optional=True),
+}
+
+
+def check_option_groups(**arguments: object) -> None:
+    """Check that each argument is of its group.
+
+    Raises:
+        CallerError: names the first that is not, with an example of a right one.
+    """
+    for name, found in arguments.items():
+        group = OPTION_GROUPS[name]
+        if not isinstance(found, group.type) and not (found is None and group.is_optional):
+            raise CallerError(
+                f"{name}: found {describe_value(found)}, expected a {group.type.__name__}"
+                f"{' or None' if group.is_optional else ''}. Write {name}={group.example}"
+            )
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Check that `callbacks` is a sequence of functions of one argument.
+
+    Raises:
+        CallerError: it is not.
+    """
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise CallerError(
+            f"callbacks: found {describe_value(callbacks)}, expected a list of functions callback(report). Write "
+            "callbacks=[...], also for a single one"
+        )
+    for number, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise CallerError(
+                f"callbacks[{number}]: found {describe_value(callback)}, expected a function callback(report)"
+            )
+        if (signature := find_refused_call(callback, 1)) is not None:
+            raise CallerError(
+                f"callbacks[{number}]: found a function of {signature}, expected one that takes the StepReport alone: "
+                "its step, metrics and state are attributes"
+            )
+
+
+def check_log_directory(directory: object) -> None:
+    """Check that `log_directory` is a path or None, and not that of a file.
+
+    Raises:
+        CallerError: it is not.
+    """
+    if directory is not None and not isinstance(directory, str | Path):
+        raise CallerError(
+            f"log_directory: found {describe_value(directory)}, expected the path of a directory, or None"
+        )

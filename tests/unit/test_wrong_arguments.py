@@ -1,0 +1,229 @@
+"""A wrong argument is refused where it is given, with its name, what was found, what was expected and a remedy."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import resilient_jax as rj
+from resilient_jax.argument_checks import find_refused_call
+from resilient_jax.errors import CallerError
+
+X = np.zeros((8, 3), np.float32)
+EVALUATION = rj.Evaluation(data=X, interval_steps=1)
+
+
+def loss_fn(model, batch):
+    return jnp.mean(batch)
+
+
+def make_trainer(**changes):
+    right = {
+        "model": lambda key: {"w": jnp.zeros(3)},
+        "optimizer": optax.sgd(0.1),
+        "loss_fn": loss_fn,
+        "data": X,
+        "batch_size": 4,
+        "microbatch_size": 2,
+    }
+    return rj.Trainer(**{**right, **changes})
+
+
+class Net(nnx.Module):
+    """A module that needs more than its rngs."""
+
+    def __init__(self, width, rngs): ...
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"parallelism": "sharded"},
+            "found 'sharded' (str), expected a Parallelism. Write parallelism=rj.Par",
+        ),
+        (
+            {"parallelism": rj.Parallelism},
+            "parallelism: found the class Parallelism itself, expected a Parallelism",
+        ),
+        ({"parallelism": None}, "parallelism: found None (NoneType), expected a Parallelism"),
+        (
+            {"numerics": jnp.bfloat16},
+            "expected a Numerics. Write numerics=rj.Numerics(compute_dtype=jnp.bfloat16)",
+        ),
+        ({"read_options": {"shuffle": False}}, "read_options: found a dict, expected a ReadOptions"),
+        ({"planner": "meshes/mine.toml"}, "expected a Planner or None. Write planner=rj.Planner(topology="),
+        ({"evaluation": X}, "evaluation: found a ndarray, expected a Evaluation or None"),
+        (
+            {"evaluation": EVALUATION, "early_stopping": 3},
+            "early_stopping: found 3 (int), expected a EarlyStopping",
+        ),
+        (
+            {"checkpoints": "dir"},
+            "checkpoints: found 'dir' (str), expected a Checkpoints or None. Write checkpoints=",
+        ),
+        ({"checkpoints": Path("dir")}, "checkpoints: found a PosixPath, expected a Checkpoints"),
+        (
+            {"callbacks": print},
+            "callbacks: found the function print, expected a list of functions callback(report)",
+        ),
+        ({"callbacks": "print"}, "callbacks: found 'print' (str), expected a list"),
+        (
+            {"callbacks": [print, "print"]},
+            "callbacks[1]: found 'print' (str), expected a function callback(report)",
+        ),
+        (
+            {"callbacks": [lambda step, loss: None]},
+            "callbacks[0]: found a function of (step, loss), expected one",
+        ),
+        ({"log_directory": 3}, "log_directory: found 3 (int), expected the path of a directory, or None"),
+        (
+            {"model": nn.Dense},
+            "model: found the class Dense itself, expected an instance of this flax.linen.Module",
+        ),
+        (
+            {"model": Net},
+            "model: found Net(width, rngs), expected a function of one argument: lambda rngs: Net(",
+        ),
+        (
+            {"model": lambda: Net(1, nnx.Rngs(0))},
+            "model: found <lambda>(), expected a function of one argument",
+        ),
+        ({"model": lambda rng, x: {}}, "model: found <lambda>(rng, x), expected a function of one argument"),
+        ({"model": "resnet"}, "model: found 'resnet' (str), expected a function lambda rngs"),
+        (
+            {"optimizer": optax.adam},
+            "optimizer: found the function adam, expected an optax.GradientTransformation",
+        ),
+        ({"optimizer": optax.adam}, "Call it, with its learning rate"),
+        ({"optimizer": optax.MultiSteps}, "optimizer: found the class MultiSteps itself"),
+        ({"optimizer": "adam"}, "optimizer: found 'adam' (str), expected an optax.GradientTransformation"),
+        ({"data": lambda step: X}, "data: found a function of (step), expected batch(step, index)"),
+        ({"data": "mnist.npz"}, "data: found 'mnist.npz', expected the data. Load what is there"),
+        ({"data": None}, "data: found a NoneType, expected (1) arrays"),
+        (
+            {"evaluation": rj.Evaluation(data="x", interval_steps=1)},
+            "evaluation: data: found 'x', expected the data",
+        ),
+        (
+            {"evaluation": rj.Evaluation(data=[X, X], interval_steps=1)},
+            "evaluation: data: found a list of 2 arrays",
+        ),
+        (
+            {"evaluation": rj.Evaluation(data=X, interval_steps=1, loss_fn=lambda model: 0.0)},
+            "loss_fn: found a function of (model), expected loss_fn(model, batch)",
+        ),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_the_trainer_refuses(wrong, said):
+    with pytest.raises(CallerError, match=re.escape(said)):
+        make_trainer(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("group", "wrong", "said"),
+    [
+        (rj.Checkpoints, {"directory": 3}, "Checkpoints: found directory=3 (int), expected a string or Path"),
+        (
+            rj.Checkpoints,
+            {"directory": "d", "save_interval_steps": "10"},
+            "found save_interval_steps='10' (str)",
+        ),
+        (
+            rj.Checkpoints,
+            {"directory": "d", "max_to_keep": True},
+            "max_to_keep=True (bool), expected an integer",
+        ),
+        (
+            rj.Checkpoints,
+            {"directory": "d", "timeout_s": None},
+            "timeout_s=None (NoneType), expected a number",
+        ),
+        (
+            rj.Evaluation,
+            {"data": X, "interval_steps": 1.5},
+            "Evaluation: found interval_steps=1.5 (float)",
+        ),
+        (
+            rj.Evaluation,
+            {"data": X, "interval_steps": 1, "loss_fn": 3},
+            "loss_fn=3 (int), expected a function or None",
+        ),
+        (rj.EarlyStopping, {"patience": "3"}, "EarlyStopping: found patience='3' (str), expected an integer"),
+        (rj.Numerics, {"clip_norm": "1"}, "Numerics: found clip_norm='1' (str), expected a number or None"),
+        (rj.Numerics, {"remat": "yes"}, "Numerics: found remat='yes' (str), expected True or False"),
+        (
+            rj.Numerics,
+            {"compute_dtype": "bf16"},
+            "compute_dtype: found 'bf16', expected a floating-point type",
+        ),
+        (rj.Parallelism, {"replica_shape": 2}, "found replica_shape=2 (int), expected ReplicaShape"),
+        (rj.Parallelism, {"unit_size": 0}, "parallelism: found unit_size=0, expected at least 1"),
+        (
+            rj.ReadOptions,
+            {"shuffle": "yes"},
+            "ReadOptions: found shuffle='yes' (str), expected True or False or None",
+        ),
+        (rj.ReadOptions, {"num_threads": 0}, "num_threads=0, expected at least 1 of each"),
+        (
+            rj.Planner,
+            {"topology": 3},
+            "Planner: found topology=3 (int), expected Topology or Path or a string",
+        ),
+        (rj.ReplicaShape, {"hosts": "2"}, "ReplicaShape: found hosts='2' (str), expected an integer"),
+        (rj.AccumulationOptions, {"unit_size": 2.0}, "AccumulationOptions: found unit_size=2.0 (float)"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_a_group_of_options_refuses_a_value_of_another_type(group, wrong, said):
+    with pytest.raises(CallerError, match=re.escape(said)):
+        group(**wrong)
+
+
+def test_a_group_of_options_takes_numpy_numbers_and_what_the_field_calls_a_number():
+    numbers: dict[str, Any] = {"save_interval_steps": np.int64(3), "timeout_s": np.float32(3)}
+    rj.Checkpoints(directory=Path("d"), **numbers)
+    rj.Numerics(clip_norm=1, compute_dtype="bfloat16")
+    rj.ReplicaShape(per_host="devices", axes=(("data", 2),))
+    rj.Planner(topology="meshes/mine.toml", axis_sizes={"tensor": 2})
+
+
+@pytest.mark.parametrize("num_steps", ["10", 1.5, None, True])
+def test_a_number_of_steps_is_an_integer(num_steps):
+    with pytest.raises(CallerError, match=r"num_steps: found .*, expected an integer"):
+        make_trainer().fit(num_steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            (None,),
+            "run: found None (NoneType), expected a function train(world), which run calls: rj.run(train)",
+        ),
+        ((lambda: None,), "run: found a function of (), expected train(world)"),
+        ((lambda world, options: None,), "run: found a function of (world, options), expected train(world)"),
+    ],
+    ids=["called", "no parameter", "two parameters"],
+)
+def test_run_refuses(arguments, said):
+    with pytest.raises(CallerError, match=re.escape(said)):
+        rj.run(*arguments)
+
+
+def test_run_refuses_another_finder_of_checkpoints():
+    with pytest.raises(
+        CallerError, match=r"found 'dir' \(str\) as find_latest_checkpoint, expected a function"
+    ):
+        rj.run(lambda world: None, find_latest_checkpoint="dir")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_builtin_without_a_signature_is_not_refused():
+    assert find_refused_call(min, 1) is None
