@@ -4,6 +4,7 @@ Importing this package imports neither jax nor numpy; its names load what they n
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ __all__ = [
     "run",
     "search_plan",
 ]
+
+
+if "jax" in sys.modules:  # so a call before the first use of a name is refused, too
+    importlib.import_module("resilient_jax.jax_runtime.distributed_refusal").refuse_under_agent()
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for

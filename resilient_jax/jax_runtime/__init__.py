@@ -5,6 +5,7 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `worker_environment`: what an agent sets in a worker's environment before it imports jax (no jax).
 - `coordination_service`: the coordination service of one world as a process of its own (jaxlib only).
 - `distributed`: `connect` and `disconnect`, any number of times in one OS process.
+- `distributed_refusal`: refuses `jax.distributed.initialize` in a script under an agent.
 - `backend_gate`: makes other threads wait for JAX's devices while there is no world.
 - `world_forming`: an attempt to form a world, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's (no jax).

@@ -49,7 +49,7 @@ def check_option_groups(**arguments: object) -> None:
         group = OPTION_GROUPS[name]
         if not isinstance(found, group.type) and not (found is None and group.is_optional):
             raise CallerError(
-                f"{name}: found {describe_value(found)}, expected a {group.type.__name__}"
+                f"{name}: found {describe_value(found)}, expected rj.{group.type.__name__}"
                 f"{' or None' if group.is_optional else ''}. Write {name}={group.example}"
             )
 

@@ -9,6 +9,7 @@ from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.distributed import is_backend_initialized
+from resilient_jax.jax_runtime.distributed_refusal import check_not_initialized, refuse_under_agent
 from resilient_jax.protocol.records import WorldChange
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
@@ -67,6 +68,8 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
             "run: found a second call in a process that an agent started, expected one: the job is over for its agent "
             "when the first returns. Do everything in one call (a Trainer's fit is one, too), or launch another job"
         )
+    check_not_initialized()
+    refuse_under_agent()
     descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
     encoded_settings = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if descriptor is None or encoded_settings is None:

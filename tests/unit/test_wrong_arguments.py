@@ -46,29 +46,29 @@ class Net(nnx.Module):
     [
         (
             {"parallelism": "sharded"},
-            "found 'sharded' (str), expected a Parallelism. Write parallelism=rj.Par",
+            "found 'sharded' (str), expected rj.Parallelism. Write parallelism=rj.Par",
         ),
         (
             {"parallelism": rj.Parallelism},
-            "parallelism: found the class Parallelism itself, expected a Parallelism",
+            "parallelism: found the class Parallelism itself, expected rj.Parallelism",
         ),
-        ({"parallelism": None}, "parallelism: found None (NoneType), expected a Parallelism"),
+        ({"parallelism": None}, "parallelism: found None (NoneType), expected rj.Parallelism"),
         (
             {"numerics": jnp.bfloat16},
-            "expected a Numerics. Write numerics=rj.Numerics(compute_dtype=jnp.bfloat16)",
+            "expected rj.Numerics. Write numerics=rj.Numerics(compute_dtype=jnp.bfloat16)",
         ),
-        ({"read_options": {"shuffle": False}}, "read_options: found a dict, expected a ReadOptions"),
-        ({"planner": "meshes/mine.toml"}, "expected a Planner or None. Write planner=rj.Planner(topology="),
-        ({"evaluation": X}, "evaluation: found a ndarray, expected a Evaluation or None"),
+        ({"read_options": {"shuffle": False}}, "read_options: found a dict, expected rj.ReadOptions"),
+        ({"planner": "meshes/mine.toml"}, "expected rj.Planner or None. Write planner=rj.Planner(topology="),
+        ({"evaluation": X}, "evaluation: found a ndarray, expected rj.Evaluation or None"),
         (
             {"evaluation": EVALUATION, "early_stopping": 3},
-            "early_stopping: found 3 (int), expected a EarlyStopping",
+            "early_stopping: found 3 (int), expected rj.EarlyStopping",
         ),
         (
             {"checkpoints": "dir"},
-            "checkpoints: found 'dir' (str), expected a Checkpoints or None. Write checkpoints=",
+            "checkpoints: found 'dir' (str), expected rj.Checkpoints or None. Write checkpoints=",
         ),
-        ({"checkpoints": Path("dir")}, "checkpoints: found a PosixPath, expected a Checkpoints"),
+        ({"checkpoints": Path("dir")}, "checkpoints: found a PosixPath, expected rj.Checkpoints"),
         (
             {"callbacks": print},
             "callbacks: found the function print, expected a list of functions callback(report)",
