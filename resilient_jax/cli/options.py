@@ -32,7 +32,7 @@ PlatformOption = Annotated[
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML with deadlines and budgets of the job (see the README)."),
+    typer.Option("--config", help="TOML with deadlines and budgets of the job (see docs/operations.md)."),
 ]
 RunDirectoryOption = Annotated[
     Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
