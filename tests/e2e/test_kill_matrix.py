@@ -1,16 +1,15 @@
 """The kill matrix: which process fails, at which failpoint, and by which signal.
 
-Each test is one job of four hosts that must survive a row of the matrix, one incident after the other; all hosts are
-back before the next incident. At the end every step was done once, with the losses of a run without failures, and no
-process or file of the job is left.
+Each test is a cell of the matrix. The cells of a signal are incidents of one running job of four hosts, one after the
+other; all hosts are back before the next incident. At the end of a job every step was done once, with the bits of a run
+without failures, and no process or file of the job is left.
 """
 
 import signal
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
-from tiny_job import RECOVERY_S, TinyJob
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
@@ -70,18 +69,33 @@ TARGETS: tuple[Callable[[JobReport], Victims], ...] = (
     two_hosts,
 )
 PLACES = ("in a collective", "between steps", "while compiling", "while forming")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+DEVICE_OPTIONS = {signal.SIGKILL: (), signal.SIGSTOP: ONE_DEVICE}
+"""Options of the job per signal. Dead hosts have two devices each; steps with one device cost half as much."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(number, marks=pytest.mark.xdist_group(number.name)) for number in DEVICE_OPTIONS],
+    ids=lambda number: number.name,
+)
+def broken(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[TinyJob, signal.Signals]]:
+    """Yield a running job and the signal that breaks it; check the job's invariants when all cells are done."""
+    options = DEVICE_OPTIONS[request.param]
+    with TinyJob(tmp_path_factory.mktemp("matrix"), HOSTS, options=options) as tiny:
+        yield tiny, request.param
+        tiny.finish()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("choose", TARGETS)
 @pytest.mark.parametrize("place", PLACES)
-def test_training_survives_every_target(place: str, number: signal.Signals, tmp_path: Path) -> None:
-    with TinyJob(tmp_path, HOSTS) as tiny:
-        tiny.wait_training(HOSTS)
-        for choose in TARGETS:
-            break_and_recover(tiny, choose, place, number)
-        tiny.finish()
+def test_training_survives(
+    place: str, choose: Callable[[JobReport], Victims], broken: tuple[TinyJob, signal.Signals]
+) -> None:
+    tiny, number = broken
+    break_and_recover(tiny, choose, place, number)
 
 
 def break_and_recover(

@@ -41,6 +41,8 @@ store_timeout_s = 30.0
 LOOK_PAUSE_S = 0.06
 SHARED_STEPS = 200
 """Undisturbed runs have a multiple of so many steps, so that later tests can share them."""
+TAIL_BYTES = 8192
+"""Read of the end of a log, for its last complete line: several times as long as a line."""
 ONE_DEVICE = ("--devices-per-host", "1")
 """For tests that do not depend on the number of devices: less to compute."""
 
@@ -228,7 +230,9 @@ def newest_step(work: Path) -> int:
     """Return how many steps any host has committed; read only the last lines, because tests poll this."""
     newest = -1
     for path in work.glob("steps-*.jsonl"):
-        whole, _, _ = path.read_bytes().rpartition(b"\n")
+        with path.open("rb") as file:
+            file.seek(max(0, os.stat(file.fileno()).st_size - TAIL_BYTES))
+            whole, _, _ = file.read().rpartition(b"\n")
         if whole:
             newest = max(newest, json.loads(whole.rpartition(b"\n")[2])["step"])
     return newest + 1
