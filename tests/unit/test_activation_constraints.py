@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import resilient_jax as rj
 from resilient_jax.planning.axes import Axis
 from resilient_jax.sharding.activation_constraints import constrain_activations, propagate_batch_dims
 from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.eight_devices import eight_devices as eight_devices
-from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
+from tests.support.planned_programs import BATCH, SHAPE, LinenProgram, NnxProgram, plan_with
 from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 X = jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
+COST = rj.analyze_transformer(SHAPE, name="closed form")
+"""Enough for plans with given axes: to measure a program would take longer than the rest of a test."""
 
 
 def examples_in(function, *others):
@@ -66,7 +69,7 @@ def test_random_bits_are_generated_as_the_function_configures(is_partitionable):
 
 @pytest.mark.parametrize("program", [NnxProgram(), LinenProgram()], ids=["nnx", "linen"])
 def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
-    plan = plan_with(program.profile(), {Axis.FSDP: 8})
+    plan = plan_with(COST, {Axis.FSDP: 8})
     planned = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     text = planned.compiled.as_text() or ""
     floats = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
@@ -78,7 +81,7 @@ def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
 
 def test_a_rematerialized_program_trains_as_before_under_fsdp():
     program = LinenProgram(remat=True)
-    plan = plan_with(LinenProgram().profile(), {Axis.FSDP: 4, Axis.REPLICA: 2})
+    plan = plan_with(COST, {Axis.FSDP: 4, Axis.REPLICA: 2})
     compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     state = jax.device_put(program.init(), compiled.state_shardings)
     _, loss = compiled(state, np.asarray(program.batch()))

@@ -37,9 +37,15 @@ def program(request):
     return PROGRAMS[request.param]()
 
 
+@functools.cache
+def measure(name):
+    """Return the cost of a program of PROGRAMS."""
+    return PROGRAMS[name]().profile()
+
+
 @pytest.fixture(scope="module")
 def profile(program):
-    return program.profile()
+    return measure(program.name)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def nnx_state():
 
 @pytest.fixture(scope="module")
 def nnx_profile():
-    return NnxProgram().profile()
+    return measure("nnx")
 
 
 def test_names_in_nnx_metadata_suffice_where_the_program_cost_is_a_closed_form():
