@@ -23,13 +23,13 @@ bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a lin
 	for name in $(BENCHMARKS); do $(BIN)/python tests/benchmarks $$name || exit 1; done
 
 # Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
-# compute. A file of process tests shares what it set up; e2e tests share a compilation cache, and those of a group also
-# the job that they break. Python keeps the bytecode it compiles, because a test starts many processes.
+# compute. A file shares what it set up, such as the job that its tests break; all e2e tests share a compilation cache.
+# Python keeps the bytecode it compiles, because a test starts many processes.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
 	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile
 	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff format --check

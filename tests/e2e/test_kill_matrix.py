@@ -75,7 +75,7 @@ DEVICE_OPTIONS = {signal.SIGKILL: (), signal.SIGSTOP: ONE_DEVICE}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(number, marks=pytest.mark.xdist_group(number.name)) for number in DEVICE_OPTIONS],
+    params=DEVICE_OPTIONS,
     ids=lambda number: number.name,
 )
 def broken(
