@@ -7,7 +7,7 @@ train on something else; so it is refused here, where the error can still name t
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ class LayoutChecker:
         Raises:
             DataError: a leaf is no array of numbers, there is no leaf, or the layout is not the first one's.
         """
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_list_of_numbers)
         arrays = [_to_array(leaf, tree, position, name) for position, leaf in enumerate(leaves)]
         if not arrays:
             raise DataError(f"{name}: found {tree!r}, which holds no arrays; expected arrays or numbers")
@@ -68,6 +68,12 @@ class LayoutChecker:
 
 
 def _to_array(leaf: object, tree: Tree, position: int, name: str) -> np.ndarray:
+    if _is_list_of_numbers(leaf):
+        # As a tree of scalars it would be batched to a list of columns: [length, rows] instead of [rows, length].
+        raise DataError(
+            f"{name}{list_paths(tree)[position]}: found a list of {len(leaf)} numbers, expected an array. Convert it: "
+            "np.asarray(...)"
+        )
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
         array = np.asarray(leaf)
         if holds_numbers(array.dtype):
@@ -78,6 +84,14 @@ def _to_array(leaf: object, tree: Tree, position: int, name: str) -> np.ndarray:
     raise DataError(
         f"{name}{list_paths(tree)[position]}: found {found}, expected an array of numbers, or a number. Convert it in "
         "the source, or leave it out"
+    )
+
+
+def _is_list_of_numbers(value: object) -> TypeGuard[list[float]]:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, bool | int | float) for item in value)
     )
 
 
@@ -104,4 +118,7 @@ def describe_array(shape: tuple[int, ...], dtype: np.dtype) -> str:
 
 def list_paths(tree: Tree) -> list[str]:
     """Return the path of each leaf: `['image']`, `[0]`; empty for a tree that is one leaf."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_numbers)
+    ]

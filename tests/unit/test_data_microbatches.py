@@ -220,6 +220,11 @@ def test_the_error_names_a_source_that_is_shorter_than_its_length(items: dict | 
         ),
         ({"x": np.zeros(3, "i4,f4"), "y": 0}, r"\['x'\]: found an array of dtype \[.*expected an array"),
         ({"x": np.zeros(3), "y": 2**70}, r"\['y'\]: found an array of dtype object"),
+        (
+            {"x": np.zeros(3), "y": [0, 1]},
+            r"item 1 of list\['y'\]: found a list of 2 numbers, expected an array",
+        ),
+        ([1.5, 2], r"item 1 of list: found a list of 2 numbers, .* np\.asarray"),
         (None, r"item 1 of list: found None, expected an example\. If a filter"),
         ((), r"item 1 of list: found \(\), which holds no arrays"),
     ],
