@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: $(VENV)/.installed ## train on 4 hosts, break the job six times, show how it went on
+demo: $(VENV)/.installed ## train on 4 hosts, kill a worker and the leader's host, show how training resumes
 	$(BIN)/resilient-jax demo
 
 # One after the other, about an hour on two idle cores: `make bench BENCHMARKS=erasure` runs one of them.

@@ -9,6 +9,7 @@ weights are bit-identical.
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml
 
 
 def make_trainer(
-    settings: Settings, text: Bytes, folder: Path, checkpoints: rj.Checkpoints | None = None
+    settings: Settings,
+    text: Bytes,
+    folder: Path,
+    checkpoints: rj.Checkpoints | None = None,
+    pause_s: float = 0.0,
 ) -> rj.Trainer:
     """Return the trainer, without touching a device; paths in the settings are relative to `folder`."""
 
@@ -43,6 +48,7 @@ def make_trainer(
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
         checkpoints=checkpoints,
+        callbacks=[lambda report: time.sleep(pause_s)],
         **choose_parallelism(settings, folder),
     )
 
@@ -83,6 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
     )
+    parser.add_argument(
+        "--pause-s", type=float, default=0.0, help="seconds to wait after each step, to watch a fast machine"
+    )
     parser.add_argument("--digest", action="store_true", help="print the SHA-256 of the final parameters")
     return parser.parse_args()
 
@@ -98,7 +107,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     folder = Path(arguments.config).resolve().parent
-    result = make_trainer(settings, text, folder, checkpoints).fit(settings.steps)
+    result = make_trainer(settings, text, folder, checkpoints, arguments.pause_s).fit(settings.steps)
     if result.host_index == 0:
         print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
         if arguments.digest:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from resilient_jax.cli.demo.scenarios import NUM_HOSTS, Recovery
 from resilient_jax.errors import InternalError
+from resilient_jax.events import EventKind
 
 RUN_TIMEOUT_S: Final = 600.0
 MIB: Final = 2**20
@@ -59,31 +60,46 @@ def train_without_faults(command: Sequence[str], devices: int) -> TrainingResult
 
 
 def tabulate_recoveries(recoveries: Sequence[Recovery], devices: int) -> Table:
-    """Return a table with a row for each recovery of a job with so many devices per host."""
-    table = Table(title="what was killed, and how training resumed (times in ms)")
+    """Return a table with a row for each recovery of a job with so many devices per host.
+
+    The column of restored bytes is left out where no recovery restored any from snapshots.
+    """
+    is_restored = any(_restored_bytes(recovery) for recovery in recoveries)
+    table = Table(
+        title="what was killed, and how training resumed (times in ms)", box=None, padding=(0, 1, 0, 0)
+    )
     table.add_column("fault", ratio=1)
-    table.add_column("detected by")
-    for name in ("detection", "quiesce", "rebuild", "next step", "stall"):
-        table.add_column(name, justify="right")
-    table.add_column("how")
-    table.add_column("MiB from memory, decoded", justify="right")
-    table.add_column("restored in", justify="right")
-    table.add_column("steps lost", justify="right")
-    table.add_column("live devices", justify="right")
+    table.add_column("detected by", no_wrap=True)
+    for name in ("detect", "quiesce", "rebuild", "step", "= stall"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if is_restored:
+        table.add_column("restored\nMiB", justify="right", no_wrap=True)
+    table.add_column("steps\nlost", justify="right", no_wrap=True)
+    table.add_column("devices\nleft", justify="right", no_wrap=True)
     for recovery in recoveries:
         stall = recovery.stall
         phases = (stall.detection_s, stall.quiesce_s, stall.rebuild_s, stall.step_s, stall.total_s)
-        restored = ("-", "-")
-        if recovery.snapshot_bytes + recovery.decoded_bytes > 0:
-            amounts = f"{recovery.snapshot_bytes / MIB:.1f}, {recovery.decoded_bytes / MIB:.1f}"
-            restored = (amounts, f"{1000 * recovery.restore_s:.0f}")
         table.add_row(
             recovery.fault,
-            str(stall.detected_by),
+            _SIGNS[stall.detected_by],
             *(f"{1000 * seconds:.0f}" for seconds in phases),
-            stall.change,
-            *restored,
+            *([f"{_restored_bytes(recovery) / MIB:.1f}"] if is_restored else ()),
             str(recovery.steps_lost),
             f"{stall.num_hosts * devices} of {NUM_HOSTS * devices}",
         )
     return table
+
+
+def _restored_bytes(recovery: Recovery) -> int:
+    return recovery.snapshot_bytes + recovery.decoded_bytes
+
+
+_SIGNS: Final = {
+    EventKind.WORKER_EXITED: "process exit",
+    EventKind.WORKER_DYING: "closed pipe",
+    EventKind.WORKER_UNRESPONSIVE: "silence",
+    EventKind.HOST_LOST: "expired lease",
+    EventKind.COLLECTIVE_FAILED: "broken connection",
+    EventKind.COORDINATION_SERVICE_EXITED: "service exit",
+}
+"""What the first event that reports a fault saw of the fault."""

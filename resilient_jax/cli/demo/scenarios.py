@@ -22,7 +22,7 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall
 
 NUM_HOSTS: Final = 4
-RECOVERED_STEPS: Final = 3
+RECOVERED_STEPS: Final = 2
 """Steps that all hosts train together between two kills, so that each kill hits a healthy job."""
 RECOVERY_TIMEOUT_S: Final = 120.0
 TRAINING_TIMEOUT_S: Final = 86_400.0
@@ -88,32 +88,29 @@ class Scenario:
         self.recoveries: list[Recovery] = []
 
     def run_replicated_state(self) -> None:
-        """Kill parts of a job with replicated state: a worker in a collective, the leader's host, a service."""
+        """Kill parts of a job with replicated state: a worker in a collective, then the leader's host."""
         self._wait_training(f"{NUM_HOSTS} hosts import JAX, compile and begin to train")
-        self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
-        self._wait_training("the worker restarts and asks to join")
+        self._break("a worker, inside a collective", self._kill_worker_in_collective)
+        self._wait_training("the worker restarts and rejoins")
         self._break(
-            "the leader's agent with everything on its host",
+            "the leader's host",
             lambda: self._job.kill(JobComponent.HOST, "leader"),
         )
         self._wait_training("the host rejoins")
-        self._break(
-            "the coordination service", lambda: self._job.kill(JobComponent.COORDINATION_SERVICE, "leader")
-        )
 
     def run_sharded_state(self) -> None:
         """Kill parts of a job with sharded state: two hosts at once, and a worker during its copy."""
         self._wait_training(f"{NUM_HOSTS} hosts train; each keeps a part of the state, and parity of others")
-        self._break("two hosts at once, with their memory", self._kill_two_hosts)
+        self._break("two hosts at once", self._kill_two_hosts)
         self._wait_training("both hosts rejoin")
-        self._break("a worker while its part of a snapshot is copied", self._kill_worker_in_copy)
+        self._break("a worker, while it copies its snapshot", self._kill_worker_in_copy)
 
     def run_planned_job(self) -> None:
         """Kill a worker of a job that follows a plan, once the programs of the next plan are compiled."""
         self._wait_training(f"{NUM_HOSTS} hosts train, by the fastest plan for them")
         self._print_plan()
         self._wait_compiled_ahead()
-        self._break("one worker; the others have another fastest plan", self._kill_worker_in_collective)
+        self._break("a worker; the plan changes", self._kill_worker_in_collective)
         self._print_plan()
         self._wait_training("the worker restarts and asks to join")
         self._print_plan()
