@@ -1,5 +1,6 @@
-"""The command line: `resilient-jax launch | agent | status | kill | plan | chaos | demo`."""
+"""The command line: `resilient-jax demo | launch | agent | status | kill | chaos | plan`."""
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterable
@@ -8,20 +9,44 @@ import typer
 
 from resilient_jax.errors import ResilientJaxError
 
-COMMAND_MODULES = {
-    "launch": "resilient_jax.cli.launch",
-    "agent": "resilient_jax.cli.agent",
-    "status": "resilient_jax.cli.status",
-    "kill": "resilient_jax.cli.kill",
-    "plan": "resilient_jax.cli.plan",
-    "chaos": "resilient_jax.cli.chaos",
-    "demo": "resilient_jax.cli.demo",
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """Where a command is defined, and under which heading `--help` lists it.
+
+    Attributes:
+        module: the module with a function, or a group of commands, of the command's name.
+        task: the heading, which says for what the command is used.
+    """
+
+    module: str
+    task: str
+
+
+TRY, TRAIN, OBSERVE, PLAN = "See it work", "Train", "Observe and test a job", "Plan"
+COMMANDS = {
+    "demo": CommandSpec("resilient_jax.cli.demo", TRY),
+    "launch": CommandSpec("resilient_jax.cli.launch", TRAIN),
+    "agent": CommandSpec("resilient_jax.cli.agent", TRAIN),
+    "status": CommandSpec("resilient_jax.cli.status", OBSERVE),
+    "kill": CommandSpec("resilient_jax.cli.kill", OBSERVE),
+    "chaos": CommandSpec("resilient_jax.cli.chaos", OBSERVE),
+    "plan": CommandSpec("resilient_jax.cli.plan", PLAN),
 }
-"""Modules with a function, or a group of commands, of the command's name. Only the command that the command line names
-is imported: an agent starts in half the time."""
+"""All commands in the order of `--help`. Only the command that the command line names is imported: an agent starts in
+half the time."""
 
 SCRIPT_FOLLOWS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-HELP = "Train with JAX on many hosts: training continues when hosts die, and hosts rejoin when they return."
+HELP = """Train with JAX on many hosts: training continues when hosts die, and hosts rejoin when they return.
+
+First example, this machine as four hosts, of which one loses its worker:
+
+    resilient-jax launch --hosts 4 --run-dir runs/first train.py
+    resilient-jax kill runs/first worker host-1
+    resilient-jax status runs/first
+
+On a pod, run `resilient-jax agent` on every host instead of `launch`. `resilient-jax COMMAND --help` explains one.
+"""
 
 
 def build_app(names: Iterable[str]) -> typer.Typer:
@@ -30,18 +55,19 @@ def build_app(names: Iterable[str]) -> typer.Typer:
         name="resilient-jax",
         help=HELP,
         no_args_is_help=True,
+        rich_markup_mode="markdown",
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(lambda: None)  # without a callback, typer drops the name of a single command
     for name in names:
-        command = getattr(importlib.import_module(COMMAND_MODULES[name]), name)
+        spec = COMMANDS[name]
+        command = getattr(importlib.import_module(spec.module), name)
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
+            app.add_typer(command, name=name, rich_help_panel=spec.task)
         else:
-            app.command(name, context_settings=SCRIPT_FOLLOWS if name in ("launch", "agent") else None)(
-                command
-            )
+            settings = SCRIPT_FOLLOWS if name in ("launch", "agent") else None
+            app.command(name, rich_help_panel=spec.task, context_settings=settings)(command)
     return app
 
 
@@ -49,7 +75,7 @@ def main() -> None:
     """Run a command; this package's own errors become one line and an exit code, never a traceback."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        build_app([asked] if asked in COMMAND_MODULES else COMMAND_MODULES)()
+        build_app([asked] if asked in COMMANDS else COMMANDS)()
     except ResilientJaxError as error:
         sys.stderr.write(f"resilient-jax: {error}\n")
         sys.exit(int(error.exit_code))
