@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench docs clean
 .NOTPARALLEL: # two installs into one environment would tread on each other
 .DELETE_ON_ERROR:
 
@@ -36,8 +36,11 @@ check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff check
 	$(BIN)/pyright
 
+docs: $(VENV)/.installed-docs ## build the pages into docs/_build, warnings are errors
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build
+
 clean: ## remove the environment, caches and run folders
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build runs *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -53,3 +56,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.created
+	$(INSTALL) -e '.[docs]'
+	@touch $@

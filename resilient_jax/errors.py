@@ -16,6 +16,7 @@ class ExitCode(enum.IntEnum):
     """
 
     DONE = 0
+    """Training is done, and so is the script."""
     USAGE = 2
     """Bad input: a flag, a file or a configuration; nothing was started."""
     OUT_OF_RESOURCES = 75

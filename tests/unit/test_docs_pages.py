@@ -4,6 +4,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import make_reference
 import pytest
 from draw_pictures import DESIGN, make_mark
 
@@ -68,3 +69,18 @@ def test_first_example_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) 
     example = PYTHON.findall(README.read_text())[0]
     exec(compile(example, str(README), "exec"), {"__name__": "__main__"})
     assert float(capsys.readouterr().out.split()[-1]) < 0.1
+
+
+@pytest.mark.parametrize("name", make_reference.PAGES)
+def test_reference_is_what_the_code_says(name: str) -> None:
+    """Otherwise: python docs/make_reference.py."""
+    written = (make_reference.REFERENCE / name).read_text()
+    assert written == make_reference.MARK + make_reference.PAGES[name]()
+    assert written.count("\n| `" if name == "configuration.md" else "\n| ") > 10
+
+
+def test_every_page_is_in_the_index() -> None:
+    """A page that no table of contents has is a warning of `make docs`."""
+    listed = (ROOT / "docs" / "index.md").read_text().splitlines()
+    pages = [page.relative_to(ROOT / "docs").with_suffix("") for page in PAGES if page != README]
+    assert [str(page) for page in pages if str(page) not in listed] == ["index"]
