@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
 
 pytestmark = pytest.mark.timeout(280)
+HOSTS = 4
 STILL_S = 3.0
 """A tiny step takes some hundredths of this: a host that commits no step for so long has stopped."""
 
@@ -65,100 +67,6 @@ def assert_planned(events: list[Event]) -> None:
     assert phases[:4] == ["pause", "boundary", "form", "active"], phases
     assert "quiesce" not in phases
     assert not any(e.kind in (EventKind.COLLECTIVE_FAILED, EventKind.WORKER_KILLED) for e in later)
-
-
-def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 3, options=ONE_DEVICE) as tiny:
-        report = tiny.wait_training(3)
-        assert report.generation is not None
-        hosts = [member.host for member in report.generation.members]
-        first, second, _ = hosts
-        tiny.job.hold(FailPoint.BEFORE_CONNECT, hosts)
-        tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
-        tiny.job.wait_held(hosts, RECOVERY_S)  # the other two resumed; the third is back and joins
-        tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
-        tiny.signal(JobComponent.WORKER, second, signal.SIGKILL)
-        tiny.job.release()
-        tiny.wait_training(3, number_of(report) + 2)
-        tiny.finish()
-
-
-def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
-        report = tiny.wait_training(2)
-        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
-        report = tiny.wait_training(2, number_of(report) + 1)
-        assert any(event.kind is EventKind.STATE_FETCHED for event in tiny.job.read_events())
-        assert report.generation is not None
-        (holder,) = (m.endpoint for m in report.generation.members if m.host == "host-0")
-        assert holder is not None
-        credentials = Credentials(read_contact(tiny.job.run_directory).token)
-        with SyncChannel(holder, credentials) as channel:
-            # No state is offered, so the server waits for one; an offered state is of a later generation than 0, so the
-            # request for 0 would be refused at once.
-            asked = channel.stream(
-                "state", FETCH_STATE, FetchStateRequest(generation=GenerationNumber(0)), timeout_s=1.0
-            )
-            with pytest.raises(PeerUnreachable, match=r"within 1\.0 s"):
-                next(asked)
-        tiny.finish()
-
-
-def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 4, options=ONE_DEVICE) as tiny:
-        report = tiny.wait_training(4)
-        assert report.generation is not None
-        hosts = [member.host for member in report.generation.members]
-        victim = next(host for host in hosts if host != report.leader)
-        survivors = [host for host in hosts if host != victim]
-        step = tiny.step() + 4
-        tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors, step)
-        tiny.job.wait_held(survivors, RECOVERY_S)
-        tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
-        # Another order for the same failpoint: the survivors enter the broken collective, and are held again in the
-        # same step of the next generation, before its first collective.
-        tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors[::-1], step)
-        tiny.wait_report(
-            "a smaller generation",
-            lambda now: (
-                now.generation is not None
-                and now.generation.phase is GenerationPhase.ACTIVE
-                and len(now.generation.members) == 3
-            ),
-        )
-        tiny.job.wait_held(survivors, RECOVERY_S)
-        tiny.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
-        tiny.job.release()
-        tiny.wait_training(4, number_of(report) + 1)
-        tiny.finish()
-
-
-def test_hosts_without_a_store_stop_and_resume_when_the_store_is_back(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
-        tiny.wait_training(2)
-        tiny.job.process.send_signal(signal.SIGSTOP)
-        for host in ("host-0", "host-1"):
-            tiny.job.wait_event(
-                f"{host} to notice", lambda e, h=host: e.kind is EventKind.STORE_LOST and e.host == h
-            )
-        stopped_at = still_step(tiny)
-        tiny.job.process.send_signal(signal.SIGCONT)
-        wait_until("steps after the pause", lambda: tiny.step() > stopped_at + 5, RECOVERY_S)
-        tiny.wait_training(2)
-        tiny.finish()
-        assert tiny.job.read_output().count("training stops here until the store is back") == 2
-
-
-def still_step(tiny: TinyJob) -> int:
-    """Return the step after which no host has committed for `STILL_S`; fail if steps continue for 30 s."""
-    end_s = time.monotonic() + 30.0
-    while time.monotonic() < end_s:
-        step, since_s = tiny.step(), time.monotonic()
-        while tiny.step() == step:
-            if time.monotonic() - since_s > STILL_S:
-                return step
-            time.sleep(0.05)
-    raise AssertionError("somebody trains on without the store")
 
 
 def test_a_host_without_a_network_stops_while_the_others_continue(tmp_path: Path) -> None:
@@ -203,3 +111,101 @@ def test_a_store_that_comes_back_empty_ends_the_job_with_what_to_do(tmp_path: Pa
     for agent in pod.agents.values():
         assert "start all its agents again, and it continues from its newest checkpoint" in agent.output()
         assert "Traceback" not in agent.output()
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    """Yield the job that the tests below break, one after the other; check its invariants after them."""
+    with TinyJob(tmp_path_factory.mktemp("membership"), HOSTS, options=ONE_DEVICE) as tiny:
+        yield tiny
+        tiny.finish()
+
+
+def test_a_death_during_a_recovery_is_survived(broken: TinyJob) -> None:
+    report = broken.wait_training(HOSTS)
+    assert report.generation is not None
+    hosts = [member.host for member in report.generation.members]
+    first, second, *_ = hosts
+    broken.job.hold(FailPoint.BEFORE_CONNECT, hosts)
+    broken.signal(JobComponent.WORKER, first, signal.SIGKILL)
+    broken.job.wait_held(hosts, RECOVERY_S)  # the others resumed; the first is back and joins
+    broken.signal(JobComponent.WORKER, first, signal.SIGKILL)
+    broken.signal(JobComponent.WORKER, second, signal.SIGKILL)
+    broken.job.release()
+    broken.wait_training(HOSTS, number_of(report) + 2)
+
+
+def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(broken: TinyJob) -> None:
+    before = number_of(broken.wait_training(HOSTS))
+    broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    report = broken.wait_training(HOSTS, before + 1)
+    fetches = [e for e in broken.job.read_events() if e.kind is EventKind.STATE_FETCHED]
+    assert any(event.host == "host-1" and (event.generation or 0) > before for event in fetches)
+    assert report.generation is not None
+    credentials = Credentials(read_contact(broken.job.run_directory).token)
+    holders = [m.endpoint for m in report.generation.members if m.host != "host-1"]
+    for holder in holders:
+        assert holder is not None
+        with SyncChannel(holder, credentials) as channel:
+            # No state is offered, so the server waits for one; an offered state is of a later generation than 0, so the
+            # request for 0 would be refused at once.
+            asked = channel.stream(
+                "state", FETCH_STATE, FetchStateRequest(generation=GenerationNumber(0)), timeout_s=1.0
+            )
+            with pytest.raises(PeerUnreachable, match=r"within 1\.0 s"):
+                next(asked)
+
+
+def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(broken: TinyJob) -> None:
+    report = broken.wait_training(HOSTS)
+    assert report.generation is not None
+    hosts = [member.host for member in report.generation.members]
+    victim = next(host for host in hosts if host != report.leader)
+    survivors = [host for host in hosts if host != victim]
+    step = broken.hold(FailPoint.BEFORE_REDUCE, survivors)
+    broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    # Another order for the same failpoint: the survivors enter the broken collective, and are held again in the
+    # same step of the next generation, before its first collective.
+    broken.job.hold(FailPoint.BEFORE_REDUCE, survivors[::-1], step)
+    broken.wait_report(
+        "a smaller generation",
+        lambda now: (
+            now.generation is not None
+            and now.generation.phase is GenerationPhase.ACTIVE
+            and len(now.generation.members) == HOSTS - 1
+        ),
+    )
+    broken.job.wait_held(survivors, RECOVERY_S)
+    broken.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
+    broken.job.release()
+    broken.wait_training(HOSTS, number_of(report) + 1)
+
+
+def test_hosts_without_a_store_stop_and_resume_when_the_store_is_back(broken: TinyJob) -> None:
+    broken.wait_training(HOSTS)
+    before = {event.monotonic_s for event in broken.job.read_events() if event.kind is EventKind.STORE_LOST}
+    words = "training stops here until the store is back"
+    said_before = broken.job.read_output().count(words)
+    broken.job.process.send_signal(signal.SIGSTOP)
+    for host in (f"host-{index}" for index in range(HOSTS)):
+        broken.job.wait_event(
+            f"{host} to notice",
+            lambda e, h=host: e.kind is EventKind.STORE_LOST and e.host == h and e.monotonic_s not in before,
+        )
+    stopped_at = still_step(broken)
+    broken.job.process.send_signal(signal.SIGCONT)
+    wait_until("steps after the pause", lambda: broken.step() > stopped_at + 5, RECOVERY_S)
+    broken.wait_training(HOSTS)
+    assert broken.job.read_output().count(words) == said_before + HOSTS
+
+
+def still_step(tiny: TinyJob) -> int:
+    """Return the step after which no host has committed for `STILL_S`; fail if steps continue for 30 s."""
+    end_s = time.monotonic() + 30.0
+    while time.monotonic() < end_s:
+        step, since_s = tiny.step(), time.monotonic()
+        while tiny.step() == step:
+            if time.monotonic() - since_s > STILL_S:
+                return step
+            time.sleep(0.05)
+    raise AssertionError("somebody trains on without the store")

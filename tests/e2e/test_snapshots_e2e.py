@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 from resilient_jax.protocol.records import GenerationPhase
 
+pytestmark = pytest.mark.timeout(600)
 JOBS = Path(__file__).parent / "jobs"
 WORKER_PLACES = (FailPoint.BEFORE_COPY, FailPoint.DURING_COPY, FailPoint.AFTER_COPY)
 SERVER_PLACES = (
@@ -39,7 +41,6 @@ def lose(job: ShardedJob, part: JobComponent, hosts: list[str], everybody: int) 
     assert min(went_on) >= promised, f"went back to step {min(went_on)}, {promised} was committed"
 
 
-@pytest.mark.timeout(600)
 def test_a_host_lost_at_any_phase_of_a_snapshot_is_restored_from_parity(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
@@ -55,38 +56,6 @@ def test_a_host_lost_at_any_phase_of_a_snapshot_is_restored_from_parity(tmp_path
     assert max(map(int, decoded)) > 0
 
 
-@pytest.mark.timeout(600)
-def test_the_loss_of_two_hosts_at_once_and_of_all_workers_at_once_is_survived(tmp_path: Path) -> None:
-    with ShardedJob(tmp_path, 4, parity=2) as job:
-        job.wait_protected(4)
-        lose(job, JobComponent.HOST, ["host-1", "host-3"], everybody=4)
-        lose(job, JobComponent.WORKER, [f"host-{index}" for index in range(4)], everybody=4)
-        lose(job, JobComponent.SNAPSHOT_SERVER, ["host-2"], everybody=4)
-        job.finish(more_steps=5)
-
-
-@pytest.mark.timeout(600)
-def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_survived(
-    tmp_path: Path,
-) -> None:
-    with ShardedJob(tmp_path, 4, parity=2) as job:
-        job.wait_protected(4)
-        for place in (FailPoint.DURING_RESTORE, FailPoint.BEFORE_PARITY):
-            promised = job.promised_step()
-            before = job.read_report().generation
-            assert before is not None
-            job.job.hold(place, ["host-2"], ANY_STEP)
-            job.signal(JobComponent.HOST, "host-3", signal.SIGKILL)
-            job.job.wait_held(["host-2"], RECOVERY_S)
-            job.signal(JobComponent.HOST, "host-2", signal.SIGKILL)
-            job.job.release()
-            job.wait_protected(4, after_generation=before.number + 1)
-            went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > before.number]
-            assert min(went_on) >= promised
-        job.finish(more_steps=5)
-
-
-@pytest.mark.timeout(600)
 def test_losing_more_hosts_than_parity_ends_the_job_with_what_is_lost(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
@@ -98,7 +67,6 @@ def test_losing_more_hosts_than_parity_ends_the_job_with_what_is_lost(tmp_path: 
         job.check_nothing_left()
 
 
-@pytest.mark.timeout(600)
 def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 3, parity=1) as job:
         job.wait_protected(3)
@@ -114,7 +82,6 @@ def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
     assert min(step for number, step in by_generation.items() if number > before.number) == reached
 
 
-@pytest.mark.timeout(600)
 def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp_path: Path) -> None:
     """With parity for one host, the shards of two of four hosts are of no use without those of the other two."""
     with ShardedJob(tmp_path, 4, parity=1) as job:
@@ -140,7 +107,6 @@ def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp
         job.finish(more_steps=5)
 
 
-@pytest.mark.timeout(600)
 def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_snapshot(
     tmp_path: Path,
 ) -> None:
@@ -164,3 +130,39 @@ def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_
     kinds = [event.kind for event in job.read_events()]
     assert "state.fetched" in kinds
     assert "snapshot.restored" not in kinds
+
+
+@pytest.fixture(scope="module")
+def twice_protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
+    """Yield the job that the tests below break, one after the other; check its invariants after them."""
+    with ShardedJob(tmp_path_factory.mktemp("snapshots"), 4, parity=2) as job:
+        yield job
+        job.finish(more_steps=5)
+
+
+def test_the_loss_of_two_hosts_at_once_and_of_all_workers_at_once_is_survived(
+    twice_protected: ShardedJob,
+) -> None:
+    twice_protected.wait_protected(4)
+    lose(twice_protected, JobComponent.HOST, ["host-1", "host-3"], everybody=4)
+    lose(twice_protected, JobComponent.WORKER, [f"host-{index}" for index in range(4)], everybody=4)
+    lose(twice_protected, JobComponent.SNAPSHOT_SERVER, ["host-2"], everybody=4)
+
+
+@pytest.mark.parametrize("place", [FailPoint.DURING_RESTORE, FailPoint.BEFORE_PARITY])
+def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_survived(
+    place: FailPoint, twice_protected: ShardedJob
+) -> None:
+    job = twice_protected
+    job.wait_protected(4)
+    promised = job.promised_step()
+    before = job.read_report().generation
+    assert before is not None
+    job.job.hold(place, ["host-2"], ANY_STEP)
+    job.signal(JobComponent.HOST, "host-3", signal.SIGKILL)
+    job.job.wait_held(["host-2"], RECOVERY_S)
+    job.signal(JobComponent.HOST, "host-2", signal.SIGKILL)
+    job.job.release()
+    job.wait_protected(4, after_generation=before.number + 1)
+    went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > before.number]
+    assert min(went_on) >= promised
