@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: the keys of the configuration, and the exit codes, with their docstrings.
+"""Writes docs/reference from docstrings: the public names, the keys of the configuration, and the exit codes.
 
     python docs/make_reference.py
 
@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import resilient_jax as rj
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import ExitCode
 
@@ -53,7 +54,28 @@ def make_exit_codes() -> str:
     return "\n".join([f"# Exit codes\n\n{intro}\n", "| code | name | meaning |", "|---|---|---|", *rows, ""])
 
 
-PAGES = {"configuration.md": make_configuration, "exit_codes.md": make_exit_codes}
+def make_public_names() -> str:
+    """Return the page of the names of `rj`, each with the first sentence of its docstring."""
+    rows = [
+        f"| `rj.{name}` | {_find_summary(getattr(rj, name))} |" for name in sorted(rj.__all__, key=str.lower)
+    ]
+    intro = (
+        "What `import resilient_jax as rj` offers. `help(rj.Trainer)` has arguments, errors and an example."
+    )
+    return "\n".join(
+        [f"# Public names\n\n{intro}\n", "| name | what it is or does |", "|---|---|", *rows, ""]
+    )
+
+
+def _find_summary(documented: object) -> str:
+    return (inspect.getdoc(documented) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+PAGES = {
+    "public_names.md": make_public_names,
+    "configuration.md": make_configuration,
+    "exit_codes.md": make_exit_codes,
+}
 
 
 def main() -> None:
