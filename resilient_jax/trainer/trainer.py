@@ -61,7 +61,8 @@ class Trainer:
         loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`; returns the mean over the batch, or that mean
             and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays. The key
             is a new one for each microbatch; it may also be called `rng` or `dropout_rng`, and under the name `rngs`
-            it is an `nnx.Rngs`.
+            it is an `nnx.Rngs`. A step is the mean over its microbatches: with a loss that divides by the tokens of
+            its batch every microbatch has the same weight, however many tokens it has.
         data: arrays whose first dimension is the number of examples, such as `(images, labels)` or a dict of them; a
             source of examples, with `len()` and `[]`; a Grain `MapDataset`; or a function `batch(step, index)` that
             returns a microbatch. See `make_microbatch_data`.

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
+from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
@@ -112,7 +114,9 @@ class World:
 
         Raises:
             StateError: the job must resume from a checkpoint, and `resume_at` has not been called.
+            CallerError: `num_steps` is not an integer.
         """
+        check_integers(num_steps=num_steps)
         return self._session.steps(num_steps)
 
     def resume_at(self, step: int) -> None:
@@ -135,8 +139,14 @@ class World:
                 for leaves on a mesh of several hosts, because that mesh has changed.
 
         Raises:
+            CallerError: `init_fn` is no function without parameters.
             StateError: the committed state does not fit `init_fn`, or cannot be placed; or `init_fn` cannot be traced.
         """
+        if not callable(init_fn) or find_refused_call(init_fn, 0) is not None:
+            raise CallerError(
+                f"restore_or_init: found {describe_value(init_fn)}, expected a function without parameters that makes "
+                "the state, called only where none survived: world.restore_or_init(lambda: make_state(...))"
+            )
         return self._session.restore_or_init(init_fn, sharding)
 
     def commit(self, state: Any, **metrics: float) -> None:  # noqa: ANN401 - any pytree

@@ -218,6 +218,26 @@ def test_run_refuses(arguments, said):
         rj.run(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (lambda world: world.steps("10"), "num_steps: found '10' (str), expected an integer"),
+        (
+            lambda world: world.restore_or_init({"w": 1}),
+            "restore_or_init: found a dict, expected a function without",
+        ),
+        (
+            lambda world: world.restore_or_init(lambda key: {}),
+            "restore_or_init: found the function <lambda>, expected",
+        ),
+    ],
+    ids=["steps", "a state", "a function of a key"],
+)
+def test_the_world_refuses(train, said):
+    with pytest.raises(CallerError, match=re.escape(said)):
+        rj.run(train)
+
+
 def test_run_refuses_another_finder_of_checkpoints():
     with pytest.raises(
         CallerError, match=r"found 'dir' \(str\) as find_latest_checkpoint, expected a function"
