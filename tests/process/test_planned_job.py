@@ -20,7 +20,7 @@ MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
 
 
-def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, **environment):
+def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cache=None):
     work.mkdir(exist_ok=True)
     (work / "job.toml").write_text("max_restarts = 10\nrestart_backoff_s = 0.0\n")
     return LocalJob(
@@ -28,7 +28,11 @@ def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, **e
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices)],
-        environment={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        environment={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **({"JAX_COMPILATION_CACHE_DIR": str(cache)} if cache is not None else {}),
+        },
     )
 
 
@@ -44,14 +48,9 @@ def ending(job):
     return words[0], float(words[2])
 
 
-def with_shared_cache(work):
-    """Return the environment of a job that finds the programs of other jobs of its test."""
-    return {"JAX_COMPILATION_CACHE_DIR": str(work.parent / "compile-cache")}
-
-
 def run_and_kill(work, *words):
     """Kill a worker in the reduction of step 3; return the first two plans of another host, and the ending."""
-    with launch(work, *words, **with_shared_cache(work)) as job:
+    with launch(work, *words, cache=work.parent / "compile-cache") as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
         job.kill(JobComponent.WORKER, "host-1")
@@ -61,7 +60,7 @@ def run_and_kill(work, *words):
 
 
 def run_undisturbed(work, *words):
-    with launch(work, *words, **with_shared_cache(work)) as job:
+    with launch(work, *words, cache=work.parent / "compile-cache") as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0"), ending(job)
 
