@@ -59,6 +59,7 @@ class Host:
         self.endpoint = ""
         self.holding: tuple[SnapshotStatus, ...] = ()
         self.events: list[Event] = []
+        self.is_killed = False
         self.changed = threading.Condition()
         ours, theirs = socket.socketpair()
         self._link = Connection[NewWorker, ServerToAgent](ours.detach(), SERVER_TO_AGENT_DECODER)
@@ -97,7 +98,9 @@ class Host:
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until a message of the server makes the condition true."""
         with self.changed:
-            assert self.changed.wait_for(condition, WAIT_S), f"{self.name}: {self.holding} {self.events}"
+            assert self.changed.wait_for(condition, WAIT_S), (
+                f"{self.name} (exit code {self.process.poll()}): {self.holding} {self.events}"
+            )
 
     def wait_phase(self, id: SnapshotId, phase: SnapshotPhase) -> None:
         self.wait(lambda: self.phase_of(id) is phase)
@@ -123,6 +126,7 @@ class Host:
 
     def kill(self) -> None:
         """Kill the server by SIGKILL, and wait for its end."""
+        self.is_killed = True
         self.process.kill()
         self.process.wait(WAIT_S)
 
@@ -163,9 +167,10 @@ def running(count: int, environment: Mapping[str, str] | None = None) -> Iterato
             host.wait(lambda host=host: host.endpoint != "")
         yield hosts
     finally:
-        killed = [host.process.poll() is not None for host in hosts]
-        codes = [host.end() for host in hosts]
-    assert [code for code, was in zip(codes, killed, strict=True) if not was and code != 0] == []
+        codes = {host.name: host.end() for host in hosts}
+    assert {
+        host.name: codes[host.name] for host in hosts if not host.is_killed and codes[host.name] != 0
+    } == {}
 
 
 def make_layout(
