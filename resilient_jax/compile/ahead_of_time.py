@@ -140,16 +140,9 @@ class AheadOfTimeCompiler:
             raise CompilationCanceled
 
 
-def may_wait() -> bool:
-    """Return whether the calling thread may wait for other hosts: whether it compiles ahead.
-
-    Raises:
-        CompilationCanceled: it does, but its job was canceled.
-    """
-    if not is_compiling_ahead():
-        return False
+def check_canceled() -> None:
+    """Raise CompilationCanceled if the job that the calling thread compiles ahead was canceled."""
     _thread_local.check()
-    return True
 
 
 def is_compiling_ahead() -> bool:

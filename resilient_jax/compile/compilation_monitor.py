@@ -2,18 +2,20 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import jax
 
-from resilient_jax.compile.ahead_of_time import is_compiling_ahead, may_wait
-from resilient_jax.compile.program_exchange import ProgramDirectory, ProgramFetcher, ProgramPeer
+from resilient_jax.compile.ahead_of_time import check_canceled, is_compiling_ahead
+from resilient_jax.compile.program_exchange import ProgramDirectory
+from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
-from resilient_jax.protocol.records import Member
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.records import Generation
 from resilient_jax.transport.credentials import Credentials
 
 COMPILE_EVENTS: Final = frozenset(
@@ -23,6 +25,8 @@ COMPILE_EVENTS: Final = frozenset(
 """JAX's durations of the phases of a compilation; the last one includes loading a program from the cache."""
 MIN_REPORTED_S: Final = 0.05
 """Programs that compile faster are counted, but not reported one by one."""
+DIGEST_CHARACTERS: Final = 12
+"""Of a key's digest in an event: enough to tell two programs of one name apart."""
 
 
 class CompilationMonitor:
@@ -31,12 +35,26 @@ class CompilationMonitor:
     Args:
         host: this one.
         credentials: of the job.
+        directory: of this host's programs; None: JAX's cache is off.
         record_event: writes an event; called on any thread.
+        raise_if_ended: raises when the generation has ended; called on the main thread while it waits.
+        hit_failpoint: called before training compiles a program.
     """
 
-    def __init__(self, host: HostName, credentials: Credentials, record_event: Callable[..., Event]) -> None:
+    def __init__(
+        self,
+        host: HostName,
+        credentials: Credentials,
+        directory: ProgramDirectory | None,
+        *,
+        record_event: Callable[..., Event],
+        raise_if_ended: Callable[[], None],
+        hit_failpoint: Callable[[FailPoint], None],
+    ) -> None:
         self._record_event = record_event
-        self._fetcher = ProgramFetcher(host, credentials, may_wait, self._on_failure)
+        self._raise_if_ended = raise_if_ended
+        self._hit_failpoint = hit_failpoint
+        self._fetcher = ProgramFetcher(host, credentials, directory, self._find_patience, self._on_failure)
         self._lock = threading.Lock()
         self._seconds = self._compiled_s = 0.0
         self._compiled = self._fetched = 0
@@ -44,11 +62,10 @@ class CompilationMonitor:
         self._is_reported = True
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def begin_generation(self, members: Iterable[Member]) -> None:
+    def begin_generation(self, generation: Generation) -> None:
         """Reset the counts, and fetch from the members of a new generation."""
-        self._fetcher.set_peers(
-            [ProgramPeer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint]
-        )
+        peers = [ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.members if m.endpoint]
+        self._fetcher.begin_generation(generation.number, peers)
         with self._lock:
             self._seconds = self._compiled_s = 0.0
             self._compiled = self._fetched = 0
@@ -71,14 +88,22 @@ class CompilationMonitor:
     # `CacheHooks`: called by JAX's cache.
 
     def fetch(self, key: str) -> bytes | None:
-        """Return a program from the host that owns it; None: compile it here."""
+        """Return a program that another host has or compiles; None: compile it here."""
         found = self._fetcher.fetch(key)
-        if found is not None and not is_compiling_ahead():
+        if is_compiling_ahead():
+            return found
+        if found is None:
+            self._hit_failpoint(FailPoint.BEFORE_COMPILE)
+        else:
             with self._lock:
                 self._fetched += 1
         return found
 
-    def missed(self, name: str, seconds: float) -> None:
+    def finished(self) -> None:
+        """Let the other hosts have the program that this thread compiled for them."""
+        self._fetcher.finish()
+
+    def missed(self, key: str, seconds: float) -> None:
         """Record that a program was compiled here."""
         if is_compiling_ahead():
             return
@@ -86,7 +111,10 @@ class CompilationMonitor:
             self._compiled += 1
             self._compiled_s += seconds
         if seconds >= MIN_REPORTED_S:
-            self._record_event(EventKind.COMPILE_CACHE_MISS, program=name, seconds=seconds)
+            name, _, digest = key.rpartition("-")
+            self._record_event(
+                EventKind.COMPILE_CACHE_MISS, program=name, digest=digest[:DIGEST_CHARACTERS], seconds=seconds
+            )
 
     # Called by the thread that compiles ahead.
 
@@ -102,6 +130,13 @@ class CompilationMonitor:
         if event in COMPILE_EVENTS and not is_compiling_ahead():
             with self._lock:
                 self._seconds += duration_secs
+
+    def _find_patience(self) -> Patience | None:
+        if is_compiling_ahead():
+            return Patience(is_ahead=True, check=check_canceled)
+        if threading.current_thread() is threading.main_thread():
+            return Patience(is_ahead=False, check=self._raise_if_ended)
+        return None
 
     def _on_failure(self, owner: HostName, reason: str) -> None:
         self._record_event(EventKind.PROGRAM_FAILED, owner=owner, reason=reason)

@@ -1,75 +1,110 @@
-"""Exchange of compiled programs between hosts: a program that all hosts need is compiled by one of them.
+"""The programs that a host serves to the others, and its answers as the owner of keys.
 
 Rules:
-- A program's key is a digest of all that it was made from (the program itself, versions, flags, kinds of devices), so
-  a host that has an entry under a key has the right one, however old.
-- Every key has one owner among the live hosts. A host that lacks a program asks the owner, and compiles it only if the
-  owner does not have it in time. The owner asks no other host.
-- A background thread waits for the owner, which is then compiling the same program; a thread that training waits for
-  does not.
+- A program's key is a digest of all that it was made from (the program itself, versions, flags, kinds of devices, the
+  processor's features), so a host that has an entry under a key has the right one, however old.
+- Every key has one owner among the live hosts. A host that lacks a program asks the owner, which sends it, names a host
+  that has it, or decides whether the host compiles or waits (`compile_claims`).
 - What arrives is checked (CRC-32 and length) before it is kept. Callers and servers are those of the job: they have its
   token, and certificates where they are configured.
 """
 
-import dataclasses
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError
-from resilient_jax.ids import HostName
-from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.method import Method
-from resilient_jax.transport.sync_channel import SyncChannel
+from resilient_jax.compile.compile_claims import Claimant, CompileClaims, Verdict
+from resilient_jax.errors import MessageError
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.transport.method import AnyMethod, Method
 
 PROGRAM_SERVICE: Final = "programs"
 CHUNK_BYTES: Final = 2**22
-POLL_INTERVAL_S: Final = 0.05
-OWNER_TIMEOUT_S: Final = 60.0
-"""The longest wait for an owner that is compiling; after it, two hosts compile the program."""
-REQUEST_WAIT_S: Final = 0.5
+MAX_WAIT_S: Final = 0.5
 """The longest wait of one request; between two requests the caller checks whether it still needs the program."""
 MAX_WAITING_REQUESTS: Final = 8
 """Requests that wait at a time, each on a thread that others may need; more are answered at once and repeated."""
-REQUEST_TIMEOUT_S: Final = 2.0
-"""How long training waits for an answer: a host that is gone answers late or never."""
 KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
 
 
 class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a program; the owner waits `wait_s` at most for one that it does not have yet."""
+    """A request for a program.
+
+    Attributes:
+        claimant: the host that compiles the program if nobody has it; None: it asks for the program only.
+        wait_s: how long the owner may wait for a program that another host compiles.
+    """
 
     key: str
+    claimant: Claimant | None = None
     wait_s: float = 0.0
 
 
 class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of the answer: size and CRC-32 first (a size of -1: the owner lacks the program), then the bytes."""
+    """A part of the answer: a head, then the bytes.
+
+    Attributes:
+        size: of the program; -1: this host lacks it.
+        crc32: of the program.
+        holder: without the program: the endpoint of a host that has it.
+        verdict: without the program and a holder: what the claimant does.
+        data: a part of the bytes.
+    """
 
     size: int = 0
     crc32: int = 0
+    holder: str | None = None
+    verdict: Verdict | None = None
     data: bytes = b""
 
 
+class ClaimReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a claim: still compiling, or, once `is_done`, compiled and, if it `is_kept`, there to be read."""
+
+    key: str
+    claimant: Claimant
+    is_done: bool = False
+    is_kept: bool = False
+
+
+class ClaimNoted(msgspec.Struct, frozen=True):
+    """The answer to a report."""
+
+
 FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramChunk, is_streaming=True)
+REPORT_CLAIM = Method("report_claim", ClaimReport, ClaimNoted)
 
 
 class ProgramDirectory:
-    """This host's programs, as files that are written atomically.
+    """This host's programs as files, and the claims on those that it owns.
 
     Args:
-        folder: of the files.
+        folder: of the files, which are written atomically, by JAX's cache; hosts of one machine may share it.
         suffix: follows the key in the name of a file.
     """
 
     def __init__(self, folder: Path, suffix: str) -> None:
         self._folder, self._suffix = folder, suffix
         self._waiters = threading.BoundedSemaphore(MAX_WAITING_REQUESTS)
+        self._changed = threading.Condition()
+        self._claims = CompileClaims()
+        """Guarded by the condition."""
+
+    @property
+    def handlers(self) -> dict[AnyMethod, Callable[..., object]]:
+        """What a server of other hosts calls."""
+        return {FETCH_PROGRAM: self.serve, REPORT_CLAIM: self.note}
+
+    def begin_generation(self, number: GenerationNumber, endpoints: Collection[str]) -> None:
+        """Drop the claims of hosts that are not members of the generation, whose endpoints these are."""
+        with self._changed:
+            self._claims.begin_generation(number, endpoints)
+            self._changed.notify_all()
 
     def read(self, key: str) -> bytes | None:
         """Return a program; None: this host lacks it.
@@ -77,120 +112,68 @@ class ProgramDirectory:
         Raises:
             MessageError: the key is not one.
         """
+        try:
+            return self._find_path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def has(self, key: str) -> bool:
+        """Return whether the program is here."""
+        return self._find_path(key).exists()
+
+    def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
+        """Answer another host: at once, or, if it has to wait, when there is news or the request's wait is over."""
+        found, head = self.answer(request)
+        yield head
+        # The head comes first, so that the receiver can detect a stream that ended early.
+        for start in range(0, len(found), CHUNK_BYTES):
+            yield ProgramChunk(data=found[start : start + CHUNK_BYTES])
+
+    def answer(self, request: ProgramRequest) -> tuple[bytes, ProgramChunk]:
+        """Return a program and the head of the answer; without a program no bytes."""
+        deadline_s = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
+        found, head = self._answer_now(request)
+        # At most MAX_WAITING_REQUESTS threads of the server wait; a request beyond is answered at once, and is
+        # repeated.
+        if head.verdict is not Verdict.WAIT or not self._waiters.acquire(blocking=False):
+            return found, head
+        try:
+            with self._changed:
+                while head.verdict is Verdict.WAIT and (left_s := deadline_s - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                    found, head = self._answer_now(request)
+        finally:
+            self._waiters.release()
+        return found, head
+
+    def note(self, report: ClaimReport) -> ClaimNoted:
+        """Take in what became of a claim."""
+        with self._changed:
+            if report.is_done:
+                self._claims.finish(report.key, report.claimant, is_kept=report.is_kept)
+                self._changed.notify_all()
+            else:
+                self._claims.renew(report.key, report.claimant.host, time.monotonic())
+        return ClaimNoted()
+
+    def _answer_now(self, request: ProgramRequest) -> tuple[bytes, ProgramChunk]:
+        found = self.read(request.key)
+        if found is not None:
+            return found, ProgramChunk(size=len(found), crc32=zlib.crc32(found))
+        claimant = request.claimant
+        if claimant is None:
+            return b"", ProgramChunk(size=-1)
+        with self._changed:
+            holder = self._claims.find_holder(request.key)
+            if holder is not None and holder != claimant.endpoint:
+                return b"", ProgramChunk(size=-1, holder=holder)
+            verdict = self._claims.claim(request.key, claimant, time.monotonic())
+        return b"", ProgramChunk(size=-1, verdict=verdict)
+
+    def _find_path(self, key: str) -> Path:
         # The key is part of a file's path, so only a digest with a name in front is accepted from another host.
         if not key or key.startswith(".") or not set(key) <= KEY_CHARACTERS:
             raise MessageError(
                 f"programs: found the key {key[:80]!r}, expected a digest with a name in front"
             )
-        try:
-            return (self._folder / f"{key}{self._suffix}").read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
-        """Answer another host as soon as the program is there, or when the request's wait is over."""
-        found = self.read(request.key)
-        # At most MAX_WAITING_REQUESTS threads of the server wait; a request beyond is answered at once, and is
-        # repeated.
-        if found is None and request.wait_s > 0 and self._waiters.acquire(blocking=False):
-            try:
-                found = self._wait_for(request.key, min(request.wait_s, REQUEST_WAIT_S))
-            finally:
-                self._waiters.release()
-        if found is None:
-            yield ProgramChunk(size=-1)
-            return
-        # The head comes first, so that the receiver can detect a stream that ended early.
-        yield ProgramChunk(size=len(found), crc32=zlib.crc32(found))
-        for start in range(0, len(found), CHUNK_BYTES):
-            yield ProgramChunk(data=found[start : start + CHUNK_BYTES])
-
-    def _wait_for(self, key: str, wait_s: float) -> bytes | None:
-        deadline_s = time.monotonic() + wait_s
-        while (found := self.read(key)) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_INTERVAL_S)
-        return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramPeer:
-    """A live host that serves its programs."""
-
-    host: HostName
-    endpoint: str
-
-
-class ProgramFetcher:
-    """Fetches programs from their owners.
-
-    Args:
-        host: this one.
-        credentials: of the job.
-        may_wait: returns whether the calling thread may wait for an owner that is compiling; called before each
-            request, and may raise to end the wait.
-        on_failure: called with an owner that could not be asked or sent damaged bytes, and the error.
-    """
-
-    def __init__(
-        self,
-        host: HostName,
-        credentials: Credentials,
-        may_wait: Callable[[], bool],
-        on_failure: Callable[[HostName, str], None],
-    ) -> None:
-        self._host, self._credentials = host, credentials
-        self._may_wait, self._on_failure = may_wait, on_failure
-        self._lock = threading.Lock()
-        self._peers: tuple[ProgramPeer, ...] = ()
-        """Guarded by the lock."""
-
-    def set_peers(self, peers: Sequence[ProgramPeer]) -> None:
-        """Set the hosts of this generation, this one among them; the same on every host."""
-        with self._lock:
-            self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
-
-    def fetch(self, key: str) -> bytes | None:
-        """Return a program from its owner; None: compile it here."""
-        with self._lock:
-            peers = self._peers
-        owner = find_owner(key, peers)
-        if owner is None or owner.host == self._host:
-            return None
-        try:
-            with SyncChannel(owner.endpoint, self._credentials) as channel:
-                return self._fetch_from(owner.host, channel, key)
-        except PeerError as error:
-            self._on_failure(owner.host, str(error))
-            return None
-
-    def _fetch_from(self, owner: HostName, channel: SyncChannel, key: str) -> bytes | None:
-        deadline_s = time.monotonic() + OWNER_TIMEOUT_S
-        while True:
-            asked_s = time.monotonic()
-            wait_s = REQUEST_WAIT_S if self._may_wait() else 0.0
-            found = _request_program(owner, channel, key, wait_s)
-            if found is not None or not wait_s or time.monotonic() > deadline_s:
-                return found
-            # An early answer means that the owner had no thread left to wait on.
-            time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))
-
-
-def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:
-    """Return the host that compiles a program for all of them."""
-    # owner = crc32(key) mod hosts: the same on every host, since `peers` are sorted by name.
-    return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
-
-
-def _request_program(owner: HostName, channel: SyncChannel, key: str, wait_s: float) -> bytes | None:
-    request = ProgramRequest(key=key, wait_s=wait_s)
-    parts = channel.stream(PROGRAM_SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + REQUEST_TIMEOUT_S)
-    head = next(parts, None)
-    if head is None or head.size < 0:
-        return None
-    found = b"".join(part.data for part in parts)
-    if len(found) != head.size or zlib.crc32(found) != head.crc32:
-        raise ChecksumMismatch(
-            f"program {key} from {owner}: found {len(found)} bytes with CRC-32 {zlib.crc32(found):08x}, expected "
-            f"{head.size} with {head.crc32:08x}; it is compiled here instead"
-        )
-    return found
+        return self._folder / f"{key}{self._suffix}"

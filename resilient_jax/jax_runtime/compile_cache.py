@@ -61,8 +61,11 @@ class CacheHooks(Protocol):
     def fetch(self, key: str) -> bytes | None:
         """Return an entry that is not in the directory, from another host; None: no host has it."""
 
-    def missed(self, name: str, seconds: float) -> None:
+    def missed(self, key: str, seconds: float) -> None:
         """Called when a program had to be compiled."""
+
+    def finished(self) -> None:
+        """Called when the thread has its program, fetched or compiled, or has failed."""
 
 
 class NullCacheHooks:
@@ -71,8 +74,11 @@ class NullCacheHooks:
     def fetch(self, key: str) -> bytes | None:
         """Return None: no other host has entries."""
 
-    def missed(self, name: str, seconds: float) -> None:
+    def missed(self, key: str, seconds: float) -> None:
         """Drop the report."""
+
+    def finished(self) -> None:
+        """Do nothing: nobody waits."""
 
 
 def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
@@ -106,6 +112,9 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     )
     setattr(compiler, "distributed", _DistributedForWriter())  # noqa: B010 - not exported, says its type
     compiler._cache_write = functools.partial(_write, compiler._cache_write, hooks)
+    compiler.compile_or_get_cached = functools.partial(
+        _compile_or_get_cached, compiler.compile_or_get_cached, hooks
+    )
     own_put, own_get = lru_cache.LRUCache.put, lru_cache.LRUCache.get
 
     def put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
@@ -115,8 +124,8 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
         value = own_get(self, key)
         if value is not None:
             _touch(self, key)
-        elif (value := hooks.fetch(key)) is not None:
-            put(self, key, value)
+        elif (value := hooks.fetch(key)) is not None and not _has_entry(self, key):
+            put(self, key, value)  # unless the host that has it shares the directory
         return value
 
     lru_cache.LRUCache.put = put
@@ -175,6 +184,15 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(features).encode()).hexdigest()
 
 
+def _compile_or_get_cached(
+    original: Untyped, hooks: CacheHooks, *arguments: Untyped, **more: Untyped
+) -> Untyped:
+    try:
+        return original(*arguments, **more)
+    finally:
+        hooks.finished()
+
+
 def _write(
     original: Untyped,
     hooks: CacheHooks,
@@ -186,7 +204,7 @@ def _write(
     *rest: Untyped,
 ) -> None:
     """Write as JAX does, but from any process."""
-    hooks.missed(name, seconds)
+    hooks.missed(key, seconds)
     with _as_process_0():
         original(key, seconds, name, backend, executable, *rest)
 
@@ -242,6 +260,10 @@ def _put(
     finally:
         temporary.unlink(missing_ok=True)
     evict_oldest(path.parent, limit_bytes)
+
+
+def _has_entry(cache: Untyped, key: str) -> bool:
+    return "://" not in str(cache.path) and (Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}").exists()
 
 
 def _touch(cache: Untyped, key: str) -> None:

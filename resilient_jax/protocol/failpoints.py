@@ -40,6 +40,8 @@ class FailPoint(enum.StrEnum):
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
     """A world is about to be formed."""
+    BEFORE_COMPILE = "before_compile"
+    """Training is about to compile a program, for which other hosts may wait."""
     # Snapshots: training
     BEFORE_COPY = "before_copy"
     """The snapshot server gave memory for this host's part; nothing is in it."""

@@ -12,8 +12,7 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 and the float8 types with nu
 import msgspec
 import numpy as np
 
-from resilient_jax.compile import program_exchange
-from resilient_jax.compile.program_exchange import ProgramDirectory
+from resilient_jax.compile.program_exchange import PROGRAM_SERVICE, ProgramDirectory
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.leaf_spec import LeafSpec
@@ -63,9 +62,7 @@ class StateServer:
         self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=NUM_THREADS)
         self._server.add(SERVICE, {FETCH_STATE: self._fetch})
         if programs is not None:
-            self._server.add(
-                program_exchange.PROGRAM_SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve}
-            )
+            self._server.add(PROGRAM_SERVICE, programs.handlers)
         self._server.start()
 
     @property

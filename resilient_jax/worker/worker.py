@@ -79,7 +79,8 @@ class Worker:
         self._ledger = Ledger.from_environment(settings.host)
         self._replicas_span_hosts = False
         self._connector = WorldConnector(settings)
-        self._server = StateServer(settings.address, credentials, open_program_directory())
+        programs = open_program_directory()
+        self._server = StateServer(settings.address, credentials, programs)
         self._agent = AgentConnection(descriptor, settings.host, self._interrupt)
         self._handover = StateHandover(
             settings.host,
@@ -103,7 +104,14 @@ class Worker:
             self._agent,
             self._hit_failpoint,
         )
-        self._monitor = CompilationMonitor(settings.host, credentials, self._agent.record_event)
+        self._monitor = CompilationMonitor(
+            settings.host,
+            credentials,
+            programs,
+            record_event=self._agent.record_event,
+            raise_if_ended=self._agent.raise_if_ended,
+            hit_failpoint=self._hit_failpoint,
+        )
         self._compiler = AheadOfTimeCompiler(
             self._monitor.record_compiled_ahead, self._monitor.record_failed_ahead
         )
@@ -213,7 +221,7 @@ class Worker:
         generation = order.generation
         self._connector.begin_generation()
         self._events.clear()
-        self._monitor.begin_generation(generation.members)
+        self._monitor.begin_generation(generation)
         started_s = time.monotonic()
         if generation.change is WorldChange.REFORM:
             self._reform(order)

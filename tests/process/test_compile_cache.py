@@ -14,8 +14,8 @@ from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compil
 
 class Hooks(NullCacheHooks):
     missed_programs = []
-    def missed(self, name, seconds):
-        self.missed_programs.append(name)
+    def missed(self, key, seconds):
+        self.missed_programs.append(key.rpartition("-")[0])
 
 factor, width = float(sys.argv[1]), int(sys.argv[2])
 assert share_compilation_cache(Hooks(), 2**30) is None

@@ -1,17 +1,20 @@
 """The trainer in a real job whose first host is killed: the same bits as on one undisturbed machine."""
 
+import collections
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.compile.compile_claims import LEASE_S
 from resilient_jax.errors import ExitCode
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
 
 JOB = Path(__file__).with_name("trainer_job.py")
@@ -69,6 +72,7 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = re.findall(r"step 14 digest \w{64}", job.read_output())
+        assert_compiled_once(job.read_events(), survivors)
         compiled = {
             event.host: event.detail["compiled"]
             for event in job.read_events()
@@ -79,6 +83,40 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     assert found, job.read_output()
     assert set(found) == {undisturbed}
     assert compiled == dict.fromkeys(survivors, 0)
+
+
+def assert_compiled_once(events: Sequence[Event], hosts: Sequence[str]) -> None:
+    """Assert that in the first generation, with a cold cache, each program was compiled by one host for all."""
+    first = [event for event in events if event.generation == 1]
+    missed = collections.Counter(
+        f"{event.detail['program']}-{event.detail['digest']}"
+        for event in first
+        if event.kind is EventKind.COMPILE_CACHE_MISS
+    )
+    assert set(missed.values()) == {1}, missed
+    ready = {event.host: event.detail for event in first if event.kind is EventKind.PROGRAMS_READY}
+    assert all(ready[host]["fetched"] for host in hosts), ready
+
+
+def test_a_host_that_is_killed_while_the_other_waits_for_its_compiler_costs_no_more_than_a_recovery(
+    undisturbed, tmp_path
+):
+    hosts = ("host-0", "host-1")
+    with launch(tmp_path, hosts=2) as job:
+        job.hold(FailPoint.BEFORE_COMPILE, hosts)
+        held = job.wait_for("a host compiles", lambda: job.failpoints.list_held_hosts() or None, DEADLINE_S)
+        compiles, waits = sorted(hosts, key=lambda host: host not in held)
+        killed_s = job.kill(JobComponent.WORKER, compiles)
+        idle = job.wait_event(
+            "the other host stopped waiting",
+            lambda event: event.host == waits and event.kind is EventKind.WORKER_IDLE,
+            DEADLINE_S,
+        )
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found = re.findall(r"step 14 digest \w{64}", job.read_output())
+    assert idle.monotonic_s - killed_s < LEASE_S
+    assert set(found) == {undisturbed}
 
 
 def test_a_collective_with_a_silent_peer_fails_after_the_configured_timeout(undisturbed, tmp_path):
