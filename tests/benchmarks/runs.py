@@ -47,17 +47,27 @@ def script_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
-    """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain."""
+def run_job(
+    command: Sequence[str], work: Path, num_hosts: int = HOSTS, cache: Path | None = None
+) -> Iterator[LocalJob]:
+    """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain.
+
+    Args:
+        command: the script and its arguments.
+        work: the folder for the job's files.
+        num_hosts: of the job.
+        cache: of compiled programs; None: one in the job's run directory, which is empty at first.
+    """
     work.mkdir(parents=True, exist_ok=True)
     config = work / "job.toml"
     config.write_text("max_restarts = 1000\nrestart_backoff_s = 0.0\n")
     with LocalJob(
         command,
-        num_hosts=HOSTS,
+        num_hosts=num_hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(config)],
-        environment=script_environment(),
+        environment=script_environment()
+        | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}),
     ) as job:
         try:
             yield job

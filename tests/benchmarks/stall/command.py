@@ -25,6 +25,7 @@ from benchmarks.runs import (
     run_undisturbed,
     wait_healthy,
 )
+from benchmarks.stall.first_step import FirstSteps, measure_first_steps
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import hold_collective, wait_stall
 from resilient_jax.cluster.job_report import JobComponent
@@ -42,6 +43,9 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     rejoin_stall_s: float
     steady_overhead: float
     healthy_step_s: float
+    first_step_ratio: float
+    first_step_ratio_warm: float
+    first_step_s: float
     agent_rss_mib: float
     agent_start_s: float
     kills: int
@@ -52,6 +56,7 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
 def stall(
     kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
     steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
+    starts: Annotated[int, typer.Option(help="Starts of one host and of all, for the first step.")] = 3,
     windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
@@ -59,18 +64,21 @@ def stall(
 
     4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes per
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
-    The benchmark takes about ten minutes on two cores.
+    The first step is measured from the command until every host has committed it, over that of one host alone.
+    The benchmark takes about fifteen minutes on two cores.
     """
     console = open_console(json_only)
     script = JOBS / "stall_job.py"
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
+        console.print("first steps: one host alone and all hosts, in turn")
+        cold, warm = measure_first_steps(script, work, starts, console)
         console.print("overhead: undisturbed windows, ours and bare JAX in turn")
         ours, bare = _measure_steady(script, work, steady_steps, windows)
         console.print("stalls: kills, each after all hosts train again")
         campaign = _Campaign(script, work, console)
         campaign.run(kills)
-    figures = campaign.figures(ours, bare)
+    figures = campaign.figures(ours, bare, cold, warm)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
     print_json_line(figures)
@@ -152,7 +160,9 @@ class _Campaign:
                 if after is not None:
                     self.rejoins.append(after)
 
-    def figures(self, ours: Sequence[float], bare: Sequence[float]) -> StallFigures:
+    def figures(
+        self, ours: Sequence[float], bare: Sequence[float], cold: FirstSteps, warm: FirstSteps
+    ) -> StallFigures:
         healthy_s = statistics.median(ours)
 
         def median_of(change: str) -> float:
@@ -167,6 +177,9 @@ class _Campaign:
             else float("nan"),
             steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
             healthy_step_s=round(healthy_s, 3),
+            first_step_ratio=round(cold.ratio, 2),
+            first_step_ratio_warm=round(warm.ratio, 2),
+            first_step_s=round(statistics.median(cold.together), 2),
             agent_rss_mib=round(statistics.median(self.agent_rss_mib), 1),
             agent_start_s=round(statistics.median(self.agent_start_s), 3),
             kills=len(self.stalls),
@@ -210,6 +223,8 @@ def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[
     table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
     spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"
     table.add_row("overhead of the loop", f"{100 * figures.steady_overhead:.1f} % ({spread})", "1 %")
+    ratios = f"{figures.first_step_ratio:.2f}; {figures.first_step_ratio_warm:.2f}"
+    table.add_row("first step, all hosts over one: empty cache; full", ratios, "1.5; 1.2")
     table.add_row("agent memory", f"{figures.agent_rss_mib:.1f} MiB", "60 MiB")
     table.add_row("agent start", f"{figures.agent_start_s:.3f} s", "0.5 s")
     table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
