@@ -218,7 +218,7 @@ class FitLoop:
         zeros: MicrobatchSums,
         step: int,
     ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
-        """Return ((gradients, batch_stats), summary) of all microbatches, placed as the state is, and the metrics.
+        """Return ((gradients, collections), summary) of all microbatches, placed as the state is, and the metrics.
 
         Raises:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
@@ -242,7 +242,7 @@ class FitLoop:
             world, config.recipe, step, np.flatnonzero(np.asarray(accumulated.non_finite)).tolist()
         )
         summary, found = programs.summarize(accumulated)
-        sums, summary = layout.shard(((accumulated.gradients, accumulated.batch_stats), summary))
+        sums, summary = layout.shard(((accumulated.gradients, accumulated.collections), summary))
         return sums, summary, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(

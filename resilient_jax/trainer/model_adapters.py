@@ -8,7 +8,7 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,8 +23,12 @@ Tree = Any
 UseModel = Callable[[Any], Any]
 """Called with the model that is bound to its variables."""
 
-BATCH_STATS = "batch_stats"
+BATCH_STATS: Final = "batch_stats"
 """Linen's collection of statistics over the examples of a batch."""
+NNX_BATCH_STATS: Final = "BatchStat"
+"""The type of the same in NNX, and of its subclasses."""
+NOT_RETURNED: Final = ("params", "intermediates")
+"""Linen collections that a loss function does not change: `sow` into the second does nothing, as in `Module.apply`."""
 
 
 class Variables(NamedTuple):
@@ -32,14 +36,16 @@ class Variables(NamedTuple):
 
     Attributes:
         params: what the optimizer updates.
-        batch_stats: statistics over the examples of a batch, as of batch normalization; a step takes their mean over
-            its microbatches.
-        non_trainable: all others. They keep their initial values; updates in the loss are dropped.
+        collections: all others, by the name of their Linen collection or NNX type.
     """
 
     params: Tree
-    batch_stats: Tree
-    non_trainable: Tree
+    collections: dict[str, Tree]
+
+    @property
+    def batch_stats(self) -> Tree:
+        """Statistics over the examples of a batch, as of batch normalization; {} without."""
+        return self.collections.get(BATCH_STATS, self.collections.get(NNX_BATCH_STATS, {}))
 
 
 class ModelAdapter(abc.ABC):
@@ -52,8 +58,8 @@ class ModelAdapter(abc.ABC):
     @abc.abstractmethod
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
-    ) -> tuple[Any, Tree]:
-        """Return the result of `use(model)`, and the batch_stats after it.
+    ) -> tuple[Any, Variables]:
+        """Return the result of `use(model)`, and the variables after it, which may be more than before.
 
         Args:
             variables: as `init` makes them.
@@ -133,24 +139,22 @@ class NnxAdapter(ModelAdapter):
 
     def init(self, key: jax.Array, use: UseModel) -> Variables:
         """Return the variables that the factory draws from `nnx.Rngs(key)`."""
-        _, params, _, batch_stats, non_trainable = _split(self._make(key))
-        return Variables(params, batch_stats, non_trainable)
+        _, _, variables = _split(self._make(key))
+        return variables
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
-    ) -> tuple[Any, Tree]:
+    ) -> tuple[Any, Variables]:
         """See `ModelAdapter`. In training the module keeps the mode in which the factory left it."""
-        graph, _, streams, _, _ = self._abstract_split
-        net = nnx.merge(
-            graph, variables.params, _rekey(streams, key), variables.batch_stats, variables.non_trainable
-        )
+        graph, streams, _ = self._abstract_split
+        net = nnx.merge(graph, variables.params, _rekey(streams, key), *variables.collections.values())
         if not training:
             net.eval()
         out = use(net)
-        return out, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
+        return out, _split(net)[2]
 
     @functools.cached_property
-    def _abstract_split(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
+    def _abstract_split(self) -> tuple[Any, Tree, Variables]:
         """The module's graph and abstract values, hashable and without arrays; made without a device."""
         return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
@@ -165,11 +169,15 @@ class NnxAdapter(ModelAdapter):
         return net
 
 
-def _split(net: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
-    """Return graph, params, random streams, batch_stats, non_trainable; trees of plain dicts."""
-    graph, *states = nnx.split(net, nnx.Param, nnx.RngState, nnx.BatchStat, ...)
-    params, streams, batch_stats, non_trainable = (nnx.to_pure_dict(state) for state in states)
-    return graph, params, streams, batch_stats, non_trainable
+def _split(net: nnx.Module) -> tuple[Any, Tree, Variables]:
+    """Return graph, random streams and variables; trees of plain dicts."""
+    graph, params, streams, others = nnx.split(net, nnx.Param, nnx.RngState, ...)
+    flat: dict[str, dict[Any, Any]] = {}
+    for path, variable in nnx.to_flat_state(others):
+        name = NNX_BATCH_STATS if issubclass(variable.type, nnx.BatchStat) else variable.type.__name__
+        flat.setdefault(name, {})[path] = variable
+    collections = {name: nnx.to_pure_dict(nnx.from_flat_state(flat[name])) for name in sorted(flat)}
+    return graph, nnx.to_pure_dict(streams), Variables(nnx.to_pure_dict(params), collections)
 
 
 def _rekey(streams: Tree, key: jax.Array) -> Tree:
@@ -193,17 +201,18 @@ class LinenAdapter(ModelAdapter):
     def init(self, key: jax.Array, use: UseModel) -> Variables:
         """Return the variables that the module makes when `use` calls it."""
         made = dict(nn.init(use, self._module)({"params": key}))
-        return Variables(made.pop("params", {}), made.pop(BATCH_STATS, {}), made)
+        return Variables(made.pop("params", {}), made)
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
-    ) -> tuple[Any, Tree]:
+    ) -> tuple[Any, Variables]:
         """See `ModelAdapter`. Linen has no mode: the loss passes `train=` to its modules, or does not."""
-        params, batch_stats, non_trainable = variables
-        bound = {"params": params, BATCH_STATS: batch_stats, **non_trainable}
+        bound = {"params": variables.params, **variables.collections}
         # Linen draws from the stream "params" wherever one of another name is missing.
-        out, changed = nn.apply(use, self._module, mutable=[BATCH_STATS])(bound, rngs={"params": key})
-        return out, changed.get(BATCH_STATS, batch_stats)
+        out, after = nn.apply(use, self._module, mutable=nn.DenyList(NOT_RETURNED))(
+            bound, rngs={"params": key}
+        )
+        return out, Variables(variables.params, dict(after))
 
 
 class FunctionAdapter(ModelAdapter):
@@ -226,13 +235,13 @@ class FunctionAdapter(ModelAdapter):
                     "of arrays. A function that makes an nnx.Module must call its parameter `rngs`; of a "
                     "flax.linen.Module give an instance"
                 )
-        return Variables(params, {}, {})
+        return Variables(params, {})
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
-    ) -> tuple[Any, Tree]:
+    ) -> tuple[Any, Variables]:
         """See `ModelAdapter`; the bound model is the tree."""
-        return use(variables.params), {}
+        return use(variables.params), variables
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

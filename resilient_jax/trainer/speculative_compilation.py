@@ -145,7 +145,7 @@ def compile_step(
     check()
     programs.update.lower(
         _shapes(programs.abstract_state, placement),
-        (sums.gradients, sums.batch_stats),
+        (sums.gradients, sums.collections),
         summary,
         placement=placement.with_abstract_mesh(),
     ).compile()

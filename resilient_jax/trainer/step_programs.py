@@ -17,6 +17,7 @@ state come from a snapshot.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -37,6 +38,7 @@ from resilient_jax.trainer.training_state import (
     TrainingState,
     check_same_types,
 )
+from resilient_jax.trainer.variable_reductions import DEFAULT_RULES, Rule, VariableReducer, widen
 
 Tree = Any
 """A pytree of arrays."""
@@ -52,6 +54,7 @@ class Recipe:
         num_microbatches: B, in a step.
         seed: of the initial variables, and of every microbatch's key.
         early_stopping: the initial state of early stopping; () without.
+        variable_rules: what becomes of variables that the loss changes, by collection or type; see `check_rules`.
     """
 
     model: ModelAdapter
@@ -61,6 +64,7 @@ class Recipe:
     seed: int
     numerics: Numerics
     early_stopping: EarlyStoppingState | tuple[()]
+    variable_rules: Mapping[str, Rule] = dataclasses.field(default_factory=lambda: dict(DEFAULT_RULES))
 
 
 class StepPrograms:
@@ -71,7 +75,7 @@ class StepPrograms:
         accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> MicrobatchSums`, where
             `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the sums.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
-        update: `update(state, (gradients, batch_stats), summary, placement=) -> TrainingState`; takes sums, which it
+        update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
@@ -95,9 +99,9 @@ class StepPrograms:
         self.summarize = jax.jit(self._summarize)
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
-        self.abstract_sums = self._abstract_sums()
+        self._reducer, self.abstract_sums = self._trace_loss()
         summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
-        sums = self.abstract_sums.gradients, self.abstract_sums.batch_stats
+        sums = self.abstract_sums.gradients, self.abstract_sums.collections
         after = jax.eval_shape(self._update, self.abstract_state, sums, summary, placement=None)
         check_same_types(self.abstract_state, after, "optimizer")
 
@@ -114,34 +118,40 @@ class StepPrograms:
             early_stopping=jax.tree.map(jnp.asarray, recipe.early_stopping),
         )
 
-    def _abstract_sums(self) -> MicrobatchSums:
-        def wide(tree: Tree) -> Tree:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _widen_dtype(leaf.dtype)), tree)
+    def _trace_loss(self) -> tuple[VariableReducer, MicrobatchSums]:
+        """Trace the loss; return what becomes of the variables, and the shapes of the sums."""
+        recipe, variables = self._recipe, self.abstract_state.variables
+        bound = jax.eval_shape(lambda found: self._cast(found.params, found), variables)
 
-        variables = self.abstract_state.variables
-        _, (metrics, batch_stats) = jax.eval_shape(
-            lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
-        )
-        check_same_types(wide(variables.batch_stats), wide(batch_stats), "model")  # types are cast back
-        return MicrobatchSums(
-            gradients=wide(variables.params),
-            batch_stats=wide(variables.batch_stats),
+        def loss_of(bound: Variables, batch: Tree) -> tuple[Variables, Metrics]:
+            _, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
+            return after, metrics
+
+        jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self._example)
+        reducer = VariableReducer(recipe.variable_rules, bound, after, jaxpr)
+        index = jax.ShapeDtypeStruct((), jnp.uint32)
+        sums = MicrobatchSums(
+            gradients=variables.params,
+            collections=jax.eval_shape(reducer.contribute, bound, after, index),
             loss=jax.ShapeDtypeStruct((), jnp.float32),
-            metrics=wide(metrics),
-            non_finite=jax.ShapeDtypeStruct((self._recipe.num_microbatches,), jnp.float32),
+            metrics=metrics,
+            non_finite=jax.ShapeDtypeStruct((recipe.num_microbatches,), jnp.float32),
         )
+        return reducer, jax.eval_shape(lambda tree: jax.tree.map(widen, tree), sums)
 
-    def _loss(
-        self, params: Tree, variables: Variables, batch: Tree, key: jax.Array
-    ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-        """Return (loss, (metrics, batch_stats)) of a microbatch, as a function of the parameters."""
+    def _cast(self, params: Tree, variables: Variables) -> Variables:
+        return variables._replace(params=cast_floats(params, self._recipe.numerics.compute_dtype))
+
+    def _apply(
+        self, bound: Variables, batch: Tree, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Metrics, Variables]]:
+        """Return (loss, (metrics, variables after it)) of a microbatch."""
         recipe = self._recipe
         model_key, loss_key = jax.random.split(key)
-        bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
-        (loss, metrics), batch_stats = recipe.model.apply(
+        (loss, metrics), after = recipe.model.apply(
             bound, model_key, lambda model: recipe.loss_fn(model, batch, loss_key), training=True
         )
-        return loss, (metrics, batch_stats)
+        return loss, (metrics, after)
 
     def _accumulate(
         self,
@@ -152,20 +162,26 @@ class StepPrograms:
         *,
         placement: Placement,
     ) -> MicrobatchSums:
+        index = microbatch_id[1]
+
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-            return self._loss(params, variables, batch, make_microbatch_key(self._recipe.seed, microbatch_id))
+            key = make_microbatch_key(self._recipe.seed, microbatch_id)
+            loss, (metrics, after) = self._apply(self._cast(params, variables), batch, key)
+            return loss, (metrics, self._reducer.contribute(variables, after, index))
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
-        (loss, (metrics, batch_stats)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+        (loss, (metrics, collections)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
             variables.params
         )
-        finite = is_all_finite((loss, gradients, batch_stats))
-        new = MicrobatchSums(gradients, batch_stats, loss, metrics, jnp.zeros_like(sums.non_finite))
-        new = jax.tree.map(lambda leaf: leaf.astype(_widen_dtype(leaf.dtype)), new)
+        finite = is_all_finite((loss, gradients, collections))
+        new = MicrobatchSums(gradients, collections, loss, metrics, jnp.zeros_like(sums.non_finite))
+        new = jax.tree.map(widen, new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
-            new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
-        new = new._replace(non_finite=new.non_finite.at[microbatch_id[1]].set(jnp.where(finite, 0, 1)))
+            skipped = jax.tree.map(jnp.zeros_like, new)
+            skipped = skipped._replace(collections=self._reducer.contribute_skipped(variables, index))
+            new = jax.tree.map(lambda leaf, other: jnp.where(finite, leaf, other), new, skipped)
+        new = new._replace(non_finite=new.non_finite.at[index].set(jnp.where(finite, 0, 1)))
         # Without the constraint the compiler may shard results as batches are sharded.
         return constrain_sharding(jax.tree.map(jnp.add, sums, new), placement)
 
@@ -188,9 +204,9 @@ class StepPrograms:
         *,
         placement: Placement | None,
     ) -> TrainingState:
-        """Update with gradient = sum / count, clipped; the new batch_stats are the mean over microbatches."""
+        """Update with gradient = sum / count, clipped, and reduce the other variables."""
         recipe, params = self._recipe, state.variables.params
-        gradients, batch_stats = _divide(sums, summary.num_microbatches)
+        gradients = _divide(sums[0], summary.num_microbatches)
         if recipe.numerics.clip_norm is not None:
             gradients = clip_by_norm(gradients, summary.grad_norm, recipe.numerics.clip_norm)
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
@@ -200,7 +216,7 @@ class StepPrograms:
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                batch_stats=_cast_like(state.variables.batch_stats, batch_stats),
+                collections=self._reducer.reduce(state.variables, sums[1], summary.num_microbatches),
             ),
             opt_state=optimizer,
             early_stopping=state.early_stopping,
@@ -258,20 +274,10 @@ def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     )
 
 
-def _widen_dtype(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
-    """Return the dtype in which a dtype is summed: float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _divide(tree: Tree, count: jax.Array) -> Tree:
     return jax.tree.map(lambda summed: summed / count, tree)
 
 
 def _cast_like(like: Tree, tree: Tree) -> Tree:
-    """Return the tree in the dtypes of another; integers are rounded."""
-
-    def cast(origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
-        is_whole = jnp.issubdtype(origin.dtype, jnp.integer)
-        return (jnp.round(leaf) if is_whole else leaf).astype(origin.dtype)
-
-    return jax.tree.map(cast, like, tree)
+    """Return the tree in the dtypes of another."""
+    return jax.tree.map(lambda origin, leaf: leaf.astype(origin.dtype), like, tree)

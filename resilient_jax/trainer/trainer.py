@@ -1,8 +1,9 @@
 """`Trainer`: the model, loss and data of a Flax or Optax user in a training loop that survives failures."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optax
@@ -24,6 +25,7 @@ from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
 from resilient_jax.trainer.step_programs import Recipe, check_optimizer
 from resilient_jax.trainer.step_report import Callback
+from resilient_jax.trainer.variable_reductions import check_rules
 from resilient_jax.worker.run import run
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 
@@ -69,6 +71,9 @@ class Trainer:
         batch_size: examples in a step, however many hosts are alive.
         microbatch_size: examples that one replica computes at a time; a multiple of its devices.
         seed: of the initial weights, the shuffle and all keys.
+        variable_reductions: what becomes of variables that the loss changes, by Linen collection or NNX type: "mean"
+            over the step's microbatches, "first" microbatch, "sum" of the changes, "discard", or a function
+            (old, mean). By default batch statistics are averaged, and changes of other variables are refused.
         numerics: precision, clipping, rematerialization, and the policy for non-finite microbatches.
         parallelism: how microbatches are assigned to hosts and reduced, and how the state is sharded between steps.
         planner: searches the fastest plan for the live hosts in every generation; None: replicas as in `parallelism`.
@@ -93,6 +98,7 @@ class Trainer:
         batch_size: int,
         microbatch_size: int,
         seed: int = 0,
+        variable_reductions: Mapping[Any, Any] = MappingProxyType({}),
         numerics: Numerics = Numerics(),  # noqa: B008 - frozen
         parallelism: Parallelism = Parallelism(),  # noqa: B008 - frozen
         planner: Planner | None = None,
@@ -128,6 +134,7 @@ class Trainer:
                 seed=seed,
                 numerics=numerics,
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
+                variable_rules=check_rules(variable_reductions),
             ),
             microbatch_size=microbatch_size,
             data=microbatches,

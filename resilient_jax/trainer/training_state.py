@@ -41,11 +41,11 @@ class TrainingState(NamedTuple):
 
 
 class MicrobatchSums(NamedTuple):
-    """Sums over microbatches, in float32 at least. B is the number of microbatches in a step.
+    """Sums over microbatches, in float32 at least, but for integers. B is the number of microbatches in a step.
 
     Attributes:
         gradients: in the shapes of the parameters.
-        batch_stats: in the shapes of the model's.
+        collections: what the microbatches contribute to the variables that they change; see `VariableReducer`.
         loss: [].
         metrics: [] each.
         non_finite: [B]: 1 at each microbatch that has a non-finite element, so that no further communication is
@@ -53,7 +53,7 @@ class MicrobatchSums(NamedTuple):
     """
 
     gradients: Tree
-    batch_stats: Tree
+    collections: Tree
     loss: Any
     metrics: dict[str, Any]
     non_finite: Any

@@ -107,8 +107,10 @@ def test_random_numbers_are_a_function_of_the_key(name):
 def test_batch_stats_start_from_the_given_ones_and_are_returned(name):
     model, use, variables = make(name)
     _, found = model.apply(variables, jax.random.key(0), use, training=True)
-    assert jax.tree.structure(found) == jax.tree.structure(variables.batch_stats)
-    (mean,) = (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found) if "mean" in str(path))
+    assert jax.tree.structure(found) == jax.tree.structure(variables)
+    (mean,) = (
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.batch_stats) if "mean" in str(path)
+    )
     assert np.abs(mean).max() > 0  # the initial mean is 0
     _, again = model.apply(variables, jax.random.key(0), use, training=True)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, again))
@@ -119,12 +121,12 @@ def test_an_nnx_model_evaluates_in_its_evaluation_mode():
     one, unchanged = model.apply(variables, jax.random.key(1), use, training=False)
     other, _ = model.apply(variables, jax.random.key(2), use, training=False)
     assert (one == other).all()
-    assert (unchanged["norm"]["mean"] == variables.batch_stats["norm"]["mean"]).all()
+    assert (unchanged.batch_stats["norm"]["mean"] == variables.batch_stats["norm"]["mean"]).all()
 
 
 def test_other_variables_keep_their_initial_values():
     _, _, variables = make("nnx")
-    assert variables.non_trainable == {"scale": 2.0}
+    assert variables.collections["Variable"] == {"scale": 2.0}
 
 
 def test_nothing_of_a_model_is_on_a_device_before_it_is_used():

@@ -69,7 +69,7 @@ def run_step(programs, state, batches=BATCHES, step=0):
     placement = ReplicatedPlacement(mesh.abstract_mesh)
     # *update* donates its argument, and the tests use the state again.
     copy = jax.tree.map(jnp.copy, state)
-    after = programs.update(copy, (total.gradients, total.batch_stats), summary, placement=placement)
+    after = programs.update(copy, (total.gradients, total.collections), summary, placement=placement)
     return total, after, metrics
 
 
