@@ -95,6 +95,7 @@ class FitLoop:
             step=int(state.step),
             metrics=dict(self._metrics),
             variables=copy_to_numpy(layout.gather(state.variables)),
+            adapter=config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
         )

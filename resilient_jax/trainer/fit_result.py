@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from resilient_jax.state.flat_state import is_random_key
-from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.tree_digest import digest_tree
 
 Tree = Any
@@ -17,13 +17,14 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """The trained model, in host memory.
+    """The trained model. Its variables are in host memory.
 
     Attributes:
         step: how many steps are committed.
         metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
         variables: numpy arrays, of a random key its raw data. Of an `nnx` model they are dicts, as
             `nnx.update(model, params)` takes them; of a Linen model its collections.
+        adapter: of the model.
         stop_reason: why training ended before the last step; None: it did not.
         host_index: of this host in the last generation; host 0 prints and saves.
     """
@@ -31,8 +32,17 @@ class FitResult:
     step: int
     metrics: Mapping[str, float]
     variables: Variables
+    adapter: ModelAdapter
     stop_reason: str | None
     host_index: int
+
+    @property
+    def model(self) -> Any:  # noqa: ANN401 - an nnx.Module or a tree
+        """The trained `nnx.Module`; of a Linen model its variables, as `apply` takes them; of a function its tree.
+
+        A module is made newly at each access, on this host's first device, in the mode in which its factory left it.
+        """
+        return self.adapter.make_model(self.variables)
 
     @property
     def params(self) -> Tree:

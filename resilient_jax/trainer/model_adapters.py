@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from resilient_jax.argument_checks import describe_value
@@ -66,6 +67,14 @@ class ModelAdapter(abc.ABC):
             key: for all random numbers that the model draws.
             use: called with the bound model.
             training: False: in evaluation mode, if the model has one.
+        """
+
+    @abc.abstractmethod
+    def make_model(self, variables: Variables) -> Any:  # noqa: ANN401 - an nnx.Module or a tree
+        """Return the user's kind of a model with these variables, outside of a program.
+
+        Args:
+            variables: as `init` makes them, as numpy arrays, of a random key its raw data.
         """
 
 
@@ -153,6 +162,12 @@ class NnxAdapter(ModelAdapter):
         out = use(net)
         return out, _split(net)[2]
 
+    def make_model(self, variables: Variables) -> nnx.Module:
+        """Return the module on the first device; its random streams begin at key 0."""
+        graph, streams, abstract = self._abstract_split
+        params, collections = jax.tree.map(_place, abstract, variables)
+        return nnx.merge(graph, params, _rekey(streams, jax.random.key(0)), *collections.values())
+
     @functools.cached_property
     def _abstract_split(self) -> tuple[Any, Tree, Variables]:
         """The module's graph and abstract values, hashable and without arrays; made without a device."""
@@ -178,6 +193,15 @@ def _split(net: nnx.Module) -> tuple[Any, Tree, Variables]:
         flat.setdefault(name, {})[path] = variable
     collections = {name: nnx.to_pure_dict(nnx.from_flat_state(flat[name])) for name in sorted(flat)}
     return graph, nnx.to_pure_dict(streams), Variables(nnx.to_pure_dict(params), collections)
+
+
+def _place(like: Any, leaf: np.ndarray) -> jax.Array:  # noqa: ANN401 - abstract
+    """Return an array on the first device; raw data of a random key becomes a key."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(
+            jnp.asarray(leaf), impl=jax.random.key_impl(jnp.zeros((), like.dtype))
+        )
+    return jnp.asarray(leaf)
 
 
 def _rekey(streams: Tree, key: jax.Array) -> Tree:
@@ -214,6 +238,10 @@ class LinenAdapter(ModelAdapter):
         )
         return out, Variables(variables.params, dict(after))
 
+    def make_model(self, variables: Variables) -> Tree:
+        """Return the variables, as `module.apply` takes them."""
+        return {"params": variables.params, **variables.collections}
+
 
 class FunctionAdapter(ModelAdapter):
     """A tree of arrays, all of them parameters."""
@@ -242,6 +270,10 @@ class FunctionAdapter(ModelAdapter):
     ) -> tuple[Any, Variables]:
         """See `ModelAdapter`; the bound model is the tree."""
         return use(variables.params), variables
+
+    def make_model(self, variables: Variables) -> Tree:
+        """Return the tree."""
+        return variables.params
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

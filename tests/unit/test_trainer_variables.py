@@ -96,6 +96,37 @@ def test_a_rule_may_name_the_type_itself_and_holds_for_every_step():
 
 
 @each_net
+def test_the_result_has_the_trained_model(net):
+    result = fit(
+        NETS[net], 2, optimizer=optax.sgd(0.1), variable_reductions={"Count": "sum", "Average": "mean"}
+    )
+    if net == "nnx":
+        assert isinstance(result.model, NnxNet)
+        assert int(result.model.count[...]) == 2 * B
+        result.model.eval()
+        out, params = result.model(jnp.asarray(ROWS)), result.params["linear"]
+    else:
+        out, _ = NETS[net].apply(result.model, ROWS, mutable=["Count", "Average"])
+        params = result.params["Dense_0"]
+    assert out.shape == (16, 1)
+    assert params["kernel"].any()
+
+
+def test_the_trained_model_has_random_keys_again():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.key = nnx.Linear(3, 1, rngs=rngs), nnx.Variable(rngs.noise())
+
+        def __call__(self, x):
+            return self.linear(x) + jax.random.normal(self.key[...])
+
+    result = fit(Noisy)
+    expected = result.variables.collections["Variable"]["key"]
+    np.testing.assert_array_equal(jax.random.key_data(result.model.key[...]), expected)
+    assert result.model(ROWS).shape == (16, 1)
+
+
+@each_net
 def test_a_change_without_a_rule_is_refused_with_the_path_and_the_remedy(net):
     path = "['count']" if net == "nnx" else "['n']"
     said = (
