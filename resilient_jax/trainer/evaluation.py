@@ -18,8 +18,8 @@ from resilient_jax.errors import CallerError, DataError
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
-from resilient_jax.trainer.numerics import Numerics, cast_floats
-from resilient_jax.trainer.step_programs import constrain_sharding, make_microbatch_key
+from resilient_jax.trainer.numerics import Numerics
+from resilient_jax.trainer.step_programs import cast_parameters, constrain_sharding, make_microbatch_key
 
 Tree = Any
 """A pytree of arrays."""
@@ -158,7 +158,7 @@ class EvaluationProgram:
 
     def _compute_sums(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
         model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, microbatch_id))
-        bound = variables._replace(params=cast_floats(variables.params, self._numerics.compute_dtype))
+        bound = cast_parameters(variables, self._numerics.compute_dtype)
         found, _ = self._model.apply(
             bound, model_key, lambda model: self._loss(model, batch, loss_key), training=False
         )

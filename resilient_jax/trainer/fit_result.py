@@ -46,7 +46,7 @@ class FitResult:
 
     @property
     def params(self) -> Tree:
-        """The trained parameters of the model."""
+        """The trained parameters of the model, without frozen ones."""
         return self.variables.params
 
     @property

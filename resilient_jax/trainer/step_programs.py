@@ -29,7 +29,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
-from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
+from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
@@ -121,7 +121,7 @@ class StepPrograms:
     def _trace_loss(self) -> tuple[VariableReducer, MicrobatchSums]:
         """Trace the loss; return what becomes of the variables, and the shapes of the sums."""
         recipe, variables = self._recipe, self.abstract_state.variables
-        bound = jax.eval_shape(lambda found: self._cast(found.params, found), variables)
+        bound = jax.eval_shape(self._cast, variables)
 
         def loss_of(bound: Variables, batch: Tree) -> tuple[Variables, Metrics]:
             _, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
@@ -139,8 +139,8 @@ class StepPrograms:
         )
         return reducer, jax.eval_shape(lambda tree: jax.tree.map(widen, tree), sums)
 
-    def _cast(self, params: Tree, variables: Variables) -> Variables:
-        return variables._replace(params=cast_floats(params, self._recipe.numerics.compute_dtype))
+    def _cast(self, variables: Variables) -> Variables:
+        return cast_parameters(variables, self._recipe.numerics.compute_dtype)
 
     def _apply(
         self, bound: Variables, batch: Tree, key: jax.Array
@@ -166,7 +166,7 @@ class StepPrograms:
 
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             key = make_microbatch_key(self._recipe.seed, microbatch_id)
-            loss, (metrics, after) = self._apply(self._cast(params, variables), batch, key)
+            loss, (metrics, after) = self._apply(self._cast(variables._replace(params=params)), batch, key)
             return loss, (metrics, self._reducer.contribute(variables, after, index))
 
         if self._recipe.numerics.remat:
@@ -242,6 +242,16 @@ def check_optimizer(optimizer: object) -> optax.GradientTransformation:
         f"optimizer: found {describe_value(optimizer)}, expected an optax.GradientTransformation, such as "
         f"optax.adamw(3e-4). {remedy}"
     )
+
+
+def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN401 - what jnp takes for a dtype
+    """Return the variables with all parameters, frozen ones too, in `dtype`; None: as they are."""
+    frozen = {
+        name: cast_floats(tree, dtype)
+        for name, tree in variables.collections.items()
+        if name in (PARAMS, NNX_PARAMS)
+    }
+    return Variables(cast_floats(variables.params, dtype), {**variables.collections, **frozen})
 
 
 def make_microbatch_id(step: int, index: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import optax
+from flax import nnx
 
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
@@ -71,6 +72,9 @@ class Trainer:
         batch_size: examples in a step, however many hosts are alive.
         microbatch_size: examples that one replica computes at a time; a multiple of its devices.
         seed: of the initial weights, the shuffle and all keys.
+        wrt: selects the parameters that are trained, as that of `nnx.Optimizer`, such as
+            `nnx.All(nnx.Param, nnx.PathContains("head"))`; of any model also a function `(path, value) -> bool`. The
+            others are frozen: without gradients, and not in the optimizer's state.
         variable_reductions: what becomes of variables that the loss changes, by Linen collection or NNX type: "mean"
             over the step's microbatches, "first" microbatch, "sum" of the changes, "discard", or a function
             (old, mean). By default batch statistics are averaged, and changes of other variables are refused.
@@ -98,6 +102,7 @@ class Trainer:
         batch_size: int,
         microbatch_size: int,
         seed: int = 0,
+        wrt: Any = nnx.Param,  # noqa: ANN401 - whatever nnx takes for a filter
         variable_reductions: Mapping[Any, Any] = MappingProxyType({}),
         numerics: Numerics = Numerics(),  # noqa: B008 - frozen
         parallelism: Parallelism = Parallelism(),  # noqa: B008 - frozen
@@ -110,24 +115,23 @@ class Trainer:
         log_directory: str | Path | None = None,
     ) -> None:
         """Check what can be checked without a device."""
-        check_option_groups(
-            numerics=numerics, parallelism=parallelism, planner=planner, read_options=read_options
-        )
+        check_option_groups(numerics=numerics, parallelism=parallelism, planner=planner)
         check_option_groups(evaluation=evaluation, early_stopping=early_stopping, checkpoints=checkpoints)
+        check_option_groups(read_options=read_options)
         check_callbacks(callbacks)
         check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
         _check_early_stopping(early_stopping, evaluation)
-        _check_planner(planner, parallelism)
+        _check_planner(planner, parallelism, wrt)
         loss_function = adapt_loss(loss_fn)
-        evaluation_loss = None if evaluation is None else _check_evaluation(evaluation, microbatch_size, seed)
+        evaluation_loss = _check_evaluation(evaluation, microbatch_size, seed) or loss_function
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
         microbatches = make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle)
         self._config = FitConfig(
             num_steps=0,
             recipe=Recipe(
-                model=adapt_model(model),
+                model=adapt_model(model, wrt),
                 optimizer=check_optimizer(optimizer),
                 loss_fn=loss_function,
                 num_microbatches=num_microbatches,
@@ -143,7 +147,7 @@ class Trainer:
             planner=planner,
             read_options=read_options,
             evaluation=evaluation,
-            evaluation_loss=evaluation_loss or loss_function,
+            evaluation_loss=evaluation_loss,
             early_stopping=early_stopping,
             checkpoints=checkpoints,
             callbacks=tuple(callbacks),
@@ -191,8 +195,10 @@ def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
     return num_microbatches
 
 
-def _check_evaluation(evaluation: Evaluation, microbatch_size: int, seed: int) -> LossFunction | None:
+def _check_evaluation(evaluation: Evaluation | None, microbatch_size: int, seed: int) -> LossFunction | None:
     """Return the loss function of the evaluation, if it has its own; its data is refused now, not in a running job."""
+    if evaluation is None:
+        return None
     evaluation.make_data(evaluation.microbatch_size or microbatch_size, seed)
     return None if evaluation.loss_fn is None else adapt_loss(evaluation.loss_fn)
 
@@ -203,7 +209,13 @@ def _check_seed(seed: int) -> None:
         raise CallerError(f"seed: found {seed}, expected an integer from 0 to 2**32 - 1")
 
 
-def _check_planner(planner: Planner | None, parallelism: Parallelism) -> None:
+def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) -> None:  # noqa: ANN401 - a filter
+    if planner is not None and wrt is not nnx.Param:
+        raise CallerError(
+            "wrt: found a filter of parameters together with planner, expected one of them: plans are made for models "
+            "that are trained as a whole. Leave planner out, or freeze parameters in the optimizer: "
+            "optax.multi_transform with optax.set_to_zero"
+        )
     is_default = parallelism.replica_shape == ONE_REPLICA_PER_HOST
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):
         raise CallerError(

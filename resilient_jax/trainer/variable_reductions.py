@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.model_adapters import BATCH_STATS, NNX_BATCH_STATS, Variables
+from resilient_jax.trainer.model_adapters import BATCH_STATS, NNX_BATCH_STATS, NNX_PARAMS, Variables
 from resilient_jax.trainer.training_state import check_same_types
 from resilient_jax.trainer.variable_changes import find_sources
 
@@ -42,8 +42,6 @@ DEFAULT_RULES: Final[Mapping[str, Rule]] = {
     BATCH_STATS: VariableReduction.MEAN,
     NNX_BATCH_STATS: VariableReduction.MEAN,
 }
-PARAMS: Final = "Param"
-"""The name of parameters in rules: what a loss function assigns to them can only be discarded."""
 EXPECTED_RULE: Final = (
     '"mean" over microbatches, "first" microbatch, "sum" of the changes, "discard", or a function (old, mean)'
 )
@@ -193,20 +191,20 @@ def _to_number(leaf: jax.Array) -> jax.Array:
 
 
 class _Leaf(NamedTuple):
-    """A leaf of `Variables`: its collection or type, and its path in it."""
+    """A leaf of `Variables`: its collection or type, and its path in it.
+
+    What a loss function assigns to parameters, which are in no collection, can only be discarded.
+    """
 
     name: str
     path: str
+    is_in_collection: bool
 
     @classmethod
     def of(cls, path: tuple[Any, ...]) -> "_Leaf":
         is_in_collection = path[0] == jax.tree_util.GetAttrKey("collections")
-        name = path[1].key if is_in_collection else PARAMS
-        return cls(name, jax.tree_util.keystr(path[2 if is_in_collection else 1 :]))
-
-    @property
-    def is_in_collection(self) -> bool:
-        return self.name != PARAMS
+        name = path[1].key if is_in_collection else NNX_PARAMS
+        return cls(name, jax.tree_util.keystr(path[2 if is_in_collection else 1 :]), is_in_collection)
 
     def __str__(self) -> str:
         return f"{self.name}{self.path}"
@@ -236,8 +234,12 @@ def _check_changes(
     for leaf in changed:
         if rules[leaf.name] == VariableReduction.DISCARD:
             continue
-        if leaf.name == PARAMS or leaf not in old:
-            what = "a parameter" if leaf.name == PARAMS else "a variable that the initial model does not have"
+        if not leaf.is_in_collection or leaf not in old:
+            what = (
+                "a trained parameter"
+                if not leaf.is_in_collection
+                else "a variable that the initial model lacks"
+            )
             raise CallerError(
                 f'variable_reductions: found {rules[leaf.name]!r} for {leaf}, expected "discard": it is {what}. Values '
                 "that are only to be seen in the loss are taken out there, as by nnx.pop(model, nnx.Intermediate)"

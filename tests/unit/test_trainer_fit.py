@@ -46,6 +46,31 @@ def test_the_loss_goes_down_and_the_result_is_the_trained_model():
     assert result.stop_reason is None
 
 
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_frozen_parameters_keep_their_values_and_have_no_optimizer_state(state):
+    def two(key):
+        return {"body": jax.random.normal(key, (3, 3)), "head": jnp.ones((3, 1))}
+
+    def loss(params, batch):
+        assert params["body"].dtype == params["head"].dtype == jnp.bfloat16
+        return squared({"w": params["body"] @ params["head"]}, batch)
+
+    seen = []
+    trainer = make_trainer(
+        model=two,
+        loss_fn=loss,
+        wrt=lambda path, value: "head" in path,
+        numerics=rj.Numerics(compute_dtype=jnp.bfloat16),
+        parallelism=rj.Parallelism(state=state),
+        callbacks=[lambda report: seen.append(len(jax.tree.leaves(report.state.opt_state)))],
+    )
+    result = trainer.fit(3)
+    np.testing.assert_array_equal(result.model["body"], jax.random.normal(jax.random.key(0), (3, 3)))
+    assert (result.model["head"] != 1).all()
+    assert list(result.params) == ["head"]
+    assert seen == [3] * 3  # count, mu and nu of the head
+
+
 def test_constructing_a_trainer_calls_neither_model_nor_loss():
     def never(*_):
         raise AssertionError
@@ -274,6 +299,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected an integer"),
         ({"seed": None}, r"seed: found None \(NoneType\), expected an integer"),
         ({"loss_fn": 3}, r"loss_fn: found 3 \(int\), expected loss_fn"),
+        ({"wrt": lambda path, value: True, "planner": rj.Planner(topology="none")}, "together with planner"),
         ({"early_stopping": rj.EarlyStopping()}, "found no evaluation, expected one"),
         (
             {
@@ -291,6 +317,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
             "a seed of a float",
             "no seed",
             "loss",
+            "a filter and a planner",
             "no evaluation",
             "no metric of it",
         ),

@@ -62,6 +62,40 @@ def test_each_kind_of_model_gets_its_adapter():
     assert isinstance(adapt_model(plain), FunctionAdapter)
 
 
+def filter_norm(path, value):
+    return any("norm" in str(part).lower() for part in path)
+
+
+@pytest.mark.parametrize(("name", "wrt"), [("nnx", nnx.All(nnx.Param, filter_norm)), ("linen", filter_norm)])
+def test_a_filter_selects_what_is_trained_and_the_model_gets_all_parameters(name, wrt):
+    (given, use), key = MODELS[name], jax.random.key(3)
+    whole, some = adapt_model(given), adapt_model(given, wrt)
+    all_variables, variables = whole.init(key, use), some.init(key, use)
+    assert {leaf.shape for leaf in jax.tree.leaves(variables.params)} == {(8,)}
+    assert len(jax.tree.leaves(variables)) == len(jax.tree.leaves(all_variables))
+    one, other = (
+        model.apply(found, key, use, training=True)[0]
+        for model, found in ((whole, all_variables), (some, variables))
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrt", "said"),
+    [
+        ("nnx", nnx.All(nnx.Param, nnx.PathContains("haed")), r"selects none .*\['layers'\]\[0\]\['bias'\]"),
+        ("linen", nnx.PathContains("haed"), r"selects none .*\['Dense_0'\]\['bias'\].*expected a filter"),
+        ("nnx", nnx.PathContains("dropout"), r"selects \['dropout'\].* of dtype uint32, expected floating"),
+        ("plain", 3.5, r"wrt: found 3\.5 \(float\), expected a filter of nnx"),
+    ],
+    ids=["nothing in nnx", "nothing in linen", "integers", "no filter"],
+)
+def test_a_filter_that_selects_nothing_to_train_is_refused(name, wrt, said):
+    given, use = MODELS[name]
+    with pytest.raises(CallerError, match=said):
+        adapt_model(given, wrt).init(jax.random.key(0), use)
+
+
 @each_model
 def test_initial_variables_are_a_function_of_the_key(name):
     (_, _, one), (_, _, other) = make(name), make(name)

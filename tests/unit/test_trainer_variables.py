@@ -228,7 +228,7 @@ class Sown(nnx.Module):
 def test_intermediate_values_are_refused_until_they_are_discarded_or_popped():
     with pytest.raises(CallerError, match=r"changes Intermediate\['hidden'\], expected a rule"):
         fit(Sown)
-    with pytest.raises(CallerError, match=r"expected \"discard\".*does not have.*nnx\.pop"):
+    with pytest.raises(CallerError, match=r"expected \"discard\".*lacks.*nnx\.pop"):
         fit(Sown, variable_reductions={"Intermediate": "mean"})
     assert fit(Sown, variable_reductions={"Intermediate": "discard"}).step == 1
 
