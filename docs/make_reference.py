@@ -1,4 +1,4 @@
-"""Writes docs/reference from docstrings: the public names, the keys of the configuration, and the exit codes.
+"""Writes docs/reference from the code: names, commands, configuration, exit codes, errors and failpoints.
 
     python docs/make_reference.py
 
@@ -6,16 +6,26 @@ A test compares the pages with what this would write.
 """
 
 import ast
+import enum
+import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import typer
 
 import resilient_jax as rj
+from resilient_jax.cli.main import COMMANDS, build_app
 from resilient_jax.config.job_config import JobConfig
-from resilient_jax.errors import ExitCode
+from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
+from resilient_jax.protocol.failpoints import FailPoint
 
 REFERENCE = Path(__file__).parent / "reference"
 MARK = "% Written by docs/make_reference.py.\n\n"
+ERROR_MODULES = ("resilient_jax.errors", "resilient_jax.planning.errors", "resilient_jax.topology.errors")
+"""The modules whose errors reach a script or the command line; others handle the rest among themselves."""
+WHOSE_MOVE = {CallerError: "the caller", OperatorError: "the operator", PeerError: "a peer"}
 
 
 def list_documented_values(documented: type) -> Iterator[tuple[str, str, str]]:
@@ -34,47 +44,148 @@ def list_documented_values(documented: type) -> Iterator[tuple[str, str, str]]:
 def _find_docstring(rest: list[ast.stmt]) -> str:
     match rest:
         case [ast.Expr(value=ast.Constant(value=str() as text)), *_]:
-            return " ".join(text.split())
+            return join_lines(text)
     return ""
 
 
 def make_configuration() -> str:
     """Return the page of the configuration's keys."""
-    rows = [f"| `{name}` | `{value}` | {text} |" for name, value, text in list_documented_values(JobConfig)]
-    intro = "What `--config job.toml` sets, with defaults. Every agent of a job must have the same values."
-    return "\n".join(
-        [f"# Configuration\n\n{intro}\n", "| key | default | meaning |", "|---|---|---|", *rows, ""]
+    return make_page(
+        "Configuration",
+        "What `--config job.toml` sets, with defaults. Every agent of a job must have the same values.",
+        ("key", "default", "meaning"),
+        ((f"`{name}`", f"`{value}`", text) for name, value, text in list_documented_values(JobConfig)),
     )
 
 
 def make_exit_codes() -> str:
     """Return the page of the exit codes."""
-    rows = [f"| {value} | `{name}` | {text} |" for name, value, text in list_documented_values(ExitCode)]
-    intro = "What `resilient-jax agent` and `launch` exit with. What to do about each: [failures](../failures.md)."
-    return "\n".join([f"# Exit codes\n\n{intro}\n", "| code | name | meaning |", "|---|---|---|", *rows, ""])
+    return make_page(
+        "Exit codes",
+        "What `resilient-jax agent` and `launch` exit with. What to do about each: [failures](../failures.md).",
+        ("code", "name", "meaning"),
+        ((value, f"`{name}`", text) for name, value, text in list_documented_values(ExitCode)),
+    )
+
+
+def make_failpoints() -> str:
+    """Return the page of the failpoints."""
+    return make_page(
+        "Failpoints",
+        "Where `resilient-jax chaos` can hold or break a worker or a snapshot server: `failpoint` in a manifest's "
+        "`trigger`. [Break it on purpose](../operations.md#break-it-on-purpose) says how.",
+        ("failpoint", "where it is"),
+        ((f"`{ast.literal_eval(value)}`", text) for _, value, text in list_documented_values(FailPoint)),
+    )
 
 
 def make_public_names() -> str:
     """Return the page of the names of `rj`, each with the first sentence of its docstring."""
-    rows = [
-        f"| `rj.{name}` | {_find_summary(getattr(rj, name))} |" for name in sorted(rj.__all__, key=str.lower)
+    return make_page(
+        "Public names",
+        "What `import resilient_jax as rj` offers, in one table. Arguments, fields and errors of each: "
+        "[API reference](../api.md).",
+        ("name", "what it is or does"),
+        ((f"`rj.{name}`", find_summary(getattr(rj, name))) for name in sorted(rj.__all__, key=str.lower)),
+    )
+
+
+def make_errors() -> str:
+    """Return the page of the errors that a script or an operator meets."""
+    return make_page(
+        "Errors",
+        "What is raised on purpose. A message says what was found, what was expected, where, and what to do. "
+        "`rj.ResilientJaxError` is the root of all; an error that a command ends with becomes one line and the exit "
+        "code. Whose move it is: the caller's (arguments, configuration, script), the operator's (machine, network, "
+        "token), a peer's (a message or host that is not as agreed), or ours (a bug).",
+        ("error", "whose move", "exit code", "meaning"),
+        (
+            (f"`{error.__name__}`", find_whose_move(error), str(int(error.exit_code)), find_summary(error))
+            for error in list_errors()
+        ),
+    )
+
+
+def list_errors() -> list[type[ResilientJaxError]]:
+    """Return the error classes of `ERROR_MODULES`, in the order of the code."""
+    return [
+        value
+        for module in ERROR_MODULES
+        for value in vars(importlib.import_module(module)).values()
+        if isinstance(value, type) and issubclass(value, ResilientJaxError) and value.__module__ == module
     ]
-    intro = (
-        "What `import resilient_jax as rj` offers. `help(rj.Trainer)` has arguments, errors and an example."
-    )
-    return "\n".join(
-        [f"# Public names\n\n{intro}\n", "| name | what it is or does |", "|---|---|", *rows, ""]
-    )
 
 
-def _find_summary(documented: object) -> str:
-    return (inspect.getdoc(documented) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+def find_whose_move(error: type[ResilientJaxError]) -> str:
+    """Return who can do something about an error."""
+    if error is ResilientJaxError:
+        return ""
+    return next((who for root, who in WHOSE_MOVE.items() if issubclass(error, root)), "ours")
+
+
+def make_commands() -> str:
+    """Return the page of the commands of `resilient-jax`, each with its arguments and options."""
+    app: Any = typer.main.get_command(build_app(COMMANDS))  # a group of commands, says no type
+    sections = ["# Commands\n\nWhat `resilient-jax COMMAND --help` shows."]
+    for name, spec in COMMANDS.items():
+        command = app.commands[name]
+        sections += [f"## {name}", f"*{spec.task}.* {find_first_paragraph(command.help)}"]
+        rows = [describe_parameter(parameter) for parameter in command.params]
+        sections.append(make_table(("argument or option", "default", "meaning"), rows))
+    return "\n\n".join(sections) + "\n"
+
+
+def describe_parameter(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401 - typer declares no type for it
+    """Return the row (name, default, meaning) of an argument or an option."""
+    is_argument = parameter.param_type_name == "argument"
+    name = (parameter.metavar or parameter.name.upper()) if is_argument else ", ".join(parameter.opts)
+    match parameter.default:
+        case None | False | "":
+            default = "required" if parameter.required else ""
+        case _ if isinstance(parameter.show_default, str):
+            default = parameter.show_default  # such as one that depends on the machine
+        case value:
+            default = f"`{value}`"
+    meaning = join_lines(parameter.help or "")
+    choices = parameter.type_descriptor.annotation
+    if isinstance(choices, enum.EnumMeta):
+        meaning += f" One of {', '.join(f'`{choice.value}`' for choice in choices)}."
+    return f"`{name}`", default, meaning
+
+
+def make_page(title: str, intro: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a page with one table."""
+    return f"# {title}\n\n{intro}\n\n{make_table(header, rows)}\n"
+
+
+def make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table of Markdown, without a newline at its end."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def find_summary(documented: object) -> str:
+    """Return the first paragraph of a docstring, as a cell of a table."""
+    return find_first_paragraph(inspect.getdoc(documented))
+
+
+def find_first_paragraph(text: str | None) -> str:
+    """Return the first paragraph of a text, as a cell of a table."""
+    return join_lines((text or "").split("\n\n")[0])
+
+
+def join_lines(text: str) -> str:
+    """Return a text on one line, as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 PAGES = {
     "public_names.md": make_public_names,
     "configuration.md": make_configuration,
     "exit_codes.md": make_exit_codes,
+    "errors.md": make_errors,
+    "failpoints.md": make_failpoints,
+    "commands.md": make_commands,
 }
 
 

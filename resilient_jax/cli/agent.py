@@ -56,7 +56,9 @@ HOST_NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
 THIS_HOST = socket.gethostname()
 StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
 JobOption = Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")]
-NameOption = Annotated[str, typer.Option(help="This host's name, unique in the job.")]
+NameOption = Annotated[
+    str, typer.Option(help="This host's name, unique in the job.", show_default="this machine's name")
+]
 NumHostsOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
 AddressOption = Annotated[
     str | None,

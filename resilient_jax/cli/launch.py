@@ -54,7 +54,7 @@ MAX_HOSTS = 250
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
 RunFolderOption = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Folder for logs and events. Default: runs/<date and time>."),
+    typer.Option("--run-dir", help="Folder for logs and events. Default: `runs/DATE-TIME`."),
 ]
 RestartDelayOption = Annotated[
     float, typer.Option(help="Seconds until a killed host is started again; negative: never.")

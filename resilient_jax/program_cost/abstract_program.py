@@ -33,7 +33,7 @@ class AbstractProgram:
 
     Attributes:
         loss_fn: a pure function `(params, others, batch)` to a scalar.
-        params: `jax.ShapeDtypeStruct`s of what has a gradient.
+        params: a tree of `jax.ShapeDtypeStruct`, of what has a gradient.
         others: the same of statistics, constants and random streams.
         batch: the same of one microbatch.
         names: logical names in the model's metadata, by path in `params`.
@@ -52,7 +52,7 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
     Args:
         model: as the trainer takes it.
         loss_fn: of one microbatch.
-        batch: arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the batch dim.
+        batch: arrays or `jax.ShapeDtypeStruct` objects; the first dim of each is the batch dim.
 
     Raises:
         CallerError: this is no model, it has no parameters or some without a gradient, or the loss is no scalar of a

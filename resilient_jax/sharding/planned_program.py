@@ -85,7 +85,7 @@ def make_state_shardings(
 
     Args:
         plan: the plan.
-        state: arrays or `jax.ShapeDtypeStruct`s: parameters and optimizer state in any tree.
+        state: a tree of arrays or of `jax.ShapeDtypeStruct`: parameters and optimizer state.
         mesh: the mesh of `make_mesh`.
         logical_axis_rules: `rj.LogicalAxisRules`, or None.
 
@@ -116,8 +116,8 @@ def compile_plan(
     Args:
         plan: the plan.
         function: a training step, a loss, or any function of a state and a batch. It is traced here.
-        state: arrays or `jax.ShapeDtypeStruct`s.
-        batch: arrays or `jax.ShapeDtypeStruct`s whose first dim is the examples.
+        state: a tree of arrays or of `jax.ShapeDtypeStruct`.
+        batch: a tree of arrays or of `jax.ShapeDtypeStruct`, whose first dim is the examples.
         devices: as for `make_mesh`.
         replica: compile for the devices of this replica, such as one microbatch; None: for all replicas.
         logical_axis_rules: as for `make_state_shardings`.

@@ -17,7 +17,7 @@ class EarlyStopping:
     Its state is part of the training state, so it is the same after any failure, and after resuming.
 
     Attributes:
-        metric: of the evaluation, with the prefix "eval_".
+        metric: a metric of the evaluation, with the prefix `eval_`.
         patience: how many evaluations in a row may fail to improve on the best value.
         min_delta: the smallest improvement that counts.
         larger_is_better: False for a loss, True for an accuracy.

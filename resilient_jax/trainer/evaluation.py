@@ -27,7 +27,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What to evaluate, and how often. Its metrics have the prefix "eval_".
+    """What to evaluate, and how often. Its metrics have the prefix `eval_`.
 
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 

@@ -16,7 +16,7 @@ class StepReport:
 
     Attributes:
         step: how many steps are committed.
-        metrics: "loss", "grad_norm" and the metrics of the loss; of an evaluation only those with the prefix "eval_".
+        metrics: "loss", "grad_norm" and the metrics of the loss; of an evaluation only those with the prefix `eval_`.
             Means over the microbatches, the same bits on every host.
         duration_s: on this host.
         host_index: host 0 prints and saves.
