@@ -148,7 +148,7 @@ def describe_parameter(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401 
             default = f"`{value}`"
     meaning = join_lines(parameter.help or "")
     choices = parameter.type_descriptor.annotation
-    if isinstance(choices, enum.EnumMeta):
+    if isinstance(choices, type) and issubclass(choices, enum.Enum):
         meaning += f" One of {', '.join(f'`{choice.value}`' for choice in choices)}."
     return f"`{name}`", default, meaning
 

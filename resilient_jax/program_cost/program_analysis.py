@@ -51,8 +51,8 @@ def analyze_program(
     Args:
         model: as the trainer takes it: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
         loss_fn: gets the model and a batch, and returns a scalar or a tuple that begins with one.
-        batch: of one microbatch, arrays or `jax.ShapeDtypeStruct` objects; the first dim of each is the batch dim. Two or more
-            examples: with one, XLA makes other programs.
+        batch: a microbatch of two or more examples (with one, XLA makes other programs): a tree of arrays or of
+            `jax.ShapeDtypeStruct`; the first dim of each is the batch dim.
         name: of the model, for display.
         optimizer: from optax; None: the state has parameters alone.
         logical_axis_rules: logical names, where the model has none or others.
