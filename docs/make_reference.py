@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: names, commands, configuration, exit codes, errors and failpoints.
+"""Writes docs/reference from the code: names, commands, configuration, exit codes, errors, events and failpoints.
 
     python docs/make_reference.py
 
@@ -19,6 +19,7 @@ import resilient_jax as rj
 from resilient_jax.cli.main import COMMANDS, build_app
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -66,6 +67,25 @@ def make_exit_codes() -> str:
         ("code", "name", "meaning"),
         ((value, f"`{name}`", text) for name, value, text in list_documented_values(ExitCode)),
     )
+
+
+def make_events() -> str:
+    """Return the page of the events."""
+    documented = ((ast.literal_eval(value), text) for _, value, text in list_documented_values(EventKind))
+    return make_page(
+        "Events",
+        "What each host records in `HOST.events.jsonl` of its run folder, one JSON object a line: `kind`, `host`, "
+        "`monotonic_s`, `wall_s`, where it applies `generation` and `step`, and `detail` with what the last column "
+        "names. Durations are in seconds.",
+        ("kind", "what happened", "detail"),
+        ((f"`{kind}`", *split_detail(text)) for kind, text in documented),
+    )
+
+
+def split_detail(text: str) -> tuple[str, str]:
+    """Return (what happened, what its detail has) of an event's docstring."""
+    happened, _, detail = text.partition(" Detail: ")
+    return happened, detail.rstrip(".")
 
 
 def make_failpoints() -> str:
@@ -184,6 +204,7 @@ PAGES = {
     "configuration.md": make_configuration,
     "exit_codes.md": make_exit_codes,
     "errors.md": make_errors,
+    "events.md": make_events,
     "failpoints.md": make_failpoints,
     "commands.md": make_commands,
 }

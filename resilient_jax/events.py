@@ -10,90 +10,190 @@ import msgspec
 
 
 class EventKind(enum.StrEnum):
-    """The closed set of events."""
+    """The kinds of events.
+
+    Their docstrings name what `Event.detail` has; a test compares the names with the code that records.
+    """
 
     # processes
     AGENT_STARTED = "agent.started"
+    """An agent began to supervise its host. Detail: `pid`."""
     AGENT_STOPPED = "agent.stopped"
+    """An agent is about to exit."""
     WORKER_STARTED = "worker.started"
+    """An agent started its worker's process. Detail: `pid`, `incarnation`."""
     WORKER_START_FAILED = "worker.start_failed"
+    """The machine could not start a worker; the agent tries again. Detail: `error`."""
     WORKER_EXITED = "worker.exited"
+    """A worker's process ended. Detail: `incarnation`, `exit_code` (negative: ended by that signal)."""
     WORKER_UNRESPONSIVE = "worker.unresponsive"
+    """A worker is stopped (SIGSTOP), or its guard thread sent nothing for too long. Detail: `pid`."""
     WORKER_DYING = "worker.dying"
+    """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"
+    """An agent killed its worker. Detail: `pid`, `why`."""
     RESTART_BACKOFF = "restart.backoff"
+    """A dead worker is started again later, because it died shortly before, too. Detail: `seconds`."""
     RESTART_BUDGET_EXHAUSTED = "restart.budget_exhausted"
+    """A worker died more often than `max_restarts` allows. Detail: `limit`."""
     COORDINATION_SERVICE_STARTED = "coordination_service.started"
+    """JAX's coordination service of a world serves. Detail: `world`, `address`, `pid`."""
     COORDINATION_SERVICE_START_FAILED = "coordination_service.start_failed"
+    """JAX's coordination service did not start; the leader asks again. Detail: `world`, `error`."""
     COORDINATION_SERVICE_EXITED = "coordination_service.exited"
+    """JAX's coordination service of a world ended. Detail: `world`, `exit_code`."""
     # membership
     LEADER_ELECTED = "leader.elected"
+    """This host's agent leads from now on. Detail: `token` (grows with every leader)."""
     LEADER_RESIGNED = "leader.resigned"
+    """This host's agent no longer leads: another revision or leader was found in the store."""
     HOST_LOST = "host.lost"
+    """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
     HOST_DRAINING = "host.draining"
+    """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
     STORE_LOST = "store.lost"
+    """The store does not answer, or the lease was not renewed: this host does not train. Detail: `why`."""
     STORE_RECONNECTED = "store.reconnected"
+    """The store answers again, and this host has a new lease."""
     GENERATION_PHASE = "generation.phase"
+    """The leader wrote a generation or its next phase. Detail: `phase`, `change` (`shrink` or `reform`), `hosts`
+    (their number), `reason`, `token` of the leader, `revision` of the store."""
     GENERATION_STALE = "generation.stale"
+    """A record or order of an older generation was refused. Detail: `newest`, and from a worker `refused`."""
     STATE_LOST = "state.lost"
+    """No live host holds the training state. Detail: `source` (what training resumes from), `goes_on_from` (the
+    step), `steps_lost`, `at_least` (whether more steps may be lost), `reason`."""
     # Snapshots: the job's side
     SNAPSHOT_SERVER_STARTED = "snapshot.server_started"
+    """An agent started its host's snapshot server. Detail: `pid`."""
     SNAPSHOT_SERVER_EXITED = "snapshot.server_exited"
+    """A host's snapshot server ended. Detail: `pid`, `exit_code`."""
     SNAPSHOT_LAYOUT = "snapshot.layout"
+    """The workers agreed where snapshots are kept. Detail: `bytes` of this host's part, `groups` (their number),
+    `parity` (hosts of a group that may be lost), `copies` (whether several hosts have the same part)."""
     SNAPSHOT_DEGRADED = "snapshot.degraded"
+    """Snapshots survive fewer losses than configured. Detail: `why`."""
     SNAPSHOT_INTERVAL = "snapshot.interval"
+    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `blocked_s`, `copy_s` and
+    `step_s` of the slowest host."""
     SNAPSHOT_UNREADABLE = "snapshot.unreadable"
+    """A snapshot cannot be restored: more of it is lost or corrupt than its parity covers. Detail: `error`."""
     SNAPSHOT_RESTORED = "snapshot.restored"
+    """This host restored its part of the state. Detail: `seconds`, and the bytes read from its own memory
+    (`local`), from other hosts (`peer`), and decoded from parity (`decoded`)."""
     # Snapshots: reading
     SNAPSHOT_FALLBACK = "snapshot.fallback"
+    """A host's part is read from another source. Detail: `part` (whose), `to` (the source), `reason`."""
     SNAPSHOT_SOURCE_FAILED = "snapshot.source_failed"
+    """A host does not serve a snapshot that it should have. Detail: `source`, `reason`."""
     SNAPSHOT_BLOCK_CORRUPT = "snapshot.block_corrupt"
+    """A block of a snapshot does not match its checksum, and counts as lost. Detail: `source`, `asked` (what was
+    read), `reason`."""
     # Snapshots: training
     SNAPSHOT_COPIED = "snapshot.copied"
+    """This host's part is in the memory of the snapshot server. Detail: `bytes`, `seconds`."""
     SNAPSHOT_DROPPED = "snapshot.dropped"
+    """A snapshot is not taken; the one before it is still there. Detail: `reason`."""
     # Snapshots: server
     SNAPSHOT_ERASURE_KERNEL = "snapshot.erasure_kernel"
+    """A snapshot server chose its erasure code and checksum. Detail: `kernel`, `reason`, `checksum`."""
     SNAPSHOT_SLOTS_ALLOCATED = "snapshot.slots_allocated"
+    """A snapshot server mapped the memory of its slots. Detail: `nbytes`, `duration_s`."""
     SNAPSHOT_REFUSED = "snapshot.refused"
+    """A snapshot server refused a request about a snapshot. Detail: `error`."""
     SNAPSHOT_COMPLETE = "snapshot.complete"
+    """This host has its part and parity of a snapshot. Detail: `nbytes`."""
     SNAPSHOT_COMMITTED = "snapshot.committed"
+    """All hosts have their part and parity: the snapshot counts. Detail: `nbytes`."""
     SNAPSHOT_PEER_FAILED = "snapshot.peer_failed"
+    """Another host's snapshot server failed in the exchange of parity. Detail: `peer`, `error`."""
     SNAPSHOT_CORRUPT = "snapshot.corrupt"
+    """Bytes of a snapshot on this host do not match their checksum. Detail: `error`."""
     # Checkpoints
     CHECKPOINT_SAVED = "checkpoint.saved"
+    """A checkpoint is on storage and verified. Detail: `path`, `bytes` and `seconds` of this host, `existed`
+    (whether it had been written before)."""
     CHECKPOINT_SKIPPED = "checkpoint.skipped"
+    """A checkpoint was due, but the one before is still being written. Detail: `in_flight` (its step),
+    `in_flight_s`."""
     CHECKPOINT_FAILED = "checkpoint.failed"
+    """A checkpoint could not be written. Detail: `path`, `reason`."""
     CHECKPOINT_REFUSED = "checkpoint.refused"
+    """A checkpoint is incomplete or damaged, and an older one is tried. Detail: `path`, `reason`."""
     CHECKPOINT_RESTORED = "checkpoint.restored"
+    """Training resumes from a checkpoint. Detail: `path`, `bytes` read by this host, and `steps_lost` if a state
+    was lost."""
     CHECKPOINT_POLL_FAILED = "checkpoint.poll_failed"
+    """An idle worker could not look for checkpoints. Detail: `reason`."""
     # a worker in a change of generation
     COLLECTIVE_FAILED = "collective.failed"
+    """A collective failed, or another host did not answer; the membership changes and the step is finished. Detail:
+    `error`."""
     WORKER_IDLE = "worker.idle"
+    """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
+    returned)."""
     PLAN_CHOSEN = "plan.chosen"
+    """The planner chose another plan. Detail: `plan`, `before`, `step_s` (estimated), `reason`."""
     STATE_SHARDED = "state.sharded"
+    """The state is sharded. Detail: `bytes` of the state, `bytes_here` on this host, `bytes_everywhere` (what every
+    host has, because it could not be sharded)."""
     UPDATE_HAS_COLLECTIVES = "update.has_collectives"
+    """The optimizer's update of a sharded state communicates, so bits depend on the number of hosts. Detail:
+    `collectives`."""
     STATE_COPIED = "state.copied"
+    """This host copied its state to host memory, for a new world or for other hosts. Detail: `bytes`, `seconds`."""
     STATE_FETCHED = "state.fetched"
+    """This host got the state from another host. Detail: `bytes`, `seconds`."""
     STATE_SOURCE_FAILED = "state.source_failed"
+    """A host did not serve the state; another is asked. Detail: `source`, `error`."""
     WORLD_LEFT = "world.left"
+    """A worker has left its JAX world. Detail: `seconds`, and what references of the script kept alive:
+    `leaked_backends`, `leaked_clients`."""
     WORLD_FORMED = "world.formed"
+    """A worker has entered the world of a generation. Detail: `change` (`shrink` or `reform`), `hosts` (their
+    number), `seconds`."""
     STEP_COMMITTED = "step.committed"
+    """A worker committed the first step of a generation."""
     USER_ERROR = "user.error"
+    """The script raised an error, which ends the job. Detail: `error`."""
     NONFINITE = "microbatch.nonfinite"
+    """Microbatches have a NaN or an infinity in loss or gradient. Detail: `microbatches`, `done` (what becomes of
+    them)."""
     COMPILE_CACHE_DISABLED = "compile_cache.disabled"
+    """Compiled programs are not shared between hosts. Detail: `why`."""
     PROGRAMS_READY = "programs.ready"
+    """The first step of a generation has its programs. Detail: `seconds` (in all), `compiled` and `fetched` (their
+    number), `compiled_s`."""
     COMPILE_CACHE_MISS = "compile_cache.miss"
+    """Training had to compile a program itself. Detail: `program`, `digest`, `seconds`."""
     PROGRAM_COMPILED_AHEAD = "program.compiled_ahead"
+    """The programs of a likely next world are compiled. Detail: `world`, `seconds`."""
     PROGRAM_FAILED = "program.failed"
+    """A program could not be compiled ahead, or not be fetched. Detail: `reason`, and `world` or `owner` (the host
+    that has it)."""
     DEATH_PIPE_DISABLED = "death_pipe.disabled"
+    """A worker's death is noticed later: its death pipe does not work. Detail: `why`."""
     # transport
     REQUEST_UNAUTHENTICATED = "request.unauthenticated"
+    """A request had no job token, or a wrong one. Detail: `method`, `reason`, `peer`."""
     REQUEST_MALFORMED = "request.malformed"
+    """A request could not be decoded. Detail: `method`, `reason`, `peer`."""
     LOG_UNWRITABLE = "log.unwritable"
+    """Events were dropped while the log could not be written. Detail: `lost` (their number)."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event on one host."""
+    """What happened on one host.
+
+    Attributes:
+        kind: what happened.
+        host: whose log has the event.
+        monotonic_s: this machine's monotonic clock; comparable within one machine only.
+        wall_s: this machine's wall clock, in seconds since 1970.
+        generation: that the event belongs to; None: to none, or to the current one.
+        step: that the event belongs to: of a commit, the number of committed steps; None: to none.
+        detail: more, by name; see `EventKind`. Durations are in seconds.
+    """
 
     kind: EventKind
     host: str
