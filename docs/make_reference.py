@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: names, commands, configuration, exit codes, errors, events and failpoints.
+"""Writes docs/reference from the code: a page for each of `PAGES`.
 
     python docs/make_reference.py
 
@@ -9,14 +9,18 @@ import ast
 import enum
 import importlib
 import inspect
+import re
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 
 import resilient_jax as rj
 from resilient_jax.cli.main import COMMANDS, build_app
+from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
 from resilient_jax.events import EventKind
@@ -26,6 +30,8 @@ REFERENCE = Path(__file__).parent / "reference"
 MARK = "% Written by docs/make_reference.py.\n\n"
 ERROR_MODULES = ("resilient_jax.errors", "resilient_jax.planning.errors", "resilient_jax.topology.errors")
 """The modules whose errors reach a script or the command line; others handle the rest among themselves."""
+ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+"""A field in the section "Attributes:" of a docstring, and its description."""
 WHOSE_MOVE = {CallerError: "the caller", OperatorError: "the operator", PeerError: "a peer"}
 
 
@@ -173,6 +179,49 @@ def describe_parameter(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401 
     return f"`{name}`", default, meaning
 
 
+def make_status_keys() -> str:
+    """Return the page of the keys that `resilient-jax status --json` prints."""
+    sections = [
+        "# Keys of `status --json`\n\n`resilient-jax status RUN_DIR --json` prints one `JobReport`. "
+        "A structure is an object with all of these keys; `None` is `null`."
+    ]
+    for struct in list_structs(JobReport):
+        described = dict(ATTRIBUTE.findall(inspect.getdoc(struct) or ""))
+        rows = [
+            (f"`{key}`", name_type(hint), capitalize(join_lines(described.get(key, ""))))
+            for key, hint in typing.get_type_hints(struct).items()
+        ]
+        sections += [f"## {struct.__name__}", find_summary(struct)]
+        sections.append(make_table(("key", "type", "meaning"), rows))
+    return "\n\n".join(sections) + "\n"
+
+
+def list_structs(hint: Any) -> list[type[msgspec.Struct]]:  # noqa: ANN401 - any type hint
+    """Return the structures that a type hint mentions, themselves or in their fields, each once."""
+    if not (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
+        inner = typing.get_args(hint)
+        found = []
+    else:
+        inner = typing.get_type_hints(hint).values()
+        found = [hint]
+    return list(dict.fromkeys([*found, *(struct for each in inner for struct in list_structs(each))]))
+
+
+def name_type(hint: Any) -> str:  # noqa: ANN401 - any type hint
+    """Return how a table shows a type hint: an enum by its values, what is unique to Python by its place in JSON."""
+    if isinstance(hint, enum.EnumMeta):
+        return ", ".join(f"`{member.value}`" for member in typing.cast("type[enum.Enum]", hint))
+    if typing.get_origin(hint) is tuple:
+        return f"list of {name_type(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        key, value = typing.get_args(hint)
+        return f"object of {name_type(value)} by {name_type(key)}"
+    if inner := typing.get_args(hint):
+        return " or ".join(name_type(each) for each in inner)
+    plain = getattr(hint, "__supertype__", hint)  # a NewType stands for a number or a string
+    return f"`{'None' if plain is type(None) else plain.__name__}`"
+
+
 def make_page(title: str, intro: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a page with one table."""
     return f"# {title}\n\n{intro}\n\n{make_table(header, rows)}\n"
@@ -194,6 +243,11 @@ def find_first_paragraph(text: str | None) -> str:
     return join_lines((text or "").split("\n\n")[0])
 
 
+def capitalize(text: str) -> str:
+    """Return a text with its first letter capital, the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def join_lines(text: str) -> str:
     """Return a text on one line, as a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
@@ -207,6 +261,7 @@ PAGES = {
     "events.md": make_events,
     "failpoints.md": make_failpoints,
     "commands.md": make_commands,
+    "status_keys.md": make_status_keys,
 }
 
 

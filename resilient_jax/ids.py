@@ -15,7 +15,7 @@ ProcessIndex = NewType("ProcessIndex", int)
 """A worker's place in its world, dense from 0; JAX calls it the process id."""
 
 Incarnation = NewType("Incarnation", int)
-"""Counts the starts of one host's worker, so that a restarted worker is never taken for its predecessor."""
+"""Grows with each start of one host's worker, so that a restarted worker is never taken for its predecessor."""
 
 LeaseId = NewType("LeaseId", int)
 Revision = NewType("Revision", int)

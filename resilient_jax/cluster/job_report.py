@@ -17,7 +17,14 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All records of a job in the store, at one moment."""
+    """All records of a job in the store, at one moment.
+
+    Attributes:
+        job: the job's name.
+        generation: the agreed membership; None: none was written yet.
+        leader: the host whose agent leads; None: none does at the moment.
+        hosts: the hosts whose agents have a valid lease.
+    """
 
     job: str
     generation: Generation | None

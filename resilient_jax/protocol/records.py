@@ -40,19 +40,28 @@ class WorldChange(enum.StrEnum):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in a generation."""
+    """One worker in a generation.
+
+    Attributes:
+        host: the worker's host.
+        incarnation: the number of the worker's start; a later start on this host has a greater one.
+        process_index: `jax.process_index()` of the worker, from 0.
+        endpoint: the address where the worker serves state and programs; empty: not reported yet.
+    """
 
     host: HostName
     incarnation: Incarnation
     process_index: ProcessIndex
     endpoint: str = ""
-    """Where the worker serves state and programs; empty: not reported yet."""
 
 
 class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that was left out, and may yet enter a world that it was sent into.
 
-    It may join again only after it has answered `required_generation` or a later one.
+    Attributes:
+        host: the worker's host.
+        incarnation: the number of the worker's start; a later start on this host has a greater one.
+        required_generation: the worker may join again only after it has answered this generation or a later one.
     """
 
     host: HostName
@@ -61,7 +70,12 @@ class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that has the newest state and serves it to the others."""
+    """A member that has the newest state and serves it to the others.
+
+    Attributes:
+        host: the member's host.
+        endpoint: the address where it serves the state.
+    """
 
     host: HostName
     endpoint: str
@@ -78,7 +92,14 @@ class JobOutcomeKind(enum.StrEnum):
 
 
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended, for the last line that the user reads and the exit code."""
+    """How a job ended, for the last line that the user reads and the exit code.
+
+    Attributes:
+        kind: why the job ended.
+        exit_code: the exit code of every agent; see `errors.ExitCode`.
+        host: the host that reported it; None: no single one did.
+        message: what the user reads.
+    """
 
     kind: JobOutcomeKind
     exit_code: int
@@ -93,8 +114,8 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
         step: how many steps were committed.
         is_lower_bound: there may have been more, because no host is left that has committed the newest.
         reason: what is lost and what survives.
-        checkpoint_step: of the newest that a host sees on storage; None: the job restarts with its initial state, by
-            its policy.
+        checkpoint_step: the step of the newest checkpoint that a host sees on storage; None: the job restarts with
+            its initial state, by its policy.
     """
 
     step: int
@@ -107,24 +128,30 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
     Attributes:
-        number: grows with every change of membership.
-        world: the coordination service that the members share; unchanged by a shrink.
-        members: in order of process index.
-        service_address: of the world's coordination service; empty until it is known.
+        number: the generation's number; it grows with every change of membership.
+        phase: how far the change of membership is.
+        change: how the world is built from the one before.
+        world: the number of the coordination service that the members share; unchanged by a shrink.
+        members: the workers that train, in order of process index.
+        service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        sources: members that have the state of `step`.
-        receivers: members that must fetch that state from a source first.
-        snapshot: that has the state of `step`, if no member has all of it; then there are no sources. None again
-            once all members have resumed from it.
+        sources: the members that have the state of `step`.
+        receivers: the members that must fetch that state from a source first.
+        snapshot: the snapshot that has the state of `step`, if no member has all of it; then there are no sources.
+            None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
-        unreadable_snapshots: that turned out to be corrupt beyond their parity.
-        dropped_workers: that were left out before they had answered.
+        unreadable_snapshots: the snapshots that turned out to be corrupt beyond their parity.
+        dropped_workers: the workers that were left out before they had answered.
         progress: the newest committed step the leader ever saw, from when a complete state was known to be somewhere;
             some seconds old while all goes well.
-        initial_generation: in which the job began with its initial state; snapshots of earlier ones are void.
+        initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones
+            are void.
         attempts: how many times in a row a world was built at this step without finishing it.
-        failed_host, failure_text: what the last failed attempt reported, for the user if no attempt succeeds.
+        failed_host: the host that reported the last failed attempt; None: no attempt failed.
+        failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
+        reason: why the membership changed.
+        outcome: how the job ended; None: it has not.
     """
 
     number: GenerationNumber
@@ -178,7 +205,12 @@ class WorkerFailureKind(enum.StrEnum):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that ended a worker's last attempt."""
+    """The error that ended a worker's last attempt.
+
+    Attributes:
+        kind: what the error means.
+        text: the traceback.
+    """
 
     kind: WorkerFailureKind
     text: str
@@ -188,21 +220,23 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's complete report of itself, sent whenever it changes.
 
     Attributes:
+        state: what the process is doing.
         generation: the newest generation number that the worker has answered.
         world: the world it is connected to; None if none. A shrink needs it.
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it has the complete state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
-        checkpoint_step: of the newest finished checkpoint on storage when the worker last looked for one while idle:
-            its training would resume there if no state were left in memory. None: there is none, or its training
-            saves none.
-        is_polling_checkpoints: `checkpoint_step` is outdated: the worker has not looked since it became idle.
-        earliest_stop_step: answer to a pause: the worker can stop before this step.
-        has_formed: the world of `generation` is built and the state is there.
-        has_finished_step: a step has been finished in `generation`, so all its cliques exist.
-        is_done: the train function has returned.
-        is_compiling: the worker cannot unwind now.
-        endpoint: where it serves its state.
+        checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one
+            while idle: its training would resume there if no state were left in memory. None: there is none, or its
+            training saves none.
+        is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since it became idle.
+        earliest_stop_step: the answer to a pause: the worker can stop before this step.
+        has_formed: whether the world of `generation` is built and the state is there.
+        has_finished_step: whether a step has been finished in `generation`, so all its cliques exist.
+        is_done: whether the train function has returned.
+        is_compiling: whether the worker compiles, and cannot unwind now.
+        endpoint: the address where it serves its state.
+        failure: the error that ended its last attempt; None: there was none.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -226,9 +260,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as its agent sees it.
 
     Attributes:
-        is_unresponsive: the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
-        is_dying: its threads have ended; the exit code follows when the kernel has freed its memory.
-        exit_code: as Python's subprocess gives it: negative for a signal. None while it runs.
+        incarnation: the number of the worker's start; a later start on this host has a greater one.
+        pid: the worker's process id.
+        report: what the worker last reported.
+        is_unresponsive: whether the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
+        is_dying: whether its threads have ended; the exit code follows when the kernel has freed its memory.
+        exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while it runs.
         error: the end of what it wrote to standard error, when it exited by itself.
     """
 
@@ -247,7 +284,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A running coordination service."""
+    """A running coordination service.
+
+    Attributes:
+        world: the number of the world that it serves.
+        num_processes: the processes of that world.
+        address: its host and port.
+        pid: its process id.
+    """
 
     world: WorldId
     num_processes: int
@@ -256,14 +300,26 @@ class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's running snapshot server, and where it listens for other hosts."""
+    """A host's running snapshot server.
+
+    Attributes:
+        endpoint: the address where it listens for other hosts.
+        pid: its process id.
+    """
 
     endpoint: str
     pid: int
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on all hosts of a job. Python, because a script may be read by its libraries."""
+    """The versions that must be equal on all hosts of a job.
+
+    Attributes:
+        python: the interpreter's version, because a script may be read by its libraries.
+        resilient_jax: the version of this package.
+        jax: the version of JAX.
+        jaxlib: the version of jaxlib.
+    """
 
     python: str
     resilient_jax: str
@@ -272,7 +328,23 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host as its agent reports it; in the store exactly as long as the agent's lease is valid."""
+    """A host as its agent reports it; in the store exactly as long as the agent's lease is valid.
+
+    Attributes:
+        host: the host's name.
+        agent_id: an id that is new with each start of the agent.
+        agent_pid: the process id of the agent.
+        address: the host's address for the others.
+        versions: the versions of what must be equal on all hosts.
+        is_draining: whether the host leaves after a preemption notice.
+        worker: the host's worker; None: none was started yet.
+        services: the coordination services that run on this host.
+        snapshot_server: the host's snapshot server; None: none runs.
+        snapshots: the snapshots that are complete on this host.
+        metrics: the metrics that the worker last reported, by name.
+        step: the step that the worker last reported, refreshed a few times a second; for progress lines, not for
+            decisions.
+    """
 
     host: HostName
     agent_id: str
@@ -284,10 +356,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
-    """The snapshots that are complete on this host."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
-    """The step that the worker last reported, refreshed a few times a second; for progress lines, not for decisions."""
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ class SnapshotId(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         step: how many steps are in the state.
-        generation: that took the snapshot.
+        generation: the generation that took the snapshot.
     """
 
     step: int
@@ -31,7 +31,7 @@ class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that keep parity for each other.
 
     Attributes:
-        hosts: in order; a host's index here determines which chunks and parity it has.
+        hosts: the hosts in order; a host's index here determines which chunks and parity it has.
         parity: m, the number of hosts that may be lost. 0: none may.
     """
 
@@ -74,11 +74,11 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot as one host's server reports it.
 
     Attributes:
-        id: of the snapshot.
+        id: the snapshot's identity.
         phase: how far it is on this host.
-        groups: as in its layout.
-        nbytes: in this host's memory, with parity.
-        wall_s: when it became complete here.
+        groups: its parity groups, as in its layout.
+        nbytes: the bytes that it takes in this host's memory, with parity.
+        wall_s: when it became complete here, in seconds since 1970.
     """
 
     id: SnapshotId
@@ -89,7 +89,12 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A host whose server has a complete snapshot."""
+    """A host whose server has a complete snapshot.
+
+    Attributes:
+        host: the host.
+        endpoint: the address of its snapshot server.
+    """
 
     host: HostName
     endpoint: str
@@ -99,9 +104,9 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The snapshot that a generation resumes from.
 
     Attributes:
-        id: of the snapshot.
-        groups: as in its layout.
-        sources: hosts that have it complete; enough of every group.
+        id: the snapshot's identity.
+        groups: its parity groups, as in its layout.
+        sources: the hosts that have it complete; enough of every group.
     """
 
     id: SnapshotId
