@@ -71,9 +71,9 @@ class NonFiniteError(CallerError):
     """A microbatch's loss or gradient has a NaN or an infinity; nothing of its step was committed.
 
     Attributes:
-        step: of the microbatch.
+        step: the step of the microbatch.
         microbatch: its index in the step.
-        host: that computed it.
+        host: the host that computed it.
 
     All are None in an error that came from another process: only its message travels.
     """

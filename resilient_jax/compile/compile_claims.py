@@ -1,7 +1,7 @@
 """Which host compiles a program: the decisions of the host that owns the program's key. Pure.
 
 Rules:
-- The first host that asks for a program that nobody has gets the claim: it compiles, all others wait.
+- The first host that asks for a program that no host has gets the claim: it compiles, all others wait.
 - A claim is a lease: its holder renews it while it compiles. A claim that was not renewed goes to the next host that
   asks, so a host that died or was stopped while compiling holds up the others for `LEASE_S` at most.
 - Training does not wait for a compilation in the background of another host: it takes over the claim.
@@ -48,7 +48,7 @@ class CompileClaims:
 
     def __init__(self) -> None:
         self._claims: dict[str, tuple[Claimant, float]] = {}
-        """By key: who compiles, and when the claim expires."""
+        """By key: the host that compiles, and when its claim expires."""
         self._holders: dict[str, str] = {}
         """By key: the endpoint of a host that has the program."""
         self._unshared: set[str] = set()

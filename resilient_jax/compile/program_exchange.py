@@ -36,7 +36,7 @@ class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a program.
 
     Attributes:
-        claimant: the host that compiles the program if nobody has it; None: it asks for the program only.
+        claimant: the host that compiles the program if no host has it; None: it asks for the program only.
         wait_s: how long the owner may wait for a program that another host compiles.
     """
 

@@ -88,7 +88,7 @@ class ProgramFetcher:
         self._generation = GenerationNumber(0)
         self._peers: tuple[ProgramPeer, ...] = ()
         self._claims: dict[int, tuple[str, ProgramPeer, Claimant]] = {}
-        """By thread: the key that it compiles, the owner, and who claimed it."""
+        """By thread: the key that it compiles, the owner, and the host that claimed it."""
         self._channels: dict[str, SyncChannel] = {}
         """Guarded by the lock, as all above."""
         self._renewing: threading.Thread | None = None
@@ -200,7 +200,7 @@ class ProgramFetcher:
             channel = self._connect(owner.endpoint)
             channel.call(PROGRAM_SERVICE, REPORT_CLAIM, report, timeout_s=REQUEST_TIMEOUT_S)
         except ResilientJaxError as error:
-            # The claim expires; whoever waits then compiles the program, too.
+            # The claim expires; a host that waits then compiles the program, too.
             logger.debug("reporting a claim to %s: %s", owner.host, error)
 
     def _hold_claim(self, key: str, owner: ProgramPeer, claimant: Claimant) -> None:
@@ -220,6 +220,6 @@ class ProgramFetcher:
 
 
 def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:
-    """Return the host that decides who compiles a program."""
+    """Return the host that decides which host compiles a program."""
     # owner = crc32(key) mod hosts: the same on every host, since `peers` are sorted by name.
     return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None

@@ -58,10 +58,10 @@ def make_microbatch_data(
             of them, nested or not, such as `(images, labels)`; a list of examples, or another source of examples with
             `__len__` and `__getitem__`; a function `batch(step, index)`; a Grain `MapDataset`; or `MicrobatchData`,
             which is returned as it is.
-        num_microbatches: in a step.
+        num_microbatches: how many microbatches a step has.
         microbatch_size: examples in a microbatch. None: the source decides, because its elements (Grain) or results
             (function) are microbatches.
-        seed: of the shuffle of a random-access source; other sources have their own order.
+        seed: the seed of the shuffle of a random-access source; other sources have their own order.
         shuffle: whether to shuffle a random-access source, newly in each epoch; None: yes. For other sources: None.
 
     Raises:

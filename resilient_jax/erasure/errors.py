@@ -1,4 +1,4 @@
-"""Errors of the erasure code. The base class says who has to act."""
+"""Errors of the erasure code. The base class says whose move it is."""
 
 from resilient_jax.errors import CallerError, InternalError, OperatorError
 

@@ -78,7 +78,7 @@ class NullCacheHooks:
         """Drop the report."""
 
     def finished(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no other process waits."""
 
 
 def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:

@@ -86,7 +86,7 @@ class Plan:
         step_breakdown: estimated step time by term.
         memory: memory of the fullest device by term.
         usable_bytes: bytes of a device that a program can have.
-        tokens_per_s: of all devices; None if the program's examples are no sequences.
+        tokens_per_s: tokens that all devices process in a second; None if the program's examples are no sequences.
         model_flops_utilization: FLOPs of the program without recomputation, over the peak of all devices of the
             topology including spares.
         reasons: why this plan, what limits it, what is next best.
@@ -95,11 +95,9 @@ class Plan:
 
     Example:
         >>> import resilient_jax as rj
-        >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_cost import analyze_transformer
         >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> cost = analyze_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
-        >>> rj.search_plan(cost, topology, global_batch=1024).axis_sizes[Axis.REPLICA]  # doctest: +SKIP
+        >>> cost = rj.analyze_transformer(rj.load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
+        >>> rj.search_plan(cost, topology, global_batch=1024).replicas  # doctest: +SKIP
         32
     """
 

@@ -46,12 +46,12 @@ def search_plan(
     every device or one more host of the same kind never results in a slower plan.
 
     Args:
-        program_cost: cost of the program, from `analyze_transformer` or `program_cost.analyze_program`.
+        program_cost: cost of the program, from `rj.analyze_transformer` or `rj.analyze_program`.
         topology: the available hosts; `without` and `slowed` return what is left.
         global_batch: sequences in a step, whichever hosts are left.
         calibration: constants of the cost model.
         axes: sizes that are given, such as {"tensor": 2}; all others are searched for.
-        number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
+        number_format: the format of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
         pipeline_repeats: chunks of layers on each stage of a pipeline (interleaved schedule).
         min_replicas: least number of replicas of the state. With two or more, a job continues in place when one is
             lost; replicas that share a host are lost together.
@@ -63,12 +63,10 @@ def search_plan(
         CallerError: no axis can shard the program.
 
     Example:
-        >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_cost import analyze_transformer
-        >>> from resilient_jax.topology import load_topology
-        >>> topology = load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> cost = analyze_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
-        >>> search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
+        >>> import resilient_jax as rj
+        >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
+        >>> cost = rj.analyze_transformer(rj.load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
+        >>> rj.search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """
     return search_plans(

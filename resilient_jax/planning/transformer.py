@@ -32,6 +32,7 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     layers: Layers
+    """Equal layers, each of attention and a feed-forward network."""
     width: Size
     """Elements of a token's activation between layers."""
     heads: Size
@@ -39,9 +40,11 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_heads: Size
     """Key heads, and value heads; if fewer than `heads`, each serves several query heads."""
     head_dim: Size
+    """Elements of one head's query, key or value."""
     feed_forward: Size
     """Width inside the feed-forward network, of one expert if there are several."""
     vocabulary_tokens: Size
+    """Different tokens: rows of the token embedding."""
     sequence_tokens: Size
     """Tokens in a training sequence; also the rows of a table of positions."""
     gated: bool = True
@@ -57,6 +60,7 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     experts: Size = 1
     """Feed-forward networks in each layer; with more than one a router chooses."""
     experts_per_token: Size = 1
+    """Experts that process each token."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

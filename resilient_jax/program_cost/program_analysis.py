@@ -49,12 +49,12 @@ def analyze_program(
     "layers".
 
     Args:
-        model: as the trainer takes it: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
+        model: what the trainer takes, too: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
         loss_fn: gets the model and a batch, and returns a scalar or a tuple that begins with one.
         batch: a microbatch of two or more examples (with one, XLA makes other programs): a tree of arrays or of
             `jax.ShapeDtypeStruct`; the first dim of each is the batch dim.
-        name: of the model, for display.
-        optimizer: from optax; None: the state has parameters alone.
+        name: the model's name, for display.
+        optimizer: a transformation of Optax; None: the state has parameters alone.
         logical_axis_rules: logical names, where the model has none or others.
         sequence_tokens: tokens of an example, if `Axis.SEQUENCE` may shard it.
         remat_model: the same model with its layers rematerialized; None: plans cannot use rematerialization.

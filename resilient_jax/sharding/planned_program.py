@@ -118,9 +118,9 @@ def compile_plan(
         function: a training step, a loss, or any function of a state and a batch. It is traced here.
         state: a tree of arrays or of `jax.ShapeDtypeStruct`.
         batch: a tree of arrays or of `jax.ShapeDtypeStruct`, whose first dim is the examples.
-        devices: as for `make_mesh`.
+        devices: all devices of the topology, see `make_mesh`.
         replica: compile for the devices of this replica, such as one microbatch; None: for all replicas.
-        logical_axis_rules: as for `make_state_shardings`.
+        logical_axis_rules: see `make_state_shardings`.
         donate_state: donate the state's buffers to the result.
 
     Raises:

@@ -57,9 +57,9 @@ class ReplicaShape:
     during a job. Hosts that are too few for one more replica compute no microbatch until others join.
 
     Attributes:
-        hosts: of a replica; 1 if a host has several replicas.
-        per_host: replicas of a host, or "devices": each device is a replica, and needs no other device to compute a
-            microbatch. 1 if a replica spans hosts.
+        hosts: how many hosts a replica spans; 1 if a host has several replicas.
+        per_host: how many replicas a host has, or "devices": each device is a replica, and needs no other device to
+            compute a microbatch. 1 if a replica spans hosts.
         axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. A
             microbatch's examples are sharded over the first. (): one axis "data" over all devices.
 

@@ -30,10 +30,10 @@ class Topology:
     topology. Constructing one takes time in proportion to its hosts; of its methods only `domains` and `domain_of` do.
 
     Attributes:
-        name: such as "h100_32x8".
+        name: the topology's name, such as "h100_32x8".
         levels: links, from inside a host outward; the last level connects all hosts.
         hosts: sorted by domain and name, see `sort_hosts`. Their devices in this order are the devices' order.
-        description: in words.
+        description: what the cluster is, in words.
         classes: classes of hosts that compute alike, with counts.
 
     Example:

@@ -22,9 +22,9 @@ class Checkpoints:
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one host.
         save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
-        max_to_keep: how many of the newest to keep.
-        timeout_s: for writing or reading one; then it has failed. A failed save is an event, and an error at the end of
-            training if it was the last.
+        max_to_keep: how many of the newest checkpoints to keep.
+        timeout_s: seconds that writing or reading a checkpoint may take; then it has failed. A failed save is an
+            event, and an error at the end of training if it was the last.
 
     Raises:
         CallerError: an integer is below 1, or the timeout is not above 0.

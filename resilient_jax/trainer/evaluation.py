@@ -32,13 +32,13 @@ class Evaluation:
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 
     Attributes:
-        data: as for training; arrays and a source of examples are read in their own order. A function gets step 0 each
-            time.
+        data: what `Trainer(data=)` takes; arrays and a source of examples are read in their own order. A function gets
+            step 0 each time.
         interval_steps: evaluate before each step whose number is a multiple of it, except 0; and after the last step.
-        microbatch_size: examples in a microbatch; None: as in training.
+        microbatch_size: examples in a microbatch; None: as many as in training.
         num_microbatches: how many to evaluate; None: all of the source, which must be a multiple of the microbatch
             size.
-        loss_fn: as the training's; None: the same.
+        loss_fn: a function like that of training; None: the same function.
 
     Raises:
         CallerError: a number is below 1.
@@ -87,7 +87,7 @@ class Evaluation:
         """Return the evaluation's data, the same in every step.
 
         Raises:
-            CallerError: as `count_microbatches`.
+            CallerError: see `count_microbatches`.
             DataError: the data is none that `make_microbatch_data` takes.
         """
         try:

@@ -72,7 +72,7 @@ class ReadOptions:
     Attributes:
         shuffle: a source of examples is shuffled newly in each epoch, unless this is False. For other sources: None.
         prefetch_buffer_size: how many microbatches to keep ready.
-        num_threads: of reading.
+        num_threads: how many threads read.
 
     Raises:
         CallerError: a value is of another type, or a number is below 1.

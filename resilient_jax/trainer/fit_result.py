@@ -21,12 +21,12 @@ class FitResult:
 
     Attributes:
         step: how many steps are committed.
-        metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
+        metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if it made none.
         variables: numpy arrays, of a random key its raw data. Of an `nnx` model they are dicts, as
             `nnx.update(model, params)` takes them; of a Linen model its collections.
-        adapter: of the model.
+        adapter: what makes the model from its variables.
         stop_reason: why training ended before the last step; None: it did not.
-        host_index: of this host in the last generation; host 0 prints and saves.
+        host_index: this host's index in the last generation; host 0 prints and saves.
     """
 
     step: int

@@ -28,12 +28,13 @@ class NonFinitePolicy(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Numerics of a step.
+    """The precision of a step, clipping, rematerialization, and what becomes of values that are not finite.
 
     Attributes:
         clip_norm: the largest global norm of a step's gradient; None: no clipping.
-        compute_dtype: such as `jnp.bfloat16`: the loss gets the parameters in it, while the optimizer and the sums over
-            microbatches keep theirs. Batches are not cast: make them in this dtype, or they widen the activations.
+        compute_dtype: a dtype such as `jnp.bfloat16`: the loss gets the parameters in it, while the optimizer and the
+            sums over microbatches keep theirs. Batches are not cast: make them in this dtype, or they widen the
+            activations.
         remat: recompute activations in the backward pass instead of keeping them (`jax.checkpoint`).
         non_finite: "stop", "skip" or "warn".
 

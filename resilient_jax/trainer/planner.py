@@ -23,9 +23,12 @@ class Planner:
     bits.
 
     Attributes:
-        topology: of all hosts that may take part, or its file; the hosts of a job are found in it by their names.
-        logical_axis_rules: of parameters, where the model's Flax metadata does not name the dims.
-        program_cost: of the model; None: analyzed when the job begins, which compiles the model's gradient twice.
+        topology: the topology of all hosts that may take part, or its file; the hosts of a job are found in it by
+            their names.
+        logical_axis_rules: the logical names of the parameters' dims, where the model's Flax metadata does not name
+            the dims.
+        program_cost: the cost of the model's program; None: analyzed when the job begins, which compiles the model's
+            gradient twice.
         calibration: constants of the cost model.
         axis_sizes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the

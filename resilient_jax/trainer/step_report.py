@@ -18,9 +18,9 @@ class StepReport:
         step: how many steps are committed.
         metrics: "loss", "grad_norm" and the metrics of the loss; of an evaluation only those with the prefix `eval_`.
             Means over the microbatches, the same bits on every host.
-        duration_s: on this host.
+        duration_s: seconds that it took on this host.
         host_index: host 0 prints and saves.
-        generation: number of the membership.
+        generation: the number of the membership.
         is_evaluation: whether this is an evaluation, rather than a step.
         state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
             hosts. Read it, but keep no reference: devices go away when the membership changes, and a reference keeps

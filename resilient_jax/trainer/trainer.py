@@ -71,7 +71,7 @@ class Trainer:
             returns a microbatch. See `make_microbatch_data`.
         batch_size: examples in a step, however many hosts are alive.
         microbatch_size: examples that one replica computes at a time; a multiple of its devices.
-        seed: of the initial weights, the shuffle and all keys.
+        seed: the seed of the initial weights, the shuffle and all keys.
         wrt: selects the parameters that are trained, as that of `nnx.Optimizer`, such as
             `nnx.All(nnx.Param, nnx.PathContains("head"))`; of any model also a function `(path, value) -> bool`. The
             others are frozen: without gradients, and not in the optimizer's state.
@@ -82,9 +82,9 @@ class Trainer:
         parallelism: how microbatches are assigned to hosts and reduced, and how the state is sharded between steps.
         planner: searches the fastest plan for the live hosts in every generation; None: replicas as in `parallelism`.
         read_options: how the data is read.
-        evaluation: of other data, at an interval.
+        evaluation: what to evaluate, and how often; None: nothing.
         early_stopping: ends training when the evaluation does not improve.
-        checkpoints: on storage, from which another job resumes.
+        checkpoints: when to save the state on storage, from where another job resumes; None: never.
         callbacks: called on every host after each step; see `StepReport` and `Callback`.
         log_directory: each host appends JSON lines to `<host>.jsonl` in it.
 

@@ -42,10 +42,11 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
     Args:
         train_fn: takes a `World`; loops over `world.steps(...)`, restores with `world.restore_or_init` and
             commits with `world.commit`. It may be unwound at any call into JAX or `world`, by an exception.
-        find_latest_checkpoint: for a `train_fn` that saves checkpoints: returns the step of the newest finished one on
-            storage, None if there is none. If the state is lost in the memory of all hosts, the job then resumes by
-            itself where `world.is_fresh`: `train_fn` must load a checkpoint there and call `world.resume_at(step)`.
-            Called on another thread while the worker waits; must look at storage only, and touch no device.
+        find_latest_checkpoint: a function, for a `train_fn` that saves checkpoints; returns the step of the newest
+            finished one on storage, None if there is none. If the state is lost in the memory of all hosts, the job
+            then resumes by itself where `world.is_fresh`: `train_fn` must load a checkpoint there and call
+            `world.resume_at(step)`. Called on another thread while the worker waits; must look at storage only, and
+            touch no device.
 
     Raises:
         Exception: whatever `train_fn` raises by its own fault, once; the job ends with it.

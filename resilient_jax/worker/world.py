@@ -135,8 +135,8 @@ class World:
         Args:
             init_fn: makes the initial state, a pytree of arrays and strings; must be deterministic, since every host
                 calls it. Also called abstractly, for the tree's shape: it must be traceable, as by `jax.eval_shape`.
-            sharding: of the leaves; None keeps the sharding that they have, or takes this host's first device. Required
-                for leaves on a mesh of several hosts, because that mesh has changed.
+            sharding: the sharding of the leaves; None keeps the sharding that they have, or takes this host's first
+                device. Required for leaves on a mesh of several hosts, because that mesh has changed.
 
         Raises:
             CallerError: `init_fn` is no function without parameters.
@@ -176,7 +176,7 @@ class World:
         Every host must call it after the same steps. Call `wait_until_finished` before the arrays are donated.
 
         Args:
-            state: as given to `commit`.
+            state: the state that was given to `commit`.
 
         Raises:
             StateError: nothing is committed in this step.
@@ -225,7 +225,7 @@ class World:
         the other hosts have accumulated by then is kept, and they compute only what is missing.
 
         Args:
-            num_microbatches: of the step, however many hosts are alive.
+            num_microbatches: how many microbatches the step has, however many hosts are alive.
             accumulate_fn: returns a running total with one microbatch added. It must be the same function of the
                 committed state and `microbatch.index` on every host, and must not donate its total. Totals, given and
                 returned, are replicated over `microbatch.replica.mesh`. With several replicas on a host it is called on
@@ -233,7 +233,7 @@ class World:
             zeros: the total of no microbatches, on this host's devices; the result has the sharding of its leaves.
             data: where `microbatch.batch` is read from, ahead of time.
             options: how microbatches are grouped, assigned and reduced.
-            name: of the accumulation; a step may have several, in the same order on every host.
+            name: the name of the accumulation; a step may have several, in the same order on every host.
 
         Raises:
             CallerError: outside of `steps`, twice in a step, a number below 1, too few hosts for one replica, or
