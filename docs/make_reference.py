@@ -36,16 +36,16 @@ WHOSE_MOVE = {CallerError: "the caller", OperatorError: "the operator", PeerErro
 
 
 def list_documented_values(documented: type) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value as in the code, docstring on one line) of each assignment in a class."""
+    """Yield (name, value as in the code or "", docstring on one line) of each assignment in a class."""
     (definition,) = ast.parse(inspect.getsource(documented)).body
     assert isinstance(definition, ast.ClassDef)
     for index, statement in enumerate(definition.body):
         match statement:
             case (
-                ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ast.AnnAssign(target=ast.Name(id=name), value=value)
                 | ast.Assign(targets=[ast.Name(id=name)], value=value)
             ):
-                yield name, ast.unparse(value), _find_docstring(definition.body[index + 1 :])
+                yield name, ast.unparse(value) if value else "", _find_docstring(definition.body[index + 1 :])
 
 
 def _find_docstring(rest: list[ast.stmt]) -> str:

@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def axis_sizes(self) -> dict[Axis, int]:
-        """Size of each axis, innermost first: the order of devices."""
+        """Size of each axis, innermost first, as devices are ordered."""
         axes = self.layout.axes
         return {axis: getattr(axes, axis) for axis in _IN_GROUP} | {Axis.REPLICA: self.replicas}
 

@@ -284,7 +284,7 @@ class ProgramCost:
 
     @property
     def layers(self) -> int:
-        """Number of equal layers: the most stages of a pipeline; layers per stage may differ."""
+        """Number of equal layers, which is the most stages of a pipeline; layers per stage may differ."""
         return max((work.copies for work in self.parts if work.part is ModelPart.LAYER), default=0)
 
     @property

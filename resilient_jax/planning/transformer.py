@@ -44,17 +44,17 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     feed_forward: Size
     """Width inside the feed-forward network, of one expert if there are several."""
     vocabulary_tokens: Size
-    """Different tokens: rows of the token embedding."""
+    """Different tokens; rows of the token embedding."""
     sequence_tokens: Size
     """Tokens in a training sequence; also the rows of a table of positions."""
     gated: bool = True
-    """Whether the feed-forward network multiplies two projections up (SwiGLU): three matrices instead of two."""
+    """Whether the feed-forward network multiplies two projections up (SwiGLU), with three matrices instead of two."""
     norm: Literal["rms", "layer"] = "rms"
     """`rms` has a scale, `layer` a scale and a bias."""
     biases: Literal["none", "qkv", "all"] = "none"
-    """Biases of matrices inside layers: none, those to queries, keys and values, or all."""
+    """Biases of matrices inside layers; none, those to queries, keys and values, or all."""
     positions: Literal["rotary", "table"] = "rotary"
-    """`table`: an embedding of each position is added to the token's."""
+    """With `table` an embedding of each position is added to the token's."""
     tied_embedding: bool = False
     """Whether the head uses the token embedding's matrix."""
     experts: Size = 1

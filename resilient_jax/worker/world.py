@@ -104,7 +104,7 @@ class World:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing is committed yet: `restore_or_init` will make the state, and not just ask for its shapes."""
+        """Whether nothing is committed yet, so that `restore_or_init` makes the state, not just its shapes."""
         return self._session.is_fresh
 
     def steps(self, num_steps: int) -> Iterator[int]:
