@@ -13,6 +13,7 @@ import re
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -35,17 +36,21 @@ ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 WHOSE_MOVE = {CallerError: "the caller", OperatorError: "the operator", PeerError: "a peer"}
 
 
-def list_documented_values(documented: type) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value as in the code or "", docstring on one line) of each assignment in a class."""
-    (definition,) = ast.parse(inspect.getsource(documented)).body
-    assert isinstance(definition, ast.ClassDef)
-    for index, statement in enumerate(definition.body):
+def list_documented_values(documented: type | ModuleType) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, value as in the code or "", docstring on one line) of each assignment in a class or module."""
+    body = ast.parse(inspect.getsource(documented)).body
+    match body:
+        case [ast.ClassDef(body=inner)] if isinstance(documented, type):
+            body = inner
+        case _:
+            pass
+    for index, statement in enumerate(body):
         match statement:
             case (
                 ast.AnnAssign(target=ast.Name(id=name), value=value)
                 | ast.Assign(targets=[ast.Name(id=name)], value=value)
             ):
-                yield name, ast.unparse(value) if value else "", _find_docstring(definition.body[index + 1 :])
+                yield name, ast.unparse(value) if value else "", _find_docstring(body[index + 1 :])
 
 
 def _find_docstring(rest: list[ast.stmt]) -> str:
@@ -112,8 +117,17 @@ def make_public_names() -> str:
         "What `import resilient_jax as rj` offers, in one table. Arguments, fields and errors of each: "
         "[API reference](../api.md).",
         ("name", "what it is or does"),
-        ((f"`rj.{name}`", find_summary(getattr(rj, name))) for name in sorted(rj.__all__, key=str.lower)),
+        ((f"`rj.{name}`", find_public_summary(name)) for name in sorted(rj.__all__, key=str.lower)),
     )
+
+
+def find_public_summary(name: str) -> str:
+    """Return the first paragraph of the docstring of a name of `rj`; that of a type is below it in its module."""
+    value = getattr(rj, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return find_summary(value)
+    module = importlib.import_module(rj._HOME[name])  # noqa: SLF001 - an alias does not know its module
+    return next(text for found, _, text in list_documented_values(module) if found == name)
 
 
 def make_errors() -> str:
@@ -126,7 +140,12 @@ def make_errors() -> str:
         "token), a peer's (a message or host that is not as agreed), or ours (a bug).",
         ("error", "whose move", "exit code", "meaning"),
         (
-            (f"`{error.__name__}`", find_whose_move(error), str(int(error.exit_code)), find_summary(error))
+            (
+                f"`{name_public(error.__name__)}`",
+                find_whose_move(error),
+                str(int(error.exit_code)),
+                find_summary(error),
+            )
             for error in list_errors()
         ),
     )
@@ -140,6 +159,11 @@ def list_errors() -> list[type[ResilientJaxError]]:
         for value in vars(importlib.import_module(module)).values()
         if isinstance(value, type) and issubclass(value, ResilientJaxError) and value.__module__ == module
     ]
+
+
+def name_public(name: str) -> str:
+    """Return a name as scripts write it: with `rj.` if it is public."""
+    return f"rj.{name}" if name in rj.__all__ else name
 
 
 def find_whose_move(error: type[ResilientJaxError]) -> str:

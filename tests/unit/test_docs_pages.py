@@ -28,7 +28,9 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC_NAME = re.compile(r"(?<![\w.])rj\.([A-Za-z]\w*)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-AUTODOC = re.compile(r"^\.\. auto(?:class|function|exception|data):: (\w+)(?:\(\))?$", re.MULTILINE)
+AUTODOC = re.compile(
+    r"^\.\. auto(?:class|function|exception|data):: (?:[\w.]+\.)?(\w+)(?:\(\))?$", re.MULTILINE
+)
 COMMAND = re.compile(r"(?:resilient-jax |`(?!resilient-jax ))([a-z]+)\b(?![\w.(])([^`\n]*)")
 OPTION = re.compile(r"(?<!\S)(--?[a-z][\w-]*)")
 
