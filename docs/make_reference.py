@@ -122,12 +122,13 @@ def make_public_names() -> str:
 
 
 def find_public_summary(name: str) -> str:
-    """Return the first paragraph of the docstring of a name of `rj`; that of a type is below it in its module."""
+    """Return the first paragraph of the docstring of a name of `rj`; of an alias the first sentence, below it in its module."""
     value = getattr(rj, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         return find_summary(value)
-    module = importlib.import_module(rj._HOME[name])  # noqa: SLF001 - an alias does not know its module
-    return next(text for found, _, text in list_documented_values(module) if found == name)
+    module = importlib.import_module(rj._HOME[name])  # an alias does not know its module
+    text = next(text for found, _, text in list_documented_values(module) if found == name)
+    return text.split(". ")[0].rstrip(".") + "."
 
 
 def make_errors() -> str:

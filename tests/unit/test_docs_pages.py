@@ -1,7 +1,6 @@
 """README and pages: links and pictures exist, names and options too, the first example trains."""
 
 import functools
-import inspect
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -52,15 +51,6 @@ def list_anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub and MyST give to the headings of a page."""
     headings = HEADING.findall(FENCE.sub("", page.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def list_field_summaries(documented: type) -> Iterator[str]:
-    """Yield the first line of the docstring of each property and field of a class that has one there."""
-    for value in vars(documented).values():
-        if isinstance(value, property):
-            yield (inspect.getdoc(value) or "").split("\n")[0]
-    for _, _, text in make_reference.list_documented_values(documented):
-        yield text
 
 
 @functools.cache
@@ -135,12 +125,6 @@ def test_the_own_loop_page_begins_with_no_array_before_run() -> None:
 def test_each_public_name_is_in_the_api_reference_once() -> None:
     """Sphinx takes its docstring from there."""
     assert sorted(AUTODOC.findall((ROOT / "docs" / "api.md").read_text())) == sorted(rj.__all__)
-
-
-def test_no_docstring_of_a_field_looks_like_a_type() -> None:
-    """Sphinx takes what a property's or field's first line has before a colon for the type."""
-    classes = [value for name in rj.__all__ if isinstance(value := getattr(rj, name), type)]
-    assert [(c.__name__, line) for c in classes for line in list_field_summaries(c) if ": " in line] == []
 
 
 @by_page
