@@ -122,7 +122,7 @@ def make_public_names() -> str:
 
 
 def find_public_summary(name: str) -> str:
-    """Return the first paragraph of the docstring of a name of `rj`; of an alias the first sentence, below it in its module."""
+    """Return the first paragraph of the docstring of a name of `rj`; of an alias the first sentence."""
     value = getattr(rj, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         return find_summary(value)
