@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from resilient_jax.argument_checks import check_fields
 from resilient_jax.data.microbatches import MicrobatchData
@@ -101,6 +102,7 @@ class FitConfig:
         microbatch_size: examples in a microbatch.
         model: as the user gave it.
         data: of the training.
+        initial_variables: returns those that the initial state has; None: as the model makes them.
         planner: of the replicas; None: the user specifies them.
         evaluation: its options; None: no evaluation.
         evaluation_loss: the loss of the evaluation.
@@ -111,6 +113,7 @@ class FitConfig:
     microbatch_size: int
     model: object
     data: MicrobatchData
+    initial_variables: Callable[[], Any] | None
     parallelism: Parallelism
     planner: Planner | None
     read_options: ReadOptions

@@ -16,6 +16,7 @@ import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.state.state_placement import place_initial_state
 from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
 from resilient_jax.trainer.arrangement import Arranger
@@ -23,7 +24,12 @@ from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.fit_result import FitResult, copy_to_numpy
-from resilient_jax.trainer.host_checks import check_batch_size, check_microbatch_size
+from resilient_jax.trainer.host_checks import (
+    check_batch_size,
+    check_initial_variables_agree,
+    check_microbatch_size,
+)
+from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.progress_bar import ProgressBar
@@ -140,17 +146,20 @@ class FitLoop:
     def _load(
         self, layout: StateLayout, programs: StepPrograms, placement: Placement
     ) -> TrainingState | None:
-        """Return the state from storage, where none is committed; None without a checkpoint."""
-        world = layout.world
+        """Return the state from storage, where none is committed; None without a checkpoint or given variables."""
+        world, load_variables = layout.world, self._config.initial_variables
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
-        if self._checkpointer is None:
+        if self._checkpointer is not None:
+            found = self._checkpointer.restore(world, programs.abstract_state, placement)
+            if found is not None:
+                step, state = found
+                world.resume_at(step)
+                return state
+        if load_variables is None:
             return None
-        found = self._checkpointer.restore(world, programs.abstract_state, placement)
-        if found is None:
-            return None
-        step, state = found
-        world.resume_at(step)
-        return state
+        given = match_variables(programs.abstract_state.variables, load_variables())
+        check_initial_variables_agree(world, given)
+        return place_initial_state(programs.init(given), placement)
 
     def _is_stopped(self, world: World, step: int) -> bool:
         """Return whether some host stopped training at this step; its callback may not be called again."""

@@ -6,6 +6,8 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.initial_variables import GivenLeaves
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.worker.world import World
 
 
@@ -42,6 +44,24 @@ def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> No
             f"batch_size: found {microbatches * size}, which is {microbatches} microbatches of {size}, expected at "
             f"least one for each of the {replicas} replicas on {len(world.hosts)} hosts. Take a batch_size of "
             f"{replicas * size}, smaller microbatches, or fewer hosts"
+        )
+
+
+def check_initial_variables_agree(world: World, given: GivenLeaves) -> None:
+    """Check that all hosts have loaded the same variables: the bits of a state are those of any host.
+
+    Raises:
+        CallerError: they have not; names the hosts that differ from the first.
+    """
+    digest = np.frombuffer(bytes.fromhex(digest_tree(given)), np.int32)
+    digests = np.zeros((len(world.hosts), digest.size), np.int32)
+    digests[world.host_index] = digest
+    digests = world.all_reduce(digests)
+    others = [host for host, found in zip(world.hosts, digests, strict=True) if (found != digests[0]).any()]
+    if others:
+        raise CallerError(
+            f"initial_variables: found other arrays on {', '.join(others)} than on {world.hosts[0]}, expected the same "
+            "on every host. Copy the files to all hosts, or load them from a directory that all hosts share"
         )
 
 

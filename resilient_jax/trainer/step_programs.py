@@ -28,6 +28,7 @@ import optax
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
 from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
@@ -71,7 +72,8 @@ class StepPrograms:
     """The programs of one recipe, for batches like one example.
 
     Attributes:
-        init: `init() -> TrainingState` before step 0, the same on every host.
+        init: `init() -> TrainingState` before step 0, the same on every host; `init(given)` with variables of the
+            user's, see `match_variables`.
         accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> MicrobatchSums`, where
             `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the sums.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
@@ -105,12 +107,13 @@ class StepPrograms:
         after = jax.eval_shape(self._update, self.abstract_state, sums, summary, placement=None)
         check_same_types(self.abstract_state, after, "optimizer")
 
-    def _init(self) -> TrainingState:
+    def _init(self, given: GivenLeaves | None = None) -> TrainingState:
         recipe = self._recipe
         # Linen makes its variables when the loss calls it: any batch of the right shape will do.
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
         key = jax.random.key(recipe.seed)
         variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
+        variables = replace_leaves(variables, given or {})
         return TrainingState(
             step=jnp.zeros((), jnp.int32),
             variables=variables,

@@ -18,6 +18,7 @@ from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.fit_config import FitConfig, Parallelism, ReadOptions, StateSharding
 from resilient_jax.trainer.fit_loop import FitLoop
 from resilient_jax.trainer.fit_result import FitResult
+from resilient_jax.trainer.initial_variables import check_initial_variables
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction, adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
@@ -75,6 +76,9 @@ class Trainer:
         wrt: selects the parameters that are trained, as that of `nnx.Optimizer`, such as
             `nnx.All(nnx.Param, nnx.PathContains("head"))`; of any model also a function `(path, value) -> bool`. The
             others are frozen: without gradients, and not in the optimizer's state.
+        initial_variables: a function without parameters that returns variables with which a job begins, such as
+            pretrained weights, as a tree of arrays with the paths of the model; others keep their initial values. It is
+            called on every host, and not when a checkpoint is resumed.
         variable_reductions: what becomes of variables that the loss changes, by Linen collection or NNX type: "mean"
             over the step's microbatches, "first" microbatch, "sum" of the changes, "discard", or a function
             (old, mean). By default batch statistics are averaged, and changes of other variables are refused.
@@ -103,6 +107,7 @@ class Trainer:
         microbatch_size: int,
         seed: int = 0,
         wrt: Any = nnx.Param,  # noqa: ANN401 - whatever nnx takes for a filter
+        initial_variables: Callable[[], Any] | None = None,
         variable_reductions: Mapping[Any, Any] = MappingProxyType({}),
         numerics: Numerics = Numerics(),  # noqa: B008 - frozen
         parallelism: Parallelism = Parallelism(),  # noqa: B008 - frozen
@@ -125,9 +130,7 @@ class Trainer:
         _check_early_stopping(early_stopping, evaluation)
         _check_planner(planner, parallelism, wrt)
         loss_function = adapt_loss(loss_fn)
-        evaluation_loss = _check_evaluation(evaluation, microbatch_size, seed) or loss_function
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
-        microbatches = make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle)
         self._config = FitConfig(
             num_steps=0,
             recipe=Recipe(
@@ -141,13 +144,14 @@ class Trainer:
                 variable_rules=check_rules(variable_reductions),
             ),
             microbatch_size=microbatch_size,
-            data=microbatches,
+            data=make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle),
+            initial_variables=check_initial_variables(initial_variables),
             model=model,
             parallelism=parallelism,
             planner=planner,
             read_options=read_options,
             evaluation=evaluation,
-            evaluation_loss=evaluation_loss,
+            evaluation_loss=_check_evaluation(evaluation, microbatch_size, seed) or loss_function,
             early_stopping=early_stopping,
             checkpoints=checkpoints,
             callbacks=tuple(callbacks),
