@@ -42,6 +42,7 @@ from resilient_jax.trainer.training_state import (
     MicrobatchSums,
     StepSummary,
     TrainingState,
+    read_learning_rate,
 )
 from resilient_jax.worker.world import World
 
@@ -217,6 +218,7 @@ class FitLoop:
         layout.snapshot(state)
         if self._checkpointer is not None:
             self._checkpointer.save(layout, state, step + 1)
+        metrics = {**read_learning_rate(state.opt_state), **metrics}
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
 

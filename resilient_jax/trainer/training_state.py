@@ -1,6 +1,6 @@
 """The training state, which is kept from step to step, and the sums of one step."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import optax
@@ -10,6 +10,10 @@ from resilient_jax.trainer.model_adapters import Variables
 
 Tree = Any
 """A pytree of arrays."""
+
+
+LEARNING_RATE: Final = "learning_rate"
+"""The name of the metric, and that of the argument of Optax's optimizers."""
 
 
 class EarlyStoppingState(NamedTuple):
@@ -71,6 +75,14 @@ class StepSummary(NamedTuple):
     num_microbatches: Any
     grad_norm: Any
     mean_loss: Any
+
+
+def read_learning_rate(opt_state: optax.OptState) -> dict[str, float]:
+    """Return the metric `learning_rate`: what the last update used, of `optax.inject_hyperparams`; {} without."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: hasattr(node, "hyperparams"))
+    found = [getattr(node, "hyperparams", {}) for node in nodes]
+    rates = [float(one[LEARNING_RATE]) for one in found if LEARNING_RATE in one]
+    return {LEARNING_RATE: rates[0]} if rates else {}
 
 
 def check_same_types(before: Tree, after: Tree, what: str) -> None:

@@ -95,6 +95,19 @@ def test_the_learning_rate_follows_the_schedule_by_steps():
     assert np.diff(seen).round(5).tolist() == [-1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_an_injected_learning_rate_is_a_metric_of_the_step_that_used_it(state):
+    schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5})
+    inject = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    seen = []
+    make_trainer(
+        optimizer=optax.chain(optax.clip(1.0), inject),
+        parallelism=rj.Parallelism(state=state),
+        callbacks=[lambda report: seen.append(report.metrics["learning_rate"])],
+    ).fit(3)
+    assert seen == [1.0, 1.0, 0.5]
+
+
 def test_each_microbatch_is_read_with_its_own_step_and_index():
     read = []
 
