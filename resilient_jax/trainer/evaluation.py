@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics
+from resilient_jax.trainer.replica_mesh import make_trace_mesh, use_replica_mesh
 from resilient_jax.trainer.step_programs import cast_parameters, constrain_sharding, make_microbatch_key
 
 Tree = Any
@@ -145,6 +146,7 @@ class EvaluationProgram:
         seed: int,
         variables: Variables,
         example: Tree,
+        axis_names: Sequence[str],
     ) -> None:
         """Trace the loss once, without a device.
 
@@ -154,7 +156,8 @@ class EvaluationProgram:
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
         self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
         microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
+        with use_replica_mesh(make_trace_mesh(axis_names)):
+            self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
 
     def _compute_sums(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
         model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, microbatch_id))
@@ -173,7 +176,8 @@ class EvaluationProgram:
         *,
         placement: Placement,
     ) -> EvaluationSums:
-        found = self._compute_sums(variables, batch, microbatch_id)
+        with use_replica_mesh(placement.mesh):
+            found = self._compute_sums(variables, batch, microbatch_id)
         return constrain_sharding(jax.tree.map(jnp.add, sums, found), placement)
 
 

@@ -32,6 +32,7 @@ class Evaluator:
             recipe.seed,
             programs.abstract_state.variables,
             make_abstract(data.batch(0, 0)),
+            recipe.axis_names,
         )
         self._data = Prefetcher(
             data,

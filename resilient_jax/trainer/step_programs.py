@@ -28,10 +28,12 @@ import optax
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
 from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
+from resilient_jax.trainer.replica_mesh import make_trace_mesh, use_replica_mesh
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
     MicrobatchSums,
@@ -56,6 +58,7 @@ class Recipe:
         seed: of the initial variables, and of every microbatch's key.
         early_stopping: the initial state of early stopping; () without.
         variable_rules: what becomes of variables that the loss changes, by collection or type; see `check_rules`.
+        axis_names: of the mesh of a replica.
     """
 
     model: ModelAdapter
@@ -66,6 +69,7 @@ class Recipe:
     numerics: Numerics
     early_stopping: EarlyStoppingState | tuple[()]
     variable_rules: Mapping[str, Rule] = dataclasses.field(default_factory=lambda: dict(DEFAULT_RULES))
+    axis_names: tuple[str, ...] = (DATA_AXIS,)
 
 
 class StepPrograms:
@@ -112,7 +116,8 @@ class StepPrograms:
         # Linen makes its variables when the loss calls it: any batch of the right shape will do.
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
         key = jax.random.key(recipe.seed)
-        variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
+        with use_replica_mesh(make_trace_mesh(recipe.axis_names)):
+            variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
         variables = replace_leaves(variables, given or {})
         return TrainingState(
             step=jnp.zeros((), jnp.int32),
@@ -130,7 +135,8 @@ class StepPrograms:
             _, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
             return after, metrics
 
-        jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self._example)
+        with use_replica_mesh(make_trace_mesh(recipe.axis_names)):
+            jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self._example)
         reducer = VariableReducer(recipe.variable_rules, bound, after, jaxpr)
         index = jax.ShapeDtypeStruct((), jnp.uint32)
         sums = MicrobatchSums(
@@ -174,9 +180,10 @@ class StepPrograms:
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
-        (loss, (metrics, collections)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            variables.params
-        )
+        with use_replica_mesh(placement.mesh):
+            (loss, (metrics, collections)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+                variables.params
+            )
         finite = is_all_finite((loss, gradients, collections))
         new = MicrobatchSums(gradients, collections, loss, metrics, jnp.zeros_like(sums.non_finite))
         new = jax.tree.map(widen, new)

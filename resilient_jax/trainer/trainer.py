@@ -12,6 +12,8 @@ from flax import nnx
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
+from resilient_jax.step.assignment import DATA_AXIS
+from resilient_jax.trainer.arrangement import REPLICA_AXES
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
@@ -127,21 +129,21 @@ class Trainer:
         check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
-        _check_early_stopping(early_stopping, evaluation)
         _check_planner(planner, parallelism, wrt)
-        loss_function = adapt_loss(loss_fn)
+        loss = adapt_loss(loss_fn)
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
         self._config = FitConfig(
             num_steps=0,
             recipe=Recipe(
                 model=adapt_model(model, wrt),
                 optimizer=check_optimizer(optimizer),
-                loss_fn=loss_function,
+                loss_fn=loss,
                 num_microbatches=num_microbatches,
                 seed=seed,
                 numerics=numerics,
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
                 variable_rules=check_rules(variable_reductions),
+                axis_names=_list_axis_names(planner, parallelism),
             ),
             microbatch_size=microbatch_size,
             data=make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle),
@@ -151,7 +153,7 @@ class Trainer:
             planner=planner,
             read_options=read_options,
             evaluation=evaluation,
-            evaluation_loss=_check_evaluation(evaluation, microbatch_size, seed) or loss_function,
+            evaluation_loss=_check_evaluation(evaluation, early_stopping, microbatch_size, seed) or loss,
             early_stopping=early_stopping,
             checkpoints=checkpoints,
             callbacks=tuple(callbacks),
@@ -187,6 +189,13 @@ class Trainer:
         return loop.result
 
 
+def _list_axis_names(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
+    """Return the axes of the mesh of a replica, in every generation."""
+    if planner is not None:
+        return tuple(axis.value for axis in REPLICA_AXES)
+    return tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
+
+
 def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
     """Return how many microbatches a step has."""
     check_integers(batch_size=batch_size, microbatch_size=microbatch_size)
@@ -199,8 +208,11 @@ def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
     return num_microbatches
 
 
-def _check_evaluation(evaluation: Evaluation | None, microbatch_size: int, seed: int) -> LossFunction | None:
+def _check_evaluation(
+    evaluation: Evaluation | None, early_stopping: EarlyStopping | None, microbatch_size: int, seed: int
+) -> LossFunction | None:
     """Return the loss function of the evaluation, if it has its own; its data is refused now, not in a running job."""
+    _check_early_stopping(early_stopping, evaluation)
     if evaluation is None:
         return None
     evaluation.make_data(evaluation.microbatch_size or microbatch_size, seed)

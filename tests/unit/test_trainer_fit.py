@@ -71,6 +71,43 @@ def test_frozen_parameters_keep_their_values_and_have_no_optimizer_state(state):
     assert seen == [3] * 3  # count, mu and nu of the head
 
 
+def constrain_to(axis):
+    def loss(params, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], jax.sharding.PartitionSpec(axis, None))
+        return squared(params, {**batch, "x": x})
+
+    return loss
+
+
+def test_a_bare_partition_spec_is_over_the_mesh_of_the_replica():
+    evaluation = rj.Evaluation(data=EXAMPLES, interval_steps=1)
+    shape = rj.ReplicaShape(axes=(("rows", len(jax.devices())),))
+    one, other = (
+        make_trainer(loss_fn=loss_fn, evaluation=evaluation, numerics=rj.Numerics(remat=True), **changes).fit(
+            2
+        )
+        for loss_fn, changes in (
+            (constrain_to("rows"), {"parallelism": rj.Parallelism(replica_shape=shape)}),
+            (constrain_to("data"), {}),
+        )
+    )
+    assert one.params_sha256 == other.params_sha256 == make_trainer().fit(2).params_sha256
+
+
+def test_an_axis_that_the_mesh_of_the_replica_does_not_have_is_refused():
+    said = r"axis: model of .*expected data\. Use these, or name others: rj\.Parallelism"
+    with pytest.raises(CallerError, match=said):
+        make_trainer(loss_fn=constrain_to("model")).fit(1)
+    evaluation = rj.Evaluation(data=EXAMPLES, interval_steps=1, loss_fn=constrain_to("model"))
+    with pytest.raises(CallerError, match=said):
+        make_trainer(evaluation=evaluation).fit(1)
+
+
+def test_a_collective_over_a_named_axis_is_refused():
+    with pytest.raises(CallerError, match=r"unbound axis name: batch.*Remove axis_name= and jax\.lax\.pmean"):
+        make_trainer(loss_fn=lambda p, b: jax.lax.pmean(squared(p, b), "batch")).fit(1)
+
+
 def test_constructing_a_trainer_calls_neither_model_nor_loss():
     def never(*_):
         raise AssertionError
