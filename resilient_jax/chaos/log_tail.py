@@ -1,14 +1,15 @@
 """Incremental readers of a running job's event logs and ledgers."""
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
+from resilient_jax.errors import MessageError
 from resilient_jax.events import Event
 from resilient_jax.protocol.ledger import ENTRY_DECODER, LedgerEntry
+from resilient_jax.protocol.message_decoding import decode_message
 
 T = TypeVar("T")
 
@@ -20,10 +21,10 @@ class LogTail(Generic[T]):
         records: all records read so far; those of one file are in the file's order.
     """
 
-    def __init__(self, directory: Path, pattern: str, decode: Callable[[bytes], T]) -> None:
+    def __init__(self, directory: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> None:
         self._directory = directory
         self._pattern = pattern
-        self._decode = decode
+        self._decoder = decoder
         self._offsets: dict[Path, int] = {}
         self.records: list[T] = []
 
@@ -37,17 +38,17 @@ class LogTail(Generic[T]):
             complete = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(complete)
             for line in complete.split(b"\n")[:-1]:
-                with contextlib.suppress(msgspec.DecodeError):
-                    new.append(self._decode(line))
+                with contextlib.suppress(MessageError):
+                    new.append(decode_message(self._decoder, line, str(path)))
         self.records += new
         return new
 
 
 def tail_events(directory: Path) -> LogTail[Event]:
     """Return a reader of the event logs of all hosts in a run folder."""
-    return LogTail(directory, "*.events.jsonl", msgspec.json.Decoder(Event).decode)
+    return LogTail(directory, "*.events.jsonl", msgspec.json.Decoder(Event))
 
 
 def tail_ledger(directory: Path) -> LogTail[LedgerEntry]:
     """Return a reader of the ledgers of all workers."""
-    return LogTail(directory, "*.jsonl", ENTRY_DECODER.decode)
+    return LogTail(directory, "*.jsonl", ENTRY_DECODER)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.leader import GENERATION_DECODER
 from resilient_jax.cluster.relay import Relay
+from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
@@ -84,12 +84,12 @@ class GenerationFollower:
         record = await self._context.store.get(key)
         revision = record.mod_revision if record else Revision(0)
         if record is not None:
-            await self._obey(GENERATION_DECODER.decode(record.value))
+            await self._obey(decode_generation(record))
         async with contextlib.aclosing(self._context.store.watch(key, Revision(revision + 1))) as batches:
             async for batch in batches:
                 for event in batch:
                     if isinstance(event, PutEvent):
-                        await self._obey(GENERATION_DECODER.decode(event.key_value.value))
+                        await self._obey(decode_generation(event.key_value))
 
     async def _obey(self, generation: Generation) -> None:
         """Turn the leader's decision into an order for the worker."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
-from resilient_jax.cluster.leader import GENERATION_DECODER, Leader
+from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.membership import MembershipConfig
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
+from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
@@ -134,7 +135,7 @@ class HostRegistration:
     async def _read_generation(self) -> Generation | None:
         """Return the generation that stands while this host registers."""
         record = await self._context.store.get(make_generation_key(self._context.settings.job))
-        return GENERATION_DECODER.decode(record.value) if record is not None else None
+        return decode_generation(record) if record is not None else None
 
 
 def _make_leader(context: AgentContext, services: CoordinationServices) -> Leader:

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
-from resilient_jax.cluster.leader import GENERATION_DECODER, STATUS_DECODER
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import JobContact, remove_contact, write_contact
+from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
@@ -308,9 +308,9 @@ class Launcher:
     def _absorb(self, event: object) -> None:
         job = self._settings.job
         if isinstance(event, PutEvent) and event.key == make_generation_key(job):
-            self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
+            self.view.generation = decode_generation(event.key_value)
         elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
-            self.view.update_host(STATUS_DECODER.decode(event.key_value.value))
+            self.view.update_host(decode_host_status(event.key_value))
         elif not isinstance(event, PutEvent):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)

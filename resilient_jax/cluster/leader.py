@@ -27,9 +27,10 @@ from resilient_jax.cluster.membership import (
     make_initial_state,
 )
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
+from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord, StateLoss
+from resilient_jax.protocol.records import Generation, LeaderRecord, StateLoss
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import (
     Compare,
@@ -49,10 +50,6 @@ from resilient_jax.telemetry.event_log import EventLog
 
 TICK_INTERVAL_S = 0.1
 """Longest delay until a timeout is noticed. Events are handled at once."""
-
-ENCODER = msgspec.msgpack.Encoder()
-GENERATION_DECODER = msgspec.msgpack.Decoder(Generation)
-STATUS_DECODER = msgspec.msgpack.Decoder(HostStatus)
 
 
 class _LeadershipLost(Exception):
@@ -147,12 +144,12 @@ class _Term:
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
         stored = await self._store.get(self._generation_key)
-        generation = GENERATION_DECODER.decode(stored.value) if stored else None
+        generation = decode_generation(stored) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
         revision, records = await self._store.range(prefix)
         state = make_initial_state(generation, self._now())
-        hosts = {s.host: s for s in (STATUS_DECODER.decode(r.value) for r in records)}
+        hosts = {s.host: s for s in map(decode_host_status, records)}
         state = MembershipState(generation=state.generation, hosts=hosts, phase_since_s=state.phase_since_s)
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
@@ -181,7 +178,7 @@ class _Term:
 
     def _translate(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
-            return HostChanged(STATUS_DECODER.decode(event.key_value.value))
+            return HostChanged(decode_host_status(event.key_value))
         host = HostName(event.key.removeprefix(prefix))
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
         return HostLeft(host)

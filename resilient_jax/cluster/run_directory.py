@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.errors import CallerError, ConfigError, LogUnwritable
+from resilient_jax.errors import CallerError, ConfigError, LogUnwritable, MessageError
+from resilient_jax.protocol.message_decoding import decode_message
 
 CONTACT_FILE = "job.json"
 LOCK_FILE = "launcher.lock"
@@ -23,6 +24,9 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
     store: str
     token: str
     launcher_pid: int
+
+
+_CONTACT_DECODER = msgspec.json.Decoder(JobContact)
 
 
 def create_run_directory(path: Path) -> Path:
@@ -119,11 +123,11 @@ def read_contact(directory: Path) -> JobContact:
     """
     path = directory / CONTACT_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JobContact)
+        return decode_message(_CONTACT_DECODER, path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: found no such file, so no job runs in {directory}; expected the run folder of a running "
             "job: `launch` prints it first"
         ) from error
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, MessageError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there") from error

@@ -8,9 +8,8 @@ then may rejoin.
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
 from resilient_jax.clock import Clock
+from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId
 from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
@@ -19,8 +18,6 @@ from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, 
 
 RENEWALS_PER_TTL = 3
 TAKEN_NAME_POLL_INTERVAL_S = 0.25
-
-ENCODER = msgspec.msgpack.Encoder()
 
 
 class SessionLost(Exception):
@@ -147,13 +144,7 @@ class StoreSession:
             return
         read = result.responses[0]
         assert isinstance(read, RangeResponse), "the failure operation is a range"
-        try:
-            first = msgspec.msgpack.decode(read.key_values[0].value, type=JobRecord)
-        except msgspec.DecodeError as error:
-            raise JoinRefused(
-                f"host {host} has resilient_jax {versions.resilient_jax}, which cannot read the record of job "
-                f"{self._job} ({error}): another version runs there; install the same version on all hosts"
-            ) from error
+        first = decode_job_record(read.key_values[0])
         for name in Versions.__struct_fields__:
             ours, theirs = getattr(versions, name), getattr(first.versions, name)
             if ours != theirs:
@@ -166,7 +157,7 @@ class StoreSession:
 def _name_taken(host: HostName, found: object) -> str:
     where = ""
     if isinstance(found, RangeResponse) and found.key_values:
-        other = msgspec.msgpack.decode(found.key_values[0].value, type=HostStatus)
+        other = decode_host_status(found.key_values[0])
         where = f" (agent process {other.agent_pid} at {other.address})"
     return (
         f"host name {host} is taken by another living agent{where}; every host needs a name of its own: "

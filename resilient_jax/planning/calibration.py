@@ -86,7 +86,7 @@ def load_calibration(path: str | Path) -> Calibration:
         raise ConfigError(
             f"{path}: found no file that can be read ({error.strerror}), expected a calibration. Check the path"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: found no TOML ({error}), expected a calibration. Correct it") from error
     known = [field.name for field in dataclasses.fields(Calibration)]
     for key, value in values.items():

@@ -53,6 +53,6 @@ def _find_foreign_keys(path: str | Path) -> list[str]:
     """Return the keys of a TOML file that has no table [transformer]; none if it has one, or is no TOML."""
     try:
         values = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [] if "transformer" in values else [f"'{key}'" for key in values]

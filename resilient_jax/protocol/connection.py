@@ -29,6 +29,7 @@ import msgspec
 
 from resilient_jax.errors import MessageError
 from resilient_jax.protocol.framing import FrameDecoder, encode_frame
+from resilient_jax.protocol.message_decoding import decode_message
 
 RECEIVE_BUFFER_BYTES: Final = 65_536
 MAX_DESCRIPTORS: Final = 4
@@ -115,12 +116,7 @@ class MessageDecoder(Generic[ReceivedT]):
                 os.close(descriptor)
 
     def _decode(self, payload: bytes) -> Received[ReceivedT]:
-        try:
-            message = self._decoder.decode(memoryview(payload)[1:])
-        except msgspec.DecodeError as error:
-            raise MessageError(
-                f"found a message of another kind or version ({error}), expected {self._decoder.type}"
-            ) from error
+        message = decode_message(self._decoder, memoryview(payload)[1:], "a message of another process")
         num_sent = payload[0]
         descriptors = self._sets.popleft() if num_sent and self._sets else ()
         return Received(message, descriptors, num_lost=num_sent - len(descriptors))

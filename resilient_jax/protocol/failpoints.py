@@ -14,6 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from resilient_jax.errors import MessageError
+from resilient_jax.protocol.message_decoding import decode_message
+
 FAILPOINTS_VARIABLE = "RESILIENT_JAX_FAILPOINTS"
 HOLD_TIMEOUT_S = 60.0
 """A controller that died must not hang a worker forever."""
@@ -224,6 +227,7 @@ class FailPointController:
 
 
 def _read_orders(directory: Path) -> tuple[FailPointOrder, ...]:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return ORDERS_DECODER.decode((directory / "orders.json").read_bytes())
+    path = directory / "orders.json"
+    with contextlib.suppress(OSError, MessageError):
+        return decode_message(ORDERS_DECODER, path.read_bytes(), str(path))
     return ()

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from resilient_jax.errors import MessageError
+from resilient_jax.protocol.message_decoding import decode_message
+
 LEDGER_VARIABLE = "RESILIENT_JAX_LEDGER"
 
 
@@ -77,6 +80,6 @@ def read_ledger(paths: Iterable[Path]) -> list[LedgerEntry]:
     lines: list[LedgerEntry] = []
     for path in sorted(paths):
         for line in path.read_bytes().split(b"\n")[:-1]:
-            with contextlib.suppress(msgspec.DecodeError):  # torn by a full disk: no entry
-                lines.append(ENTRY_DECODER.decode(line))
+            with contextlib.suppress(MessageError):  # torn by a full disk: no entry
+                lines.append(decode_message(ENTRY_DECODER, line, str(path)))
     return lines

@@ -157,3 +157,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: SnapshotSettings = SnapshotSettings()
     failure_domain: str = ""
     compile_cache_bytes: int = 2**32
+
+
+WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

@@ -16,6 +16,7 @@ from resilient_jax.erasure import Buffer, Checksum, ChecksumName
 from resilient_jax.errors import ChecksumMismatch, MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.snapshots import SnapshotId
 
 SLICE_ALIGNMENT: Final = 64
@@ -78,6 +79,9 @@ class PartManifest(msgspec.Struct, frozen=True):
     checksum: ChecksumName
     block_bytes: int
     block_checksums: tuple[int, ...]
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(PartManifest)
 
 
 def count_blocks(part_bytes: int, block_bytes: int) -> int:
@@ -157,10 +161,7 @@ def decode_manifest(data: Buffer) -> PartManifest:
 
 
 def _decode_body(body: memoryview) -> PartManifest:
-    try:
-        manifest = msgspec.msgpack.decode(body, type=PartManifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"manifest does not decode: {error}; run the same version everywhere") from error
+    manifest = decode_message(_DECODER, body, "manifest")
     expected = count_blocks(manifest.part_bytes, manifest.block_bytes) if manifest.block_bytes > 0 else 0
     if manifest.block_bytes <= 0 or manifest.part_bytes < 0 or len(manifest.block_checksums) != expected:
         raise MessageError(

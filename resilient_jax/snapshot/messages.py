@@ -42,6 +42,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     connection_fd: int
 
 
+SETTINGS_DECODER: msgspec.json.Decoder[ServerSettings] = msgspec.json.Decoder(ServerSettings)
+
+
 class ServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first message of a server: the endpoint where it listens."""
 

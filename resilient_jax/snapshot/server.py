@@ -10,14 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable
 
-import msgspec
-
 from resilient_jax.erasure import choose_checksum
 from resilient_jax.erasure.kernels import choose_kernel
-from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
+from resilient_jax.errors import ConfigError, ExitCode, MessageError, ResilientJaxError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.failpoints import FailPoints
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.commit_votes import CommitVotes
 from resilient_jax.snapshot.malloc_settings import keep_freed_memory
@@ -25,6 +24,7 @@ from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
     SERVICE,
+    SETTINGS_DECODER,
     SETTINGS_ENV_VARIABLE,
     WORKER_REQUEST_DECODER,
     NewWorker,
@@ -153,12 +153,10 @@ def read_settings() -> ServerSettings:
         ConfigError: the settings are missing or invalid.
     """
     try:
-        return msgspec.json.decode(os.environ.get(SETTINGS_ENV_VARIABLE, ""), type=ServerSettings)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{SETTINGS_ENV_VARIABLE} does not hold the settings of a snapshot server ({error}); only an agent "
-            "starts it"
-        ) from error
+        encoded = os.environ.get(SETTINGS_ENV_VARIABLE, "").encode("utf-8", "surrogateescape")
+        return decode_message(SETTINGS_DECODER, encoded, f"the environment variable {SETTINGS_ENV_VARIABLE}")
+    except MessageError as error:
+        raise ConfigError(f"{error}. Only an agent starts a snapshot server, and sets it") from error
 
 
 def lower_priority() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.clock import Clock, SystemClock
-from resilient_jax.errors import MessageError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.telemetry.log_file import LogFile
 
 _ENCODER = msgspec.json.Encoder()
@@ -97,10 +97,5 @@ def read_events(path: Path) -> list[Event]:
     lines = path.read_bytes().split(b"\n")
     events: list[Event] = []
     for number, line in enumerate(lines[:-1], start=1):
-        try:
-            events.append(_DECODER.decode(line))
-        except msgspec.DecodeError as error:
-            raise MessageError(
-                f"{path}, line {number}: found no event ({error}); expected one JSON event a line"
-            ) from error
+        events.append(decode_message(_DECODER, line, f"{path}, line {number},"))
     return events

@@ -10,6 +10,7 @@ import msgspec
 
 from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import ChecksumMismatch, InternalError, MessageError, PeerUnreachable
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.transport.bulk_protocol import (
     HEADER_DECODER,
     BulkHeader,
@@ -178,13 +179,7 @@ class BulkChannel:
             self._check_open()
 
     def _decode(self, frame: bytes) -> BulkHeader | BulkRefusal:
-        try:
-            return HEADER_DECODER.decode(frame)
-        except msgspec.DecodeError as error:
-            raise MessageError(
-                f"{self._address} sent an answer to a bulk read that does not decode ({error}); does it run the same "
-                "version of resilient_jax?"
-            ) from error
+        return decode_message(HEADER_DECODER, frame, f"the answer of {self._address} to a bulk read")
 
 
 def _is_quiet(connection: socket.socket) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from resilient_jax.errors import MessageError
+from resilient_jax.protocol.message_decoding import decode_message
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 ResponseT = TypeVar("ResponseT", bound=msgspec.Struct)
@@ -57,10 +57,7 @@ def decode(data: bytes, message_type: type[ResponseT], context: str) -> Response
     Raises:
         MessageError: names `context`, the field, and the found and expected types.
     """
-    try:
-        return _decoder(message_type).decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"{context} does not decode as {message_type.__name__}: {error}") from error
+    return decode_message(_decoder(message_type), data, context)
 
 
 @functools.cache

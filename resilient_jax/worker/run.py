@@ -3,17 +3,17 @@
 import contextlib
 import os
 
-import msgspec
-
 from resilient_jax.argument_checks import describe_value, find_refused_call
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, ConfigError, MessageError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.distributed import is_backend_initialized
 from resilient_jax.jax_runtime.distributed_refusal import check_not_initialized, refuse_under_agent
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.records import WorldChange
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
+    WORKER_SETTINGS_DECODER,
     WORKER_SETTINGS_VARIABLE,
     WorkerSettings,
 )
@@ -83,10 +83,18 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
             "and go with it. Make arrays inside `train`, or in the function that `restore_or_init` or the trainer "
             "calls; a jax.random.key or a Flax model at the top of a script is arrays, too"
         )
-    settings = msgspec.json.decode(encoded_settings, type=WorkerSettings)
+    settings = _decode_settings(encoded_settings)
     death_pipe = os.environ.pop(DEATH_PIPE_VARIABLE, None)
     with contextlib.closing(Worker(int(descriptor), settings, find_latest_checkpoint)) as worker:
         worker.run(train_fn, int(death_pipe) if death_pipe is not None else None)
+
+
+def _decode_settings(encoded: str) -> WorkerSettings:
+    source = f"the environment variable {WORKER_SETTINGS_VARIABLE}"
+    try:
+        return decode_message(WORKER_SETTINGS_DECODER, encoded.encode("utf-8", "surrogateescape"), source)
+    except MessageError as error:
+        raise ConfigError(f"{error}. Only an agent starts a worker, and sets it") from error
 
 
 def _check_arguments(train_fn: object, find_latest_checkpoint: object) -> None:

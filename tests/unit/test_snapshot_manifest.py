@@ -112,7 +112,7 @@ def test_a_body_that_does_not_decode_is_refused(monkeypatch):
     monkeypatch.setattr(msgspec.msgpack, "encode", lambda value: b"\x93\x01\x02\x03")
     data = encode_manifest(example_manifest())
     monkeypatch.undo()
-    with pytest.raises(MessageError, match="manifest does not decode: Expected `object`"):
+    with pytest.raises(MessageError, match="manifest does not decode as PartManifest: Expected `object`"):
         decode_manifest(data)
 
 

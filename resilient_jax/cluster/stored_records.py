@@ -1,0 +1,52 @@
+"""The records of a job in the store, decoded. What else writes there is refused: no agent can follow it."""
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from resilient_jax.errors import JoinRefused, MessageError
+from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.protocol.records import Generation, HostStatus, JobRecord
+from resilient_jax.store.interface import KeyValue
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+_GENERATION: Final = msgspec.msgpack.Decoder(Generation)
+_HOST_STATUS: Final = msgspec.msgpack.Decoder(HostStatus)
+_JOB_RECORD: Final = msgspec.msgpack.Decoder(JobRecord)
+
+RecordT = TypeVar("RecordT")
+
+
+def decode_generation(stored: KeyValue) -> Generation:
+    """Return the generation that a leader stored.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_GENERATION, stored)
+
+
+def decode_host_status(stored: KeyValue) -> HostStatus:
+    """Return the status that an agent stored.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_HOST_STATUS, stored)
+
+
+def decode_job_record(stored: KeyValue) -> JobRecord:
+    """Return the record that the first agent of a job stored.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_JOB_RECORD, stored)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[RecordT], stored: KeyValue) -> RecordT:
+    try:
+        return decode_message(decoder, stored.value, f"the record {stored.key} in the store")
+    except MessageError as error:
+        # Not a fault of the store, which agents wait out: the record stays as it is.
+        raise JoinRefused(f"{error}, and give each job a name of its own") from error
