@@ -1,5 +1,6 @@
 """The groups of options that `Trainer` takes, with an example of each for the error that refuses something else."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -78,12 +79,30 @@ def check_callbacks(callbacks: object) -> None:
 
 
 def check_log_directory(directory: object) -> None:
-    """Check that `log_directory` is a path or None, and not that of a file.
+    """Check that `log_directory` is None, or a directory that this process can create and write to.
+
+    A directory that is missing is created. Whether the disk has space is not checked: a full one stops no training.
 
     Raises:
         CallerError: it is not.
     """
-    if directory is not None and not isinstance(directory, str | Path):
+    if directory is None:
+        return
+    if not isinstance(directory, str | Path):
         raise CallerError(
             f"log_directory: found {describe_value(directory)}, expected the path of a directory, or None"
+        )
+    path, advice = Path(directory), "Each host writes a file of its own there; choose another path"
+    if path.exists() and not path.is_dir():
+        raise CallerError(f"log_directory: found the file {path}, expected a directory. {advice}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CallerError(
+            f"log_directory: found {path}, which cannot be created ({error.strerror}), expected a directory. {advice}"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise CallerError(
+            f"log_directory: found the directory {path}, which this user may not write to, expected one to write to. "
+            f"{advice}, or change its permissions"
         )

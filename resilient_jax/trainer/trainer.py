@@ -92,7 +92,7 @@ class Trainer:
         early_stopping: ends training when the evaluation does not improve.
         checkpoints: when to save the state on storage, from where another job resumes; None: never.
         callbacks: called on every host after each step; see `StepReport` and `Callback`.
-        log_directory: each host appends JSON lines to `<host>.jsonl` in it.
+        log_directory: each host appends JSON lines to `<host>.jsonl` in it. It is created where it is missing.
 
     Raises:
         CallerError: an argument is wrong.

@@ -127,6 +127,33 @@ def test_the_trainer_refuses(wrong, said):
         make_trainer(**wrong)
 
 
+def test_a_log_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "log").write_text("mine")
+    with pytest.raises(
+        CallerError, match=r"log_directory: found the file .*log, expected a directory\. Each host"
+    ):
+        make_trainer(log_directory=tmp_path / "log")
+    with pytest.raises(
+        CallerError, match=r"log_directory: found .*below, which cannot be created \(Not a dir"
+    ):
+        make_trainer(log_directory=str(tmp_path / "log" / "below"))
+    assert (tmp_path / "log").read_text() == "mine"
+
+
+def test_a_log_directory_that_cannot_be_written_is_refused():
+    with pytest.raises(
+        CallerError, match=r"log_directory: found /proc/mine, which cannot be created \(No such"
+    ):
+        make_trainer(log_directory="/proc/mine")
+    with pytest.raises(CallerError, match="found the directory /proc/self, which this user may not write to"):
+        make_trainer(log_directory="/proc/self")
+
+
+def test_a_log_directory_that_is_missing_is_created(tmp_path):
+    make_trainer(log_directory=tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 @pytest.mark.parametrize(
     ("group", "wrong", "said"),
     [
