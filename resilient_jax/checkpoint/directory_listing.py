@@ -1,15 +1,19 @@
-"""The contents of a directory of checkpoints, by the names of its entries."""
+"""The contents of a directory of checkpoints, by the names of its entries.
+
+The layout is that of Orbax's `CheckpointManager`: DIRECTORY/STEP/default has the tree, and DIRECTORY/STEP what belongs
+to the checkpoint as a whole: Orbax's `_CHECKPOINT_METADATA`, and our digests.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import Final
 
+ITEM_NAME: Final = "default"
+"""The folder of the tree in the folder of a step: the name that `CheckpointManager` gives a state that has no name."""
 METADATA_FILE: Final = "_METADATA"
 """Orbax's description of the tree, one of the last files of a checkpoint."""
 TEMPORARY_MARK: Final = ".orbax-checkpoint-tmp"
 """A part of the names of unfinished checkpoints, Orbax's and ours."""
-MANAGER_ITEM: Final = "default"
-"""The folder in which Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
 MAX_SHOWN: Final = 5
 """How many foreign names an error lists."""
 
@@ -52,7 +56,24 @@ def list_directory(directory: Path) -> DirectoryListing:
 
 
 def find_tree_folder(folder: Path) -> Path | None:
-    """Return the folder with the tree of a `Checkpointer` or a `CheckpointManager`; None: there is none."""
-    return next(
-        (place for place in (folder, folder / MANAGER_ITEM) if (place / METADATA_FILE).is_file()), None
-    )
+    """Return the folder with the tree of a step's checkpoint; None: there is none."""
+    tree_folder = folder / ITEM_NAME
+    return tree_folder if (tree_folder / METADATA_FILE).is_file() else None
+
+
+def describe_other_layout(folder: Path) -> str | None:
+    """Return how a step's folder, without a tree where we expect it, keeps trees elsewhere; None: it has none.
+
+    `StandardCheckpointer` puts the tree into the folder itself, and `CheckpointManager` named items into theirs.
+    """
+    if (folder / METADATA_FILE).is_file():
+        return (
+            f"its tree is in the folder itself, as StandardCheckpointer saves it, expected it in {ITEM_NAME}/, where "
+            f"CheckpointManager has it. Move all of its files into a folder {ITEM_NAME} inside of it"
+        )
+    if names := sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}")):
+        return (
+            f"it has the items {', '.join(names[:MAX_SHOWN])}, expected one item, {ITEM_NAME}. Save the whole state "
+            "with CheckpointManager.save(step, args=ocp.args.StandardSave(state))"
+        )
+    return None

@@ -19,7 +19,12 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from resilient_jax.checkpoint.byte_budget import ByteBudget
-from resilient_jax.checkpoint.directory_listing import METADATA_FILE, find_tree_folder
+from resilient_jax.checkpoint.directory_listing import (
+    ITEM_NAME,
+    METADATA_FILE,
+    describe_other_layout,
+    find_tree_folder,
+)
 from resilient_jax.checkpoint.file_digests import find_damage, has_digests
 from resilient_jax.checkpoint.stored_tree import StoredBox, format_orbax_path, view_box
 from resilient_jax.errors import CheckpointUnreadable
@@ -43,7 +48,10 @@ def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:
     """
     tree_folder = find_tree_folder(folder)
     if tree_folder is None:
-        raise CheckpointUnreadable(f"it has no {METADATA_FILE}: it is incomplete, or no checkpoint of Orbax")
+        raise CheckpointUnreadable(
+            describe_other_layout(folder)
+            or f"it has no {ITEM_NAME}/{METADATA_FILE}: it is incomplete, or no checkpoint of Orbax"
+        )
     is_verified = has_digests(folder)
     if is_verified and (damage := find_damage(folder)) is not None:
         raise CheckpointUnreadable(damage)

@@ -1,8 +1,9 @@
 """Writes a checkpoint with plain Orbax, and removes old ones. Only the storage process does this.
 
-A checkpoint is written in a temporary folder, with its digests, and flushed; then one rename makes it count. A writer
-that dies before leaves a folder whose name says that it is unfinished. A live writer has a lock on its folder; the
-next writer removes unfinished folders without a lock.
+The files are those that Orbax's `CheckpointManager` writes for an unnamed item, and the digests. A checkpoint is
+written in a temporary folder, with its digests, and flushed; then one rename makes it count. A writer that dies before
+leaves a folder whose name says that it is unfinished. A live writer has a lock on its folder; the next writer removes
+unfinished folders without a lock.
 """
 
 import contextlib
@@ -18,11 +19,17 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from resilient_jax.checkpoint.directory_listing import TEMPORARY_MARK, find_tree_folder, list_directory
+from resilient_jax.checkpoint.directory_listing import (
+    ITEM_NAME,
+    TEMPORARY_MARK,
+    describe_other_layout,
+    find_tree_folder,
+    list_directory,
+)
 from resilient_jax.checkpoint.file_digests import write_digests
 from resilient_jax.checkpoint.orbax_reader import check_readable
 from resilient_jax.checkpoint.stored_tree import Tree
-from resilient_jax.errors import CheckpointUnreadable
+from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 
 LOCK_FILE: Final = "lock"
 CONTENT_FOLDER: Final = "content"
@@ -36,10 +43,13 @@ def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
 
     Raises:
         OSError: the storage cannot take it.
+        CheckpointFailed: a checkpoint in another layout has the folder of the step.
     """
     final = directory / str(step)
     if final.exists() and _is_readable(final):
         return None
+    if find_tree_folder(final) is None and (other := describe_other_layout(final)) is not None:
+        raise CheckpointFailed(f"another checkpoint is in the way in {final}: {other}; or move it elsewhere")
     directory.mkdir(parents=True, exist_ok=True)
     with _temporary(directory, step) as folder:
         content = folder / CONTENT_FOLDER
@@ -76,17 +86,34 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
+class _ItemHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of trees, which writes that the checkpoint is of `StandardCheckpointHandler`.
+
+    Both write the same files, and only the former takes type handlers. By the name that is written, a plain
+    `CheckpointManager` chooses its handler: by that of the former it would refuse `StandardRestore` after a `restore`
+    without arguments.
+    """
+
+    @classmethod
+    def typestr(cls) -> str:
+        return ocp.StandardCheckpointHandler.typestr()
+
+
 def _save(folder: Path, tree: Tree) -> None:
     # No copy of the arrays: they do not change before the save is done. Without an entry for jax.Array Orbax warns.
     handler_of_numpy = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     arrays = ocp.type_handlers.ArrayHandler()
-    registry = ocp.type_handlers.create_type_handler_registry(
+    type_handlers = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, handler_of_numpy), (jax.Array, arrays)
     )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+    items = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    items.add(ITEM_NAME, ocp.args.PyTreeSave, _ItemHandler(type_handler_registry=type_handlers))
+    with contextlib.closing(
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=items))
+    ) as checkpointer:
         how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=how))
+        item = ocp.args.PyTreeSave(tree, save_args=how)
+        checkpointer.save(folder, args=ocp.args.Composite(**{ITEM_NAME: item}))
 
 
 def _is_readable(folder: Path) -> bool:

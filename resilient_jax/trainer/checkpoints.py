@@ -15,9 +15,9 @@ class Checkpoints:
     that save is in flight when the next one is due, the next one is skipped, which is an event; the last one is waited
     for.
     A job without a committed state resumes from the newest checkpoint that every host can read, saved by this class or
-    by plain Orbax (`StandardCheckpointer`, `CheckpointManager`); so does a running job whose state is lost in the
-    memory of all hosts (`state_loss_policy`). Each checkpoint that cannot be read is an event; if none can be read,
-    that is an error. A host reads of each array what its devices need.
+    by a plain `CheckpointManager(directory)`, which also restores what this class saved; so does a running job whose
+    state is lost in the memory of all hosts (`state_loss_policy`). Each checkpoint that cannot be read is an event; if
+    none can be read, that is an error. A host reads of each array what its devices need.
 
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one host.

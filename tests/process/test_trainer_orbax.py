@@ -328,7 +328,7 @@ def flip_a_bit(folder):
 
 
 def garble_metadata(folder):
-    (folder / "_METADATA").write_bytes(b"\x00garbage{")
+    (folder / "default" / "_METADATA").write_bytes(b"\x00garbage{")
 
 
 def forget_digests(folder):
@@ -339,8 +339,11 @@ DAMAGE = {
     "truncated": (truncate, r"the file .* has the SHA-256"),
     "one bit": (flip_a_bit, r"the file .* has the SHA-256"),
     "a file missing": (lambda folder: data_file(folder).unlink(), r"the file .* is missing"),
-    "no metadata": (lambda folder: (folder / "_METADATA").unlink(), "it has no _METADATA"),
-    "garbage as metadata": (garble_metadata, r"the file _METADATA .* has the SHA-256"),
+    "no metadata": (
+        lambda folder: (folder / "default" / "_METADATA").unlink(),
+        "it has no default/_METADATA",
+    ),
+    "garbage as metadata": (garble_metadata, r"the file default/_METADATA .* has the SHA-256"),
     "empty digests": (lambda folder: (folder / "resilient_jax.sha256").write_text(""), "is empty"),
     "garbage as digests": (
         lambda folder: (folder / "resilient_jax.sha256").write_text("what?\n"),
@@ -356,7 +359,7 @@ DAMAGE = {
     ),
     "foreign": (
         lambda folder: (shutil.rmtree(folder), folder.mkdir(), (folder / "model.pt").write_bytes(b"PK")),
-        "it has no _METADATA: it is incomplete, or no checkpoint of Orbax",
+        "it has no default/_METADATA: it is incomplete, or no checkpoint of Orbax",
     ),
 }
 
@@ -498,13 +501,13 @@ def test_a_job_that_was_to_resume_from_a_checkpoint_does_not_start_from_scratch_
 
 def test_a_save_replaces_a_damaged_checkpoint_of_its_step_and_keeps_an_intact_one(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "3")
-    before = (tmp_path / "3" / "_METADATA").stat().st_mtime_ns
+    before = (tmp_path / "3" / "default" / "_METADATA").stat().st_mtime_ns
     with open_store(tmp_path) as store:
         note = Recorder()
         store.start_save(3, make_state(), note)
         store.wait_until_saved(note)
         assert note.of(EventKind.CHECKPOINT_SAVED)[0]["existed"]
-        assert (tmp_path / "3" / "_METADATA").stat().st_mtime_ns == before
+        assert (tmp_path / "3" / "default" / "_METADATA").stat().st_mtime_ns == before
         flip_a_bit(tmp_path / "3")
         with pytest.raises(CheckpointUnreadable, match="SHA-256"):
             store.load(3, abstract(make_state()))
@@ -554,13 +557,18 @@ def run_plain(script, *arguments):
 
 
 READ = """
-folder, copy = sys.argv[1:]
+directory, copy = sys.argv[1:]
+folder = directory + "/3/default"
 trees = [ocp.StandardCheckpointer().restore(folder), ocp.PyTreeCheckpointer().restore(folder)]
 here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), trees[0])
-trees.append(ocp.StandardCheckpointer().restore(folder, target))
-assert isinstance(trees[2]["variables"]["wide"], jax.Array)
-for tree in trees:
+on_devices = [ocp.StandardCheckpointer().restore(folder, target)]
+with ocp.CheckpointManager(directory) as manager:
+    assert manager.latest_step() == 3
+    trees.append(manager.restore(3))
+    on_devices.append(manager.restore(3, args=ocp.args.StandardRestore(target)))
+assert all(isinstance(tree["variables"]["wide"], jax.Array) for tree in on_devices)
+for tree in trees + on_devices:
     assert tree["optimizer"][2] is None and tree["patience"] == () and tree["variables"]["nothing"] == {}
     assert tree["variables"]["int4"].dtype == jnp.int4
     leaves = jax.tree.leaves_with_path(tree)
@@ -572,8 +580,8 @@ for tree in trees:
 
 
 def test_plain_orbax_restores_our_checkpoints_and_sha256sum_verifies_them(saved, tmp_path):
-    first, *others = run_plain(READ, saved, tmp_path / "copy.npz").splitlines()
-    assert len(others) == 2
+    first, *others = run_plain(READ, saved.parent, tmp_path / "copy.npz").splitlines()
+    assert len(others) == 4
     assert all(other == first for other in others)
     state = make_state()
     variables = {**state.variables, "key": jax.random.key_data(state.variables["key"])}
@@ -589,18 +597,18 @@ def test_plain_orbax_restores_our_checkpoints_and_sha256sum_verifies_them(saved,
 
 REWRITE = """
 ours, theirs = sys.argv[1:]
-tree = ocp.StandardCheckpointer().restore(ours)
+tree = ocp.CheckpointManager(ours).restore(3)
 tree["variables"]["key"] = jax.random.wrap_key_data(jnp.asarray(tree["variables"]["key"]))
 with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(theirs + "/1", tree)
-ocp.PyTreeCheckpointer().save(theirs + "/2", {**tree, "step": int(tree["step"])})
+    checkpointer.save(theirs + "/1/default", tree)
+ocp.PyTreeCheckpointer().save(theirs + "/2/default", {**tree, "step": int(tree["step"])})
 with ocp.CheckpointManager(theirs) as manager:
     manager.save(4, args=ocp.args.StandardSave(jax.tree.map(jnp.asarray, tree)))
 """
 
 
 def test_checkpoints_of_plain_orbax_are_restored(saved, tmp_path):
-    run_plain(REWRITE, saved, tmp_path)
+    run_plain(REWRITE, saved.parent, tmp_path)
     state = make_state()
     with open_store(tmp_path) as store:
         assert store.list_directory().steps == (4, 2, 1)
@@ -612,8 +620,9 @@ def test_checkpoints_of_plain_orbax_are_restored(saved, tmp_path):
 
 HANDED_OVER = """
 ours, theirs = sys.argv[1:]
-with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(theirs, jax.tree.map(jnp.asarray, checkpointer.restore(ours)))
+state = jax.tree.map(jnp.asarray, ocp.CheckpointManager(ours).restore(2))
+with ocp.CheckpointManager(theirs) as manager:
+    manager.save(2, args=ocp.args.StandardSave(state))
 """
 
 
@@ -634,11 +643,11 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
         ).fit(steps)
 
     train(2, tmp_path / "ours")
-    run_plain(HANDED_OVER, tmp_path / "ours" / "2", tmp_path / "theirs" / "2")
-    steps_before = (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns
+    run_plain(HANDED_OVER, tmp_path / "ours", tmp_path / "theirs")
+    steps_before = (tmp_path / "theirs" / "2" / "default" / "_METADATA").stat().st_mtime_ns
     assert train(4, tmp_path / "theirs").params_sha256 == train(4).params_sha256
     assert names_in(tmp_path / "theirs") == ["2", "4"]
-    assert (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns == steps_before
+    assert (tmp_path / "theirs" / "2" / "default" / "_METADATA").stat().st_mtime_ns == steps_before
 
 
 def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):

@@ -50,7 +50,7 @@ def folder(request, tree, tmp_path_factory):
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(directory / "1", args=ocp.args.PyTreeSave(tree))
+            checkpointer.save(directory / "1" / "default", args=ocp.args.PyTreeSave(tree))
     return directory / "1"
 
 
@@ -148,7 +148,7 @@ def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
 
 
 def test_missing_elements_are_found_without_digests(tree, tmp_path):
-    ocp.PyTreeCheckpointer().save(tmp_path / "1", tree)
+    ocp.PyTreeCheckpointer().save(tmp_path / "1" / "default", tree)
     check_readable(tmp_path / "1")
     largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
@@ -157,6 +157,8 @@ def test_missing_elements_are_found_without_digests(tree, tmp_path):
 
 
 def test_a_tree_with_leaves_that_are_no_arrays_can_be_inspected(tmp_path):
-    ocp.PyTreeCheckpointer().save(tmp_path / "1", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}})
+    ocp.PyTreeCheckpointer().save(
+        tmp_path / "1" / "default", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}}
+    )
     arrays, _ = inspect_checkpoint(tmp_path / "1")
     assert {spec.path: spec.dtype for spec in arrays} == {"a": "float64", "n": "int64"}
