@@ -16,7 +16,8 @@ from resilient_jax.cli.main import COMMANDS, build_app
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+# `make docs` builds into docs/_build, which holds a copy of every page.
+PAGES = [README, *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 PACKAGE_READMES = [
     path
     for folder in ("resilient_jax", "tests", "examples", "meshes", "configs")
