@@ -46,30 +46,19 @@ def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def add_loss(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
-    """Return the sums of loss and gradient, with one more microbatch."""
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(compute_loss)(matrix, rows))
-
-
-@jax.jit
-def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
-    """Return the next state, and the loss before the update."""
-    loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
+def apply(state: State, gradient: jax.Array) -> State:
+    """Return the next state."""
     updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
-    return State(jax.tree.map(jnp.add, state.matrix, updates), opt_state), loss
+    return State(state.matrix + updates, opt_state)
 
 
 def train(world: rj.World) -> None:
     """Train, and print the loss."""
     state = world.restore_or_init(init_state)
-    zeros = (jnp.zeros(()), jnp.zeros((SIZE, SIZE)))
+    value_and_grad = world.value_and_grad(compute_loss, draw, MICROBATCHES)
     for step in world.steps(STEPS):
-
-        def add(total: tuple, mb: rj.Microbatch, x: jax.Array = state.matrix) -> tuple:
-            return add_loss(total, mb.replica.to_replica(x), mb.replica.place_batch(draw(mb.step, mb.index)))
-
-        total = world.accumulate_microbatches(MICROBATCHES, add, zeros)
-        state, loss = apply(state, total)
+        loss, gradient = value_and_grad(state.matrix)
+        state = apply(state, gradient)
         world.commit(state, loss=loss)
         if step % 25 == 24 and world.host_index == 0:
             print(f"loss {loss:.6f} after {step + 1} steps")

@@ -44,28 +44,20 @@ def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def add_loss(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
-    """Return the sums of loss and gradient, with one more microbatch."""
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(compute_loss)(matrix, rows))
-
-
-@jax.jit
-def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
-    """Return the next state, and the loss before the update."""
-    loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
+def apply(state: State, gradient: jax.Array) -> State:
+    """Return the next state."""
     updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
-    return State(jax.tree.map(jnp.add, state.matrix, updates), opt_state), loss
+    return State(state.matrix + updates, opt_state)
 
 
 def train() -> None:
     """Train, and print the loss."""
     state = init_state()
-    zeros = (jnp.zeros(()), jnp.zeros((SIZE, SIZE)))
+    value_and_grad = jax.jit(jax.value_and_grad(compute_loss))
     for step in range(STEPS):
-        total = zeros
-        for index in range(MICROBATCHES):
-            total = add_loss(total, state.matrix, draw(step, index))
-        state, loss = apply(state, total)
+        found = [value_and_grad(state.matrix, draw(step, index)) for index in range(MICROBATCHES)]
+        loss, gradient = jax.tree.map(lambda *parts: sum(parts) / MICROBATCHES, *found)
+        state = apply(state, gradient)
         if step % 25 == 24:
             print(f"loss {loss:.6f} after {step + 1} steps")
 

@@ -8,14 +8,25 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilient_jax.config.job_config import JobConfig as JobConfig
+    from resilient_jax.data.microbatches import MicrobatchData as MicrobatchData
     from resilient_jax.data.microbatches import make_microbatch_data as make_microbatch_data
     from resilient_jax.data.packing import PackedDocuments as PackedDocuments
     from resilient_jax.data.prefetcher import Prefetcher as Prefetcher
+    from resilient_jax.errors import CallerError as CallerError
+    from resilient_jax.errors import DataError as DataError
     from resilient_jax.errors import NonFiniteError as NonFiniteError
+    from resilient_jax.errors import OperatorError as OperatorError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
+    from resilient_jax.errors import StateError as StateError
+    from resilient_jax.planning.errors import NoFeasiblePlan as NoFeasiblePlan
+    from resilient_jax.planning.errors import PlanError as PlanError
     from resilient_jax.planning.model_file import load_model_shape as load_model_shape
     from resilient_jax.planning.plan import Plan as Plan
     from resilient_jax.planning.program_cost import ProgramCost as ProgramCost
+    from resilient_jax.planning.replanning import ReplanAction as ReplanAction
+    from resilient_jax.planning.replanning import ReplanDecision as ReplanDecision
+    from resilient_jax.planning.replanning import ReplanOption as ReplanOption
     from resilient_jax.planning.replanning import replan as replan
     from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from resilient_jax.step.assignment import AccumulationOptions as AccumulationOptions
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.step.microbatch_accumulator import Microbatch as Microbatch
+    from resilient_jax.topology.errors import TopologyError as TopologyError
     from resilient_jax.topology.file_loader import load_topology as load_topology
     from resilient_jax.topology.topology import Topology as Topology
     from resilient_jax.trainer.checkpoints import Checkpoints as Checkpoints
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.fit_result import FitResult as FitResult
     from resilient_jax.trainer.numerics import Numerics as Numerics
     from resilient_jax.trainer.planner import Planner as Planner
+    from resilient_jax.trainer.step_report import Callback as Callback
     from resilient_jax.trainer.step_report import StepReport as StepReport
     from resilient_jax.trainer.trainer import Trainer as Trainer
     from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
@@ -46,25 +59,38 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AccumulationOptions": "resilient_jax.step.assignment",
+    "Callback": "resilient_jax.trainer.step_report",
+    "CallerError": "resilient_jax.errors",
     "Checkpoints": "resilient_jax.trainer.checkpoints",
+    "DataError": "resilient_jax.errors",
     "EarlyStopping": "resilient_jax.trainer.early_stopping",
     "Evaluation": "resilient_jax.trainer.evaluation",
     "FitResult": "resilient_jax.trainer.fit_result",
+    "JobConfig": "resilient_jax.config.job_config",
     "LogicalAxisRules": "resilient_jax.sharding.logical_axes",
     "Microbatch": "resilient_jax.step.microbatch_accumulator",
+    "MicrobatchData": "resilient_jax.data.microbatches",
+    "NoFeasiblePlan": "resilient_jax.planning.errors",
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.trainer.numerics",
+    "OperatorError": "resilient_jax.errors",
     "PackedDocuments": "resilient_jax.data.packing",
     "Parallelism": "resilient_jax.trainer.fit_config",
     "Plan": "resilient_jax.planning.plan",
+    "PlanError": "resilient_jax.planning.errors",
     "Planner": "resilient_jax.trainer.planner",
     "Prefetcher": "resilient_jax.data.prefetcher",
     "ProgramCost": "resilient_jax.planning.program_cost",
     "ReadOptions": "resilient_jax.trainer.fit_config",
+    "ReplanAction": "resilient_jax.planning.replanning",
+    "ReplanDecision": "resilient_jax.planning.replanning",
+    "ReplanOption": "resilient_jax.planning.replanning",
     "ReplicaShape": "resilient_jax.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
+    "StateError": "resilient_jax.errors",
     "StepReport": "resilient_jax.trainer.step_report",
     "Topology": "resilient_jax.topology.topology",
+    "TopologyError": "resilient_jax.topology.errors",
     "Trainer": "resilient_jax.trainer.trainer",
     "TransformerShape": "resilient_jax.planning.transformer",
     "World": "resilient_jax.worker.world",
@@ -84,25 +110,38 @@ _HOME = {
 
 __all__ = [
     "AccumulationOptions",
+    "Callback",
+    "CallerError",
     "Checkpoints",
+    "DataError",
     "EarlyStopping",
     "Evaluation",
     "FitResult",
+    "JobConfig",
     "LogicalAxisRules",
     "Microbatch",
+    "MicrobatchData",
+    "NoFeasiblePlan",
     "NonFiniteError",
     "Numerics",
+    "OperatorError",
     "PackedDocuments",
     "Parallelism",
     "Plan",
+    "PlanError",
     "Planner",
     "Prefetcher",
     "ProgramCost",
     "ReadOptions",
+    "ReplanAction",
+    "ReplanDecision",
+    "ReplanOption",
     "ReplicaShape",
     "ResilientJaxError",
+    "StateError",
     "StepReport",
     "Topology",
+    "TopologyError",
     "Trainer",
     "TransformerShape",
     "World",

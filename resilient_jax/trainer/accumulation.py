@@ -7,8 +7,8 @@ import jax
 
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.microbatch_accumulator import Microbatch
+from resilient_jax.step.random_keys import make_microbatch_id
 from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.step_programs import make_microbatch_id
 
 Tree = Any
 """A pytree of arrays."""

@@ -1,27 +1,20 @@
 """The user's loss function: its signature is checked at once, its results while it is traced."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
+from resilient_jax.step.random_keys import KEY_NAMES, call_with_key, find_key_name
 
 Metrics = dict[str, jax.Array]
 """float32[] each."""
 RESERVED_METRICS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "state"})
 """Metrics of the trainer, and other parameters of `World.commit`."""
 EVALUATION_PREFIX: Final = "eval_"
-
-RNGS: Final = "rngs"
-KEY_NAMES: Final = ("key", "rng", "dropout_rng", RNGS)
-"""What a loss function may call the parameter that gets random numbers. It gets a key of `jax.random`; under `rngs`, as
-Flax NNX has it, an `nnx.Rngs` made of that key: `rngs.dropout()` is a key, and a module takes it as `rngs=rngs`."""
 
 EXPECTED_LOSS: Final = (
     "expected loss_fn(model, batch), which returns the mean over the batch. The batch is one argument, with the tree "
@@ -49,12 +42,7 @@ class LossFunction:
         Raises:
             CallerError: the function returns something else; says what.
         """
-        if self.key_name is None:
-            found = self.function(model, batch)
-        else:
-            found = self.function(
-                model, batch, **{self.key_name: nnx.Rngs(key) if self.key_name == RNGS else key}
-            )
+        found = call_with_key(self.function, self.key_name, key, model, batch)
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         return _scalar(value), _check_metrics(metrics)
 
@@ -65,23 +53,9 @@ def adapt_loss(function: object) -> LossFunction:
     Raises:
         CallerError: it cannot be called with a model, a batch and at most one of `KEY_NAMES`.
     """
-    if not callable(function):
-        raise CallerError(f"loss_fn: found {describe_value(function)}, {EXPECTED_LOSS}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin that has none
-        return LossFunction(function, None)
-    key_names = [name for name in signature.parameters if name in KEY_NAMES]
-    try:
-        signature.bind(None, None, **dict.fromkeys(key_names))
-    except TypeError as error:
-        raise CallerError(f"loss_fn: found a function of {signature}, {EXPECTED_LOSS}") from error
-    if len(key_names) > 1:
-        raise CallerError(
-            f"loss_fn: found the parameters {' and '.join(key_names)}, expected one of them: they would get the same "
-            "random numbers. Split one key: jax.random.split(key)"
-        )
-    return LossFunction(function, key_names[0] if key_names else None)
+    key_name = find_key_name(function, 2, EXPECTED_LOSS)
+    assert callable(function), "checked above"
+    return LossFunction(function, key_name)
 
 
 def _scalar(value: object) -> jax.Array:

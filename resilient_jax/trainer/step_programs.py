@@ -29,6 +29,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.assignment import DATA_AXIS
+from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
 from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
@@ -262,16 +263,6 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
         if name in (PARAMS, NNX_PARAMS)
     }
     return Variables(cast_floats(variables.params, dtype), {**variables.collections, **frozen})
-
-
-def make_microbatch_id(step: int, index: int) -> np.ndarray:
-    """Return uint32[2], the step and the index, as the programs take them: other values compile nothing."""
-    return np.array([step, index], np.uint32)
-
-
-def make_microbatch_key(seed: int, microbatch_id: jax.Array) -> jax.Array:
-    """Return the key of one microbatch, a pure function of (seed, step, index)."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), microbatch_id[0]), microbatch_id[1])
 
 
 def constrain_sharding(tree: Tree, placement: Placement) -> Tree:

@@ -1,8 +1,9 @@
 """Reports of a run: to callbacks, and to a JSON-lines log."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -36,13 +37,17 @@ class StepReport:
     state: TrainingState
 
 
-Callback = Callable[[StepReport], object]
-"""Called on every host after each committed step and each evaluation.
+class Callback(Protocol):
+    """A function that is called on every host after each committed step and each evaluation.
 
-Returning True (and nothing else) stops training. Decide by the step and the metrics alone, so that all hosts decide
-alike; a host that continues alone would wait for the others. A host that was behind, and fetches the state of a step
-instead of computing it, does not call its callbacks for that step.
-"""
+    Returning True (and nothing else) stops training. Decide by the step and the metrics alone, so that all hosts decide
+    alike; a host that continues alone would wait for the others. A host that was behind, and fetches the state of a
+    step instead of computing it, does not call its callbacks for that step.
+    """
+
+    def __call__(self, report: StepReport, /) -> object:
+        """Look at the report, and return True to stop training."""
+        ...
 
 
 class JsonLog:

@@ -19,7 +19,8 @@ from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationOptions, AccumulationSpec, ReplicaShape
 from resilient_jax.step.quotas import count_units
-from resilient_jax.step.reducer import AccumulateFunction, BatchSource, Reducer
+from resilient_jax.step.reducer import AccumulateFunction, Reducer
+from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
 from resilient_jax.worker.session import Session, TrainingControl
 
@@ -39,6 +40,7 @@ class World:
         host: this host's name.
         host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves.
         process_index: this worker's index in JAX's world; after a shrink the live ones have gaps.
+        local_devices: the devices of this host.
         reason: why this generation was formed.
         change: how it was formed: "shrink" (in place) or "reform".
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
@@ -59,6 +61,7 @@ class World:
         self.host = info.host
         self.host_index = info.host_index
         self.process_index = info.process_index
+        self.local_devices: list[Device] = jax.local_devices()
         self.change = info.change
         self.reason = info.reason
         self.state_loss = info.state_loss
@@ -75,11 +78,6 @@ class World:
     def devices(self) -> list[Device]:
         """The devices of the live hosts. `jax.devices()` keeps listing those of dead hosts, too."""
         return self._info.list_devices()
-
-    @property
-    def local_devices(self) -> list[Device]:
-        """The devices of this host."""
-        return jax.local_devices()
 
     def host_of_device(self, device: Device) -> HostName:
         """Return the host that a device of this world belongs to."""
@@ -215,7 +213,7 @@ class World:
         accumulate_fn: AccumulateFunction[Tree],
         zeros: Tree,
         *,
-        data: BatchSource | None = None,
+        data: object = None,
         options: AccumulationOptions = DEFAULT_OPTIONS,
         name: str = "train",
     ) -> Tree:
@@ -231,7 +229,7 @@ class World:
                 returned, are replicated over `microbatch.replica.mesh`. With several replicas on a host it is called on
                 a thread for each.
             zeros: the total of no microbatches, on this host's devices; the result has the sharding of its leaves.
-            data: where `microbatch.batch` is read from, ahead of time.
+            data: where `microbatch.batch` is read from, as for `value_and_grad`; None: nowhere.
             options: how microbatches are grouped, assigned and reduced.
             name: the name of the accumulation; a step may have several, in the same order on every host.
 
@@ -252,7 +250,7 @@ class World:
             spec,
             accumulate_fn,
             zeros,
-            data=data,
+            data=None if data is None else open_batches(data),
             replica_shape=options.replica_shape,
             balance_by_speed=options.balance_by_speed,
         )
@@ -265,6 +263,51 @@ class World:
         )
         self._session.finish_accumulation(call, tuple(self.hosts[index] for index in self._reducer.owners))
         return total
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        data: object,
+        num_microbatches: int,
+        *,
+        has_aux: bool = False,
+        seed: int = 0,
+        options: AccumulationOptions = DEFAULT_OPTIONS,
+        name: str = "train",
+    ) -> ValueAndGrad:
+        """Return a function like `jax.value_and_grad(loss_fn)`, of the mean over all microbatches of the step.
+
+        Call it once, before the loop; in each step `loss, gradients = value_and_grad(params, *args)`. What this
+        promises when hosts die is what `accumulate_microbatches` promises, on which it is built.
+
+        Args:
+            loss_fn: `loss_fn(params, batch, *args)` returns the mean over a microbatch. A parameter called `key`,
+                `rng` or `dropout_rng` gets a `jax.random` key, one called `rngs` an `nnx.Rngs`: a function of seed,
+                step and index alone. Define it outside of `train`: a new function is compiled anew.
+            data: a function `batch(step, index)` that returns one microbatch; or what `make_microbatch_data` returns;
+                or a `Prefetcher` of it, which reads ahead.
+            num_microbatches: of a step, however many hosts are alive.
+            has_aux: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
+                metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`.
+            seed: of the random numbers.
+            options: how microbatches are grouped, assigned and reduced.
+            name: of the accumulation, if a step has several.
+
+        Raises:
+            CallerError: `loss_fn` or `data` is something else.
+        """
+        check_integers(num_microbatches=num_microbatches, seed=seed)
+        check_loss_function(loss_fn)
+        batches = open_batches(data)
+
+        def accumulate(add: AccumulateFunction[Any], zeros: Any) -> Any:  # noqa: ANN401 - a user's tree
+            return self.accumulate_microbatches(
+                num_microbatches, add, zeros, data=batches, options=options, name=name
+            )
+
+        return ValueAndGrad(
+            loss_fn, batches, accumulate, num_microbatches=num_microbatches, has_aux=has_aux, seed=seed
+        )
 
     def count_replicas(self, replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST) -> int:
         """Return how many replicas the live hosts form.

@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import ReplicatedPlacement
-from resilient_jax.trainer.loss_function import KEY_NAMES, adapt_loss
+from resilient_jax.step.random_keys import KEY_NAMES, make_microbatch_id
+from resilient_jax.trainer.loss_function import adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.step_programs import (
     Recipe,
     StepPrograms,
     check_optimizer,
-    make_microbatch_id,
     make_zeros,
 )
 

@@ -5,36 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from standalone_world import make_world
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.step.assignment import AccumulationOptions
-from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.generation_info import GenerationInfo, make_mesh
 from resilient_jax.worker.observers import Observer
-from resilient_jax.worker.session import Session
-from resilient_jax.worker.standalone import StandaloneControl
-from resilient_jax.worker.world import World
-
-
-def make_world(*, loss=None, committed=None, observers=()):
-    host = HostName("a")
-    info = GenerationInfo(
-        number=GenerationNumber(3),
-        hosts_by_process={ProcessIndex(0): host},
-        process_index=ProcessIndex(0),
-        change="reform",
-        reason="a test",
-        state_loss=loss,
-    )
-    committed, control = committed or CommittedState(), StandaloneControl(host)
-    session = Session(committed, control, state_loss=loss, observers=observers)
-    reducer = Reducer(info.list_devices, info.process_index, committed.contributions, session)
-    return World(info, session, control, reducer)
-
 
 LOST = StateLoss(step=9, is_lower_bound=False, reason="two hosts", checkpoint_step=5)
 

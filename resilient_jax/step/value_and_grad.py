@@ -1,0 +1,283 @@
+"""`World.value_and_grad`: the mean loss and gradient of a step's microbatches, as `jax.value_and_grad` gives one's.
+
+One program adds a microbatch's loss, gradient and auxiliary output to running sums of float32 or wider, on the mesh of
+a replica; a second one divides the sums by the number of microbatches. Both are kept for the process by the loss
+function, and neither depends on which hosts are alive.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.argument_checks import describe_value
+from resilient_jax.data.function_data import FunctionData
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
+from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
+from resilient_jax.errors import CallerError
+from resilient_jax.step.microbatch_accumulator import AccumulateFunction, BatchSource, Microbatch
+from resilient_jax.step.random_keys import (
+    KEY_NAMES,
+    call_with_key,
+    find_key_name,
+    make_microbatch_id,
+    make_microbatch_key,
+)
+
+Tree = Any
+"""A pytree of arrays."""
+MAX_PROGRAMS: Final = 32
+"""Loss functions whose programs are kept: a script has a few; one that makes a new function in each step drops old."""
+EXPECTED_LOSS: Final = (
+    "expected loss_fn(params, batch, *args), which returns the mean over the batch, where args are what follows params "
+    f"in the call; a parameter for random numbers may be called {', '.join(KEY_NAMES)}"
+)
+
+
+class DirectReader:
+    """A `BatchSource` that reads each microbatch when it is asked for."""
+
+    def __init__(self, data: MicrobatchData) -> None:
+        self._data = data
+
+    def expect(self, wanted: object) -> None:
+        """Do nothing: nothing is read ahead."""
+
+    def get(self, step: int, index: int, data_shard: RowPart) -> Tree:
+        """Return this host's rows of a microbatch."""
+        return self._data.batch(step, index, data_shard)
+
+
+def open_batches(data: object) -> BatchSource:
+    """Return the source of microbatches for what a user gives as data.
+
+    Raises:
+        CallerError: it is no function of (step, index), no `MicrobatchData` and no `Prefetcher`.
+    """
+    if isinstance(data, type) or data is None:
+        found = describe_value(data)
+    elif callable(getattr(data, "expect", None)) and callable(getattr(data, "get", None)):
+        return data  # pyright: ignore[reportReturnType] - the two methods are the protocol
+    elif callable(getattr(data, "batch", None)) and callable(getattr(data, "lengths", None)):
+        return DirectReader(data)  # pyright: ignore[reportArgumentType] - as above
+    elif callable(data):
+        checked = make_microbatch_data(data, num_microbatches=1, microbatch_size=None)
+        assert isinstance(checked, FunctionData), "any other source is no function"
+        return DirectReader(checked)
+    else:
+        found = describe_value(data)
+    raise CallerError(
+        f"data: found {found}, expected a function batch(step, index) that returns one microbatch, "
+        "or what rj.make_microbatch_data makes of arrays, examples or a Grain dataset, or an rj.Prefetcher of it"
+    )
+
+
+def check_loss_function(loss_fn: object) -> None:
+    """Refuse what is no function, or cannot be kept with its programs.
+
+    Raises:
+        CallerError: it is not callable, or not hashable.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise CallerError(f"loss_fn: found {describe_value(loss_fn)}, {EXPECTED_LOSS}")
+    try:
+        hash(loss_fn)
+    except TypeError as error:
+        raise CallerError(
+            f"loss_fn: found {describe_value(loss_fn)} without a hash, {EXPECTED_LOSS}"
+        ) from error
+
+
+class ValueAndGrad:
+    """A function like `jax.value_and_grad(loss_fn)`, of the mean over all microbatches of the current step.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, *args)`, with a parameter of `KEY_NAMES` for random numbers if it likes.
+        batches: where microbatches come from.
+        accumulate: `accumulate(add, zeros)` returns the sum over all microbatches of the step.
+        num_microbatches: in a step.
+        has_aux: as for `jax.value_and_grad`.
+        seed: of the random numbers.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: BatchSource,
+        accumulate: Callable[[AccumulateFunction[Tree], Tree], Tree],
+        *,
+        num_microbatches: int,
+        has_aux: bool,
+        seed: int,
+    ) -> None:
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._batches, self._accumulate = batches, accumulate
+        self._num_microbatches, self._seed = num_microbatches, seed
+
+    def __call__(self, params: Tree, *args: Tree) -> Any:  # noqa: ANN401 - as jax.value_and_grad
+        """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
+
+        Args:
+            params: what the gradient is taken of: arrays of this host. Gradients have their tree, dtypes and sharding.
+            args: what else the loss function takes: pytrees of arrays of this host.
+
+        Raises:
+            CallerError: as `World.accumulate_microbatches`; or the parameters are no arrays of this host; or the loss
+                function cannot be called with these arguments, or returns something else.
+        """
+        _check_params(params)
+        key_name = find_key_name(self._loss_fn, 2 + len(args), EXPECTED_LOSS)
+        programs = _make_programs(self._loss_fn, key_name, self._has_aux)
+        like = self._find_shapes(programs, params, args), params
+        sharding = _find_local_sharding(params)
+        zeros = (
+            jax.tree.map(lambda leaf: _make_zeros(leaf, sharding), like[0]),
+            jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
+        )
+        sums = self._accumulate(self._make_adder(programs, params, args), zeros)
+        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like))
+        value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
+        return (value if self._has_aux else value[0]), gradients
+
+    def _find_shapes(self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+        """Return the shapes of (loss, aux); `aux` is () without."""
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        if not self._has_aux:
+            return loss, ()
+        # Only the loss function says which auxiliary output it has: it is traced with the shapes of a microbatch.
+        batch = self._batches.get(0, 0, ALL_ROWS)
+        (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, batch, jax.random.key(0))
+        return loss, aux
+
+    def _make_adder(
+        self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
+    ) -> AccumulateFunction[Tree]:
+        arguments_by_mesh: dict[Mesh, Tree] = {}
+
+        def add(sums: Tree, microbatch: Microbatch) -> Tree:
+            replica = microbatch.replica
+            if replica.mesh not in arguments_by_mesh:  # two threads have two replicas
+                arguments_by_mesh[replica.mesh] = replica.to_replica((params, args))
+            return programs.add(
+                sums,
+                *arguments_by_mesh[replica.mesh],
+                replica.place_batch(microbatch.batch),
+                make_microbatch_id(microbatch.step, microbatch.index),
+                np.uint32(self._seed),
+                mesh=replica.mesh.abstract_mesh,
+            )
+
+        return add
+
+
+class _Programs:
+    """The two programs of a loss function."""
+
+    def __init__(self, loss_fn: Callable[..., Any], key_name: str | None, has_aux: bool) -> None:
+        self._loss_fn, self._key_name, self._has_aux = loss_fn, key_name, has_aux
+        self.add = jax.jit(self._add, static_argnames="mesh")
+        self.mean = jax.jit(self._mean, static_argnames="dtypes")
+
+    def differentiate(self, params: Tree, args: tuple[Tree, ...], batch: Tree, key: jax.Array) -> Tree:
+        """Return ((loss, aux), gradients) of one microbatch; `aux` is () without."""
+
+        def loss_of(params: Tree) -> tuple[jax.Array, Tree]:
+            found = call_with_key(self._loss_fn, self._key_name, key, params, batch, *args)
+            return _check_result(found, self._has_aux)
+
+        return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+    def _add(
+        self,
+        sums: Tree,
+        params: Tree,
+        args: tuple[Tree, ...],
+        batch: Tree,
+        microbatch_id: jax.Array,
+        seed: jax.Array,
+        *,
+        mesh: AbstractMesh,
+    ) -> Tree:
+        found = self.differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
+        total = jax.tree.map(lambda summed, new: summed + new.astype(summed.dtype), sums, found)
+        # Without the constraint the compiler may shard results as batches are sharded.
+        return jax.lax.with_sharding_constraint(total, NamedSharding(mesh, P()))
+
+    @staticmethod
+    def _mean(sums: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
+        leaves, tree = jax.tree.flatten(sums)
+        means = [summed / count for summed in leaves]
+        return tree.unflatten(
+            mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
+            for mean, dtype in zip(means, dtypes, strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
+def _make_programs(loss_fn: Callable[..., Any], key_name: str | None, has_aux: bool) -> _Programs:
+    return _Programs(loss_fn, key_name, has_aux)
+
+
+def _check_params(params: Tree) -> None:
+    if isinstance(params, nnx.Module):
+        raise CallerError(
+            f"value_and_grad: found the model {type(params).__name__}, expected its parameters: "
+            "graphdef, params, rest = nnx.split(model, nnx.Param, ...), and nnx.merge(graphdef, params, rest) in the "
+            "loss function; or let rj.Trainer train the model"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise CallerError(
+            f"value_and_grad: found no array in params ({describe_value(params)}), expected some"
+        )
+    for path, leaf in leaves:
+        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            found = (
+                f"an array on several hosts ({leaf.sharding})"
+                if isinstance(leaf, jax.Array)
+                else describe_value(leaf)
+            )
+            raise CallerError(
+                f"value_and_grad: found {found} at params{jax.tree_util.keystr(path)}, expected an array on this "
+                "host's devices, as world.restore_or_init returns it without sharding. For a state that is sharded "
+                "over hosts use rj.Trainer, or world.accumulate_microbatches"
+            )
+
+
+def _check_result(found: Any, has_aux: bool) -> tuple[jax.Array, Tree]:  # noqa: ANN401 - the result of a user's function
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if is_pair != has_aux:
+        remedy = "give has_aux=True" if is_pair else "return (loss, aux), or leave has_aux out"
+        raise CallerError(
+            f"loss_fn: found {'a pair' if is_pair else describe_value(found)} as its result, with has_aux={has_aux}: "
+            f"{remedy}"
+        )
+    loss, aux = found if has_aux else (found, ())
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise CallerError(
+            f"loss_fn: found a loss of shape {loss.shape} and dtype {loss.dtype}, expected one floating-point number: "
+            "return the mean over the batch, jnp.mean(...)"
+        )
+    return loss, jax.tree.map(jnp.asarray, aux)
+
+
+def _find_local_sharding(params: Tree) -> Sharding:
+    """Return where the loss goes: replicated over the devices of the first parameter."""
+    where = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
+
+
+def _make_zeros(leaf: Any, sharding: Sharding) -> jax.Array:  # noqa: ANN401 - an array or its shape
+    return jax.device_put(np.zeros(leaf.shape, _widen(leaf.dtype)), sharding)
+
+
+def _widen(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
+    """Return the dtype in which a dtype is summed: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
