@@ -25,7 +25,7 @@ OPTIMIZER = optax.adam(0.03)
 class State(NamedTuple):
     """The training state."""
 
-    matrix: jax.Array
+    params: optax.Params
     opt_state: optax.OptState
 
 
@@ -46,10 +46,10 @@ def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def apply(state: State, gradient: jax.Array) -> State:
+def apply(state: State, gradient: optax.Params) -> State:
     """Return the next state."""
     updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
-    return State(state.matrix + updates, opt_state)
+    return State(optax.apply_updates(state.params, updates), opt_state)
 
 
 def train(world: rj.World) -> None:
@@ -57,7 +57,7 @@ def train(world: rj.World) -> None:
     state = world.restore_or_init(init_state)
     value_and_grad = world.value_and_grad(compute_loss, draw, MICROBATCHES)
     for step in world.steps(STEPS):
-        loss, gradient = value_and_grad(state.matrix)
+        loss, gradient = value_and_grad(state.params)
         state = apply(state, gradient)
         world.commit(state, loss=loss)
         if step % 25 == 24 and world.host_index == 0:

@@ -23,7 +23,7 @@ OPTIMIZER = optax.adam(0.03)
 class State(NamedTuple):
     """The training state."""
 
-    matrix: jax.Array
+    params: optax.Params
     opt_state: optax.OptState
 
 
@@ -44,10 +44,10 @@ def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def apply(state: State, gradient: jax.Array) -> State:
+def apply(state: State, gradient: optax.Params) -> State:
     """Return the next state."""
     updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
-    return State(state.matrix + updates, opt_state)
+    return State(optax.apply_updates(state.params, updates), opt_state)
 
 
 def train() -> None:
@@ -55,7 +55,7 @@ def train() -> None:
     state = init_state()
     value_and_grad = jax.jit(jax.value_and_grad(compute_loss))
     for step in range(STEPS):
-        found = [value_and_grad(state.matrix, draw(step, index)) for index in range(MICROBATCHES)]
+        found = [value_and_grad(state.params, draw(step, index)) for index in range(MICROBATCHES)]
         loss, gradient = jax.tree.map(lambda *parts: sum(parts) / MICROBATCHES, *found)
         state = apply(state, gradient)
         if step % 25 == 24:
