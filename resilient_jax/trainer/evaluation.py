@@ -41,6 +41,7 @@ class Evaluation:
         num_microbatches: how many to evaluate; None: all of the source, which must be a multiple of the microbatch
             size.
         loss_fn: a function like that of training; None: the same function.
+        use_ema: evaluate the average of the parameters, of `Numerics(ema_decay=...)`, in place of the parameters.
 
     Raises:
         CallerError: a number is below 1.
@@ -51,6 +52,7 @@ class Evaluation:
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     loss_fn: Callable[..., Any] | None = None
+    use_ema: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

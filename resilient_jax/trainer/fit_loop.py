@@ -32,6 +32,7 @@ from resilient_jax.trainer.host_checks import (
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
+from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.progress_bar import ProgressBar
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
 from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
@@ -102,6 +103,7 @@ class FitLoop:
             step=int(state.step),
             metrics=dict(self._metrics),
             variables=copy_to_numpy(layout.gather(state.variables)),
+            ema_params=copy_to_numpy(layout.gather(find_ema_params(state.opt_state))),
             adapter=config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
@@ -180,9 +182,12 @@ class FitLoop:
         if evaluator is None or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
+        variables = state.variables
+        if config.evaluation is not None and config.evaluation.use_ema:
+            variables = variables._replace(params=find_ema_params(state.opt_state))
         metrics = evaluator.evaluate(
             layout.world,
-            layout.gather(state.variables),
+            layout.gather(variables),
             layout.arrangement.placement,
             layout.arrangement.replica_shape,
         )

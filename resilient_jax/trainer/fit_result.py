@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from resilient_jax.errors import CallerError
 from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.tree_digest import digest_tree
@@ -24,6 +25,7 @@ class FitResult:
         metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if it made none.
         variables: numpy arrays, of a random key its raw data. Of an `nnx` model they are dicts, as
             `nnx.update(model, params)` takes them; of a Linen model its collections.
+        ema_params: the average of the parameters, in the same tree; None without `Numerics(ema_decay=...)`.
         adapter: what makes the model from its variables.
         stop_reason: why training ended before the last step; None: it did not.
         host_index: this host's index in the last generation; host 0 prints and saves.
@@ -32,6 +34,7 @@ class FitResult:
     step: int
     metrics: Mapping[str, float]
     variables: Variables
+    ema_params: Tree | None
     adapter: ModelAdapter
     stop_reason: str | None
     host_index: int
@@ -45,6 +48,20 @@ class FitResult:
         return self.adapter.make_model(self.variables)
 
     @property
+    def ema_model(self) -> Any:  # noqa: ANN401 - as model
+        """The model with the average of the parameters in their place.
+
+        Raises:
+            CallerError: no average was kept.
+        """
+        if self.ema_params is None:
+            raise CallerError(
+                "ema_model: found no average of the parameters, expected one: Trainer(numerics=rj.Numerics("
+                "ema_decay=0.999))"
+            )
+        return self.adapter.make_model(self.variables._replace(params=self.ema_params))
+
+    @property
     def params(self) -> Tree:
         """The trained parameters of the model, without frozen ones."""
         return self.variables.params
@@ -55,8 +72,8 @@ class FitResult:
         return digest_tree(self.params)
 
 
-def copy_to_numpy(variables: Variables) -> Variables:
+def copy_to_numpy(tree: Tree) -> Tree:
     """Return copies in host memory: on a CPU `np.asarray` would share the device's memory."""
     return jax.tree.map(
-        lambda leaf: np.array(jax.random.key_data(leaf) if is_random_key(leaf) else leaf), variables
+        lambda leaf: np.array(jax.random.key_data(leaf) if is_random_key(leaf) else leaf), tree
     )

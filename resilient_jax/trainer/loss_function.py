@@ -74,7 +74,9 @@ def _scalar(value: object) -> jax.Array:
 def _check_metrics(metrics: object) -> Metrics:
     if not isinstance(metrics, Mapping):
         raise CallerError(
-            f"loss: found {_describe(metrics)} as the second result, expected a dict of scalars by name"
+            f"loss: found {_describe(metrics)} as the second result, expected a dict of scalars by name. "
+            "A step's metrics are their means over its microbatches; objects that add up metrics, such as "
+            "nnx.MultiMetric and clu.metrics, are not needed: return {name: jnp.mean(...)}"
         )
     for name, value in metrics.items():
         if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(EVALUATION_PREFIX):

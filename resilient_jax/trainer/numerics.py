@@ -1,4 +1,4 @@
-"""Numerics of a step: precision, clipping, rematerialization, and the policy for non-finite microbatches."""
+"""Numerics of a step: precision, clipping, rematerialization, averages, and the policy for non-finite microbatches."""
 
 import dataclasses
 import enum
@@ -28,7 +28,7 @@ class NonFinitePolicy(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The precision of a step, clipping, rematerialization, and what becomes of values that are not finite.
+    """The precision of a step, clipping, rematerialization, averaging, and what becomes of non-finite values.
 
     Attributes:
         clip_norm: the largest global norm of a step's gradient; None: no clipping.
@@ -37,6 +37,8 @@ class Numerics:
             activations.
         remat: recompute activations in the backward pass instead of keeping them (`jax.checkpoint`).
         non_finite: "stop", "skip" or "warn".
+        ema_decay: keep an exponential moving average of the parameters, `decay * average + (1 - decay) * params` after
+            each step: `FitResult.ema_params`, and `Evaluation(use_ema=True)`. None: no average.
 
     Raises:
         CallerError: a value is impossible.
@@ -46,6 +48,7 @@ class Numerics:
     compute_dtype: Any = None
     remat: bool = False
     non_finite: NonFinitePolicy | str = NonFinitePolicy.STOP
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,6 +59,16 @@ class Numerics:
         if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise CallerError(
                 f"compute_dtype: found {self.compute_dtype!r}, expected a floating-point type, such as jnp.bfloat16"
+            )
+        if self.compute_dtype is not None and jnp.dtype(self.compute_dtype) == jnp.float16:
+            raise CallerError(
+                "compute_dtype: found float16, expected jnp.bfloat16. Gradients in float16 underflow without loss "
+                "scaling (DynamicScale), which is not supported; bfloat16 has the exponents of float32 and needs none"
+            )
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise CallerError(
+                f"ema_decay: found {self.ema_decay}, expected a number from 0 up to but not 1, such as 0.999; None for "
+                "no average"
             )
         if self.non_finite not in list(NonFinitePolicy):
             raise CallerError(

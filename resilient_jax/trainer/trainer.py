@@ -25,6 +25,7 @@ from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction,
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.option_groups import check_callbacks, check_log_directory, check_option_groups
+from resilient_jax.trainer.parameter_ema import track_ema
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
 from resilient_jax.trainer.step_programs import Recipe, check_optimizer
@@ -84,7 +85,8 @@ class Trainer:
         variable_reductions: what becomes of variables that the loss changes, by Linen collection or NNX type: "mean"
             over the step's microbatches, "first" microbatch, "sum" of the changes, "discard", or a function
             (old, mean). By default batch statistics are averaged, and changes of other variables are refused.
-        numerics: precision, clipping, rematerialization, and the policy for non-finite microbatches.
+        numerics: precision, clipping, rematerialization, the policy for non-finite microbatches, and an average of the
+            parameters.
         parallelism: how microbatches are assigned to hosts and reduced, and how the state is sharded between steps.
         planner: searches the fastest plan for the live hosts in every generation; None: replicas as in `parallelism`.
         read_options: how the data is read.
@@ -130,14 +132,14 @@ class Trainer:
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
         _check_planner(planner, parallelism, wrt)
-        loss = adapt_loss(loss_fn)
+        _check_evaluation(evaluation, early_stopping, numerics)
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
         self._config = FitConfig(
             num_steps=0,
             recipe=Recipe(
                 model=adapt_model(model, wrt),
-                optimizer=check_optimizer(optimizer),
-                loss_fn=loss,
+                optimizer=track_ema(check_optimizer(optimizer), numerics.ema_decay),
+                loss_fn=adapt_loss(loss_fn),
                 num_microbatches=num_microbatches,
                 seed=seed,
                 numerics=numerics,
@@ -153,7 +155,7 @@ class Trainer:
             planner=planner,
             read_options=read_options,
             evaluation=evaluation,
-            evaluation_loss=_check_evaluation(evaluation, early_stopping, microbatch_size, seed) or loss,
+            evaluation_loss=_adapt_evaluation_loss(evaluation, loss_fn, microbatch_size, seed),
             early_stopping=early_stopping,
             checkpoints=checkpoints,
             callbacks=tuple(callbacks),
@@ -208,15 +210,14 @@ def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
     return num_microbatches
 
 
-def _check_evaluation(
-    evaluation: Evaluation | None, early_stopping: EarlyStopping | None, microbatch_size: int, seed: int
-) -> LossFunction | None:
-    """Return the loss function of the evaluation, if it has its own; its data is refused now, not in a running job."""
-    _check_early_stopping(early_stopping, evaluation)
+def _adapt_evaluation_loss(
+    evaluation: Evaluation | None, loss_fn: Callable[..., Any], microbatch_size: int, seed: int
+) -> LossFunction:
+    """Return the loss function of the evaluation; its data is refused now, not in a running job."""
     if evaluation is None:
-        return None
+        return adapt_loss(loss_fn)
     evaluation.make_data(evaluation.microbatch_size or microbatch_size, seed)
-    return None if evaluation.loss_fn is None else adapt_loss(evaluation.loss_fn)
+    return adapt_loss(loss_fn if evaluation.loss_fn is None else evaluation.loss_fn)
 
 
 def _check_seed(seed: int) -> None:
@@ -242,7 +243,14 @@ def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) 
         )
 
 
-def _check_early_stopping(early_stopping: EarlyStopping | None, evaluation: Evaluation | None) -> None:
+def _check_evaluation(
+    evaluation: Evaluation | None, early_stopping: EarlyStopping | None, numerics: Numerics
+) -> None:
+    if evaluation is not None and evaluation.use_ema and numerics.ema_decay is None:
+        raise CallerError(
+            "evaluation: found use_ema=True without an average of the parameters, expected one: "
+            "Trainer(numerics=rj.Numerics(ema_decay=0.999))"
+        )
     if early_stopping is None:
         return
     if evaluation is None:

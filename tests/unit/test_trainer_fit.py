@@ -71,6 +71,35 @@ def test_frozen_parameters_keep_their_values_and_have_no_optimizer_state(state):
     assert seen == [3] * 3  # count, mu and nu of the head
 
 
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_the_average_of_the_parameters_is_that_of_their_history_and_can_be_evaluated(state):
+    history, seen = [np.zeros((3, 1), np.float32)], {}
+
+    def remember(report):
+        if report.is_evaluation:
+            seen.update(report.metrics)
+        else:
+            history.append(np.asarray(report.state.variables.params["w"]))
+
+    trainer = make_trainer(
+        model=lambda key: {"w": jnp.zeros((3, 1))},
+        numerics=rj.Numerics(ema_decay=0.75),
+        parallelism=rj.Parallelism(state=state),
+        evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=100, use_ema=True),
+        callbacks=[remember],
+    )
+    result = trainer.fit(4)
+    average = history[0]
+    for params in history[1:]:
+        average = 0.75 * average + 0.25 * params
+    assert result.ema_params is not None
+    np.testing.assert_allclose(result.ema_params["w"], average, rtol=1e-6)
+    np.testing.assert_array_equal(result.ema_model["w"], result.ema_params["w"])
+    assert not np.allclose(result.params["w"], average)
+    loss = ((ROWS @ average - ROWS.sum(1, keepdims=True)) ** 2).mean()
+    assert seen["eval_loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def constrain_to(axis):
     def loss(params, batch):
         x = jax.lax.with_sharding_constraint(batch["x"], jax.sharding.PartitionSpec(axis, None))

@@ -225,13 +225,26 @@ def test_a_loss_that_cannot_be_called_is_refused_before_it_is(loss, said):
         (lambda p, b: jnp.int32(1), "dtype int32"),
         (lambda p, b: (squared(p, b)[0], b["x"]), r"found an array of shape \(6, 3\) as the second result"),
         (
+            lambda p, b: (squared(p, b)[0], nnx.MultiMetric(loss=nnx.metrics.Average("loss"))),
+            "found a MultiMetric as the second result, .* such as nnx.MultiMetric and clu.metrics, are not needed",
+        ),
+        (
             lambda p, b: (squared(p, b)[0], {"x": b["x"]}),
             r"found an array of shape \(6, 3\) as the metric 'x'",
         ),
         (lambda p, b: (squared(p, b)[0], {"loss": 1.0}), "found the metric 'loss', expected a name other"),
         (lambda p, b: (squared(p, b)[0], {"eval_x": 1.0}), "without eval_ in front"),
     ],
-    ids=["an array", "nothing", "an integer", "no dict", "array metric", "our name", "our prefix"],
+    ids=[
+        "an array",
+        "nothing",
+        "an integer",
+        "no dict",
+        "metric objects",
+        "array metric",
+        "our name",
+        "our prefix",
+    ],
 )
 def test_a_loss_that_returns_something_else_is_refused(loss, said):
     with pytest.raises(CallerError, match=said):

@@ -116,6 +116,10 @@ class Net(nnx.Module):
             "evaluation: data: found a list of 2 arrays",
         ),
         (
+            {"evaluation": rj.Evaluation(data=X, interval_steps=1, use_ema=True)},
+            "evaluation: found use_ema=True without an average of the parameters, expected one: Trainer(numerics=",
+        ),
+        (
             {"evaluation": rj.Evaluation(data=X, interval_steps=1, loss_fn=lambda model: 0.0)},
             "loss_fn: found a function of (model), expected loss_fn(model, batch)",
         ),
@@ -191,6 +195,8 @@ def test_a_log_directory_that_is_missing_is_created(tmp_path):
             {"compute_dtype": "bf16"},
             "compute_dtype: found 'bf16', expected a floating-point type",
         ),
+        (rj.Numerics, {"compute_dtype": jnp.float16}, "compute_dtype: found float16, expected jnp.bfloat16"),
+        (rj.Numerics, {"ema_decay": 1.0}, "ema_decay: found 1.0, expected a number from 0 up to but not 1"),
         (rj.Parallelism, {"replica_shape": 2}, "found replica_shape=2 (int), expected ReplicaShape"),
         (rj.Parallelism, {"unit_size": 0}, "parallelism: found unit_size=0, expected at least 1"),
         (
