@@ -75,6 +75,7 @@ class Agent:
             print_line,
             snapshots=self._snapshots,
             on_change=self._on_worker_changed,
+            # Called only once a worker starts, when `_follower` below exists: the two need each other.
             do_others_train=lambda: (
                 self._follower.generation is not None and bool(self._follower.generation.members)
             ),
@@ -139,6 +140,7 @@ class Agent:
         )
         self._context.print_line(f"{self._settings.host}: got a notice to leave; {when}")
         self._mark_changed()
+        # Nobody waits for a boundary that includes this host.
         if not self._follower.is_needed():
             self._leave()
 
@@ -209,6 +211,7 @@ class Agent:
     def _on_worker_changed(self) -> None:
         self._mark_changed()
         worker = self._supervisor.worker
+        # A stopped worker of a host that was left out answers no order, and so would never join again; another one can.
         if worker is not None and worker.is_unresponsive and self._follower.is_outsider():
             self._supervisor.kill("it was stopped")
 
@@ -231,6 +234,8 @@ class Agent:
             task.cancel()
         self._follower.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # In this order: the worker before what it is connected to, and the lease last. Until the worker has ended the
+        # others must not count this host as gone.
         await self._supervisor.close()
         await self._snapshots.close()
         await self._services.close()

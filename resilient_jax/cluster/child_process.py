@@ -130,6 +130,7 @@ class ChildProcess:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
             return False
+        # The last parenthesis: the process's name, which stands in parentheses, may contain some itself.
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def _reap(self) -> None:
@@ -150,6 +151,7 @@ async def open_line_reader(pipe: int) -> "asyncio.StreamReader":
     """Return a stream over the read end of a pipe, for `async for line in ...`."""
     reader = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
+    # A duplicate, because the transport closes its descriptor, and the caller closes that of the pipe.
     await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(pipe), "rb", buffering=0)
     )

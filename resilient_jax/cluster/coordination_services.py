@@ -71,6 +71,7 @@ class CoordinationServices:
         for task in tuple(self._tasks):
             task.cancel()
         if self._standby is not None:
+            # A start that is done cannot be cancelled: its process is there, and is ended below.
             self._standby.cancel()
             with contextlib.suppress(asyncio.CancelledError, InternalError, OSError, TimeoutError):
                 standby = await self._standby

@@ -126,6 +126,7 @@ class GenerationFollower:
                     FormWorld(generation=generation, host=self._context.settings.host, relay_address=relay)
                 )
             case GenerationPhase.ACTIVE:
+                # Only now, when all members are in the new world: until then some may still be leaving the old one.
                 self._services.stop_older(generation.world)
 
     async def _obey_as_outsider(self, generation: Generation) -> None:
@@ -154,6 +155,7 @@ class GenerationFollower:
         deadline_s = self._context.clock.monotonic_s() + self._context.settings.config.quiesce_timeout_s
         while worker.report.state is WorkerState.RUNNING and worker.child.exit_code is None:
             if self._context.clock.monotonic_s() > deadline_s and not worker.report.is_compiling:
+                # Only the worker that was waited for: its successor has done nothing wrong.
                 if worker is self._supervisor.worker:
                     self._supervisor.kill("it was left out of the generation and did not stop training")
                 return

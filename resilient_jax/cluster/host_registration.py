@@ -78,6 +78,8 @@ class HostRegistration:
             self._context.print_line(
                 f"{self._context.settings.host}: {why}; training stops here until the store is back"
             )
+            # Before the host registers again: the others may have gone on without it, and it must not train in two
+            # generations.
             self._supervisor.send_order(HoldTraining())
             session = await self.register(why)
             self._context.log.record(EventKind.STORE_RECONNECTED)
@@ -117,6 +119,7 @@ class HostRegistration:
         while True:
             session = self._new_session()
             try:
+                # Read before the session opens: a later generation may seat this host again, and that seat is valid.
                 known = await self._read_generation()
                 self._follower.void_seat(known)
                 await session.open()

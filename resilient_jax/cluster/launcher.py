@@ -249,6 +249,7 @@ class Launcher:
             child.process.stdout.close()
             try:
                 code = await child.wait_exited()
+                # Its last lines may still be in the pipe; a process that inherited the pipe must not delay the end.
                 await asyncio.wait((printing,), timeout=0.5)
             finally:
                 printing.cancel()

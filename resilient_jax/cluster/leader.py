@@ -147,6 +147,7 @@ class _Term:
         generation = decode_generation(stored) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
+        # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
         state = make_initial_state(generation, self._now())
         hosts = {s.host: s for s in map(decode_host_status, records)}
@@ -154,6 +155,8 @@ class _Term:
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
         try:
+            # Not an event of the store: a new leader decides at once from what it has read, also if nothing changes any
+            # more.
             event: MembershipEvent = Tick()
             while True:
                 state, commands = handle(state, event, self._now(), self._leader._config)
@@ -166,6 +169,7 @@ class _Term:
     async def _next(
         self, inbox: "asyncio.Queue[MembershipEvent]", watching: "asyncio.Task[None]"
     ) -> MembershipEvent:
+        # Without its watch a leader would decide about hosts as they were.
         if watching.done():
             watching.result()  # raises the error that ended the watch
         return await wait_next_event(inbox)

@@ -149,6 +149,7 @@ def handle(
     state = _apply_event(state, event)
     commands: list[MembershipCommand] = []
     while (transition := _next_transition(state, now, config)) is not None:
+        # Nothing in the state changes by it: the machine goes on when a status shows that the service runs.
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
@@ -176,9 +177,12 @@ def _next_transition(
     generation = state.generation
     if generation.phase is GenerationPhase.FINISHED:
         return None
+    # Before disruptions: the exit of a worker with an error of the user's is a lost member as well, and would be
+    # retried.
     if outcome := find_user_error(state):
         lost = generation.state_loss
         return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
+    # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
         return _quiesce(state, disruption)
     match generation.phase:
@@ -187,6 +191,7 @@ def _next_transition(
         case GenerationPhase.PAUSE:
             return _in_pause(state)
         case GenerationPhase.BOUNDARY:
+            # No timeout: a step takes as long as it takes, and a member that dies or stops is a disruption.
             return _settle(state, now, config) if all(map(is_idle, list_live_workers(state))) else None
         case GenerationPhase.FORM:
             return _in_form(state, now, config)
@@ -272,6 +277,7 @@ def _in_pause(state: MembershipState) -> Generation | None:
     ]
     if len(limits) < len(generation.members) or None in limits:
         return None
+    # The latest of the members' earliest steps: the one that is furthest ahead cannot go back, and all others reach it.
     boundary = max(limit for limit in limits if limit is not None)
     return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
 
@@ -295,6 +301,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     generation = state.generation
     if generation.members and all(w.report.is_done for w in list_live_workers(state)):
         return _finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
+    # So that a job which hosts join and leave all the time advances by a step in every generation.
     if not have_all_finished_step(state):
         return None
     # All have resumed from the snapshot: hosts that stay only because of it may leave.
@@ -302,6 +309,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     if (snapshot, None) != (generation.snapshot, generation.state_loss):
         return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
     if (progress := find_recoverable_step(state)) > generation.progress and (
+        # Every transition sets `phase_since_s`, this record too: it is the time since the last one.
         generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
         # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
@@ -346,6 +354,7 @@ def _settle(
         return _finish(
             generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
         )
+    # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
         return None
     joiners = list_joiners(state)
@@ -402,6 +411,8 @@ def _decide_to_wait(
     if kept:
         enough = present >= config.min_hosts
     else:
+        # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
+        # If there is a state to continue from, the wait is short.
         patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
         expected = 0 if waited_s > patience_s else config.num_hosts
         enough = present >= max(expected, config.min_hosts, 1)

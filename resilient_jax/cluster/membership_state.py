@@ -210,6 +210,7 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
 def find_newest_step(state: MembershipState) -> int:
     """Return the newest committed step that any host or worker has reported."""
     of_workers = [w.report.step for w in list_live_workers(state)]
+    # A host's own record outlives the worker that committed the step.
     of_hosts = [status.step for status in state.hosts.values()]
     return max([state.generation.progress, *of_workers, *of_hosts])
 
@@ -270,6 +271,7 @@ def _snapshots_of(state: MembershipState) -> ReportedStatuses:
     return {
         host: (
             status.snapshot_server.endpoint,
+            # Snapshots from before the job began anew are of another course of the training.
             tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable),
         )
         for host, status in state.hosts.items()

@@ -107,6 +107,7 @@ class SnapshotServerProcess:
         if self._child is not None:
             await self._child.kill_and_wait()
         self._forget()
+        # It belonged to a worker that ended before there was a server to serve it.
         if self._pending is not None:
             self._pending.close()
 
@@ -114,6 +115,7 @@ class SnapshotServerProcess:
         """Give the server the newest worker's socket, if both are there."""
         if self._connection is None or self._pending is None or self.server is None:
             return
+        # Closed here afterwards: a copy that stays open would hide the server's end from the worker.
         self._connection.send(NewWorker(), [self._pending.fileno()])
         self._pending.close()
         self._pending = None

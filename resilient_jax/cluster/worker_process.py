@@ -85,6 +85,8 @@ class WorkerProcess:
         Raises:
             OSError: there is no descriptor, process or memory left for it.
         """
+        # The child's ends are closed here in any case: once it has its own copies, one that stayed open would hide the
+        # child's death. Ours are closed only if it could not be started.
         with contextlib.ExitStack() as theirs_too, contextlib.ExitStack() as unless_started:
             theirs_too.enter_context(snapshot_socket)
             ours, theirs = socket.socketpair()
@@ -142,6 +144,7 @@ class WorkerProcess:
             self._connection.close()
 
     def _on_death_pipe(self, on_change: Callable[[], None]) -> None:
+        # A pipe without a writer stays readable: the loop would call this without end.
         asyncio.get_running_loop().remove_reader(self._death_pipe)
         self.is_dying = True
         on_change()

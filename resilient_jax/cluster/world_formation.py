@@ -54,6 +54,7 @@ def find_state_origin(
     holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
+    # At the same step the worker's wins: it is in device memory, and a snapshot must be read first.
     if snapshot is not None and (not holders or snapshot.id.step > step):
         return StateOrigin(step=snapshot.id.step, snapshot=snapshot)
     return StateOrigin(
@@ -96,6 +97,7 @@ def form_next_generation(
     """
     generation = state.generation
     in_place = _can_shrink_in_place(state, kept, joiners)
+    # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later world.
     world = generation.world if in_place else WorldId(generation.number)
     members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
     address = generation.service_address if in_place else _address_for(state, world, len(members))
@@ -120,6 +122,7 @@ def form_next_generation(
         if state_loss is not None
         else generation.reason,
         progress=max(generation.progress, origin.step) if origin.exists else 0,
+        # Without a state the job begins anew: snapshots of earlier generations do not count any more.
         initial_generation=generation.initial_generation if origin.exists else generation.number,
     )
 

@@ -56,6 +56,7 @@ class AccumulationCall:
         grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
         devices_per_host = grid.local_mesh.size
         try:
+            # + 1: this host is no longer in `hosts`.
             before = locate_replicas(range(len(hosts) + 1), self.replica_shape, devices_per_host)
             after = locate_replicas(range(num_hosts), replica_shape_after, devices_per_host)
         except CallerError:  # such a world will be refused, with the reason
@@ -67,6 +68,7 @@ class AccumulationCall:
         if self.spec.is_pooled:
             all_reduce.compile(self.like, check)
         else:
+            # The program takes `width` arrays: another width is another program.
             for width in predict_widths_after_loss(self.spec, before, after):
                 OrderedAllReduce(grid).compile(self.spec.num_units, width, self.like, check)
         return True

@@ -291,6 +291,7 @@ def _count_hosts(locations: tuple[ReplicaLocation, ...]) -> int:
 def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: int) -> int:
     """Return how many microbatches of a unit every host of a replica has; 0 if the hosts differ."""
     counts = {int(count) for count in progress[list(location.host_indexes), unit]}
+    # Hosts that differ have totals of different microbatches: there is none that all of them could continue from.
     return counts.pop() if len(counts) == 1 else 0
 
 

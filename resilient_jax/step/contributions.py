@@ -71,8 +71,10 @@ class Contributions:
 
     def move_to_host(self) -> None:
         """Copy every partial sum to host memory, before the devices' backend is destroyed."""
+        # First, because to copy an array that was donated, or whose collective broke, would raise.
         self.drop_unusable()
         for key, partial in self.partial_sums.items():
+            # np.array copies. On CPU np.asarray would be a view of a buffer that the backend owns.
             self.partial_sums[key] = PartialSum(partial.count, jax.tree.map(np.array, partial.total))
 
     def move_to_devices(self, like: Tree) -> None:
@@ -93,6 +95,7 @@ class Contributions:
         for unit in self.pooled_units:
             progress[unit] = len(self.spec.microbatches_of(unit))
         for key, partial in self.partial_sums.items():
+            # Negative keys are pooled sums, whose units are counted above.
             if key >= 0:
                 progress[key] = partial.count
         return progress

@@ -50,6 +50,7 @@ class HostGrid:
         Sharded over hosts and over a host's devices; n is padded to a multiple of the latter.
         """
         everywhere = NamedSharding(self.local_mesh, P())
+        # Replicated first: then each device cuts its own run of the vector, and nothing moves between devices.
         packed = _pack(self.local_mesh)([jax.device_put(leaf, everywhere) for leaf in leaves])
         return jax.make_array_from_single_device_arrays(
             (self.num_hosts, packed.shape[1]),
@@ -60,6 +61,7 @@ class HostGrid:
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of what `pack` returns for leaves of these shapes."""
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
+        # Padded as `_pack` pads: else another program is compiled ahead than is called.
         padded = size + -size % self.local_mesh.size
         return jax.ShapeDtypeStruct(
             (self.num_hosts, padded),
@@ -123,12 +125,14 @@ def _reshard_like(origin: object, total: jax.Array) -> jax.Array:
     by_device = {shard.device: shard.data for shard in total.addressable_shards}
     if not origin.is_fully_replicated or not origin.sharding.addressable_devices <= by_device.keys():
         return jax.device_put(total, origin.sharding)
+    # Each of these devices has a copy already: the new array is made of those, and nothing moves.
     parts = [by_device[device] for device in origin.sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
 
 
 def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL_AXIS)))
+    # An identity whose result is replicated over hosts: the compiler makes one all-gather of it.
     def gather(rows: jax.Array) -> jax.Array:
         return rows
 
@@ -152,6 +156,8 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
 def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL_AXIS)))
     def join(slices: jax.Array) -> jax.Array:
+        # [hosts, devices k] -> [devices, hosts k]: each device's slices from all hosts, in order. `add_in_order` pads
+        # every device's part on its own, so the padding is at the end of each row.
         by_device = slices.reshape(slices.shape[0], local.size, -1).swapaxes(0, 1).reshape(local.size, -1)
         return by_device[:, : size // local.size].reshape(-1)
 

@@ -72,6 +72,7 @@ class CompilationTurns:
     @contextlib.contextmanager
     def take(self, name: str, replica: Replica) -> Iterator[None]:
         """Hold the lock while a replica makes its first call of an accumulation."""
+        # Read without the lock: an entry is added only by its replica's own thread.
         if (name, replica) in self._done:
             yield
             return
@@ -121,6 +122,8 @@ class MicrobatchAccumulator:
             for unit in progress:
                 for index in self._spec.microbatches_of(unit):
                     total = self._accumulate(replica, total, index)
+                # Kept after complete units only: `pooled_units` cannot tell that half of a unit is in the sum. The
+                # count is 0 because a pooled sum is no prefix of one unit.
                 if pool is not None:
                     contributions.partial_sums[pool] = PartialSum(0, replica.to_local(total))
                     contributions.pooled_units.add(unit)
@@ -136,6 +139,7 @@ class MicrobatchAccumulator:
 
     def _accumulate(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
         step = self._spec.step
+        # A replica on one host runs no collective that a peer's death would break: only this check ends its work.
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.BEFORE_MICROBATCH, index)
         batch = self._data.get(step, index, replica.data_shard) if self._data is not None else None

@@ -24,6 +24,7 @@ def make_microbatch_id(step: int, index: int) -> np.ndarray:
 
 def make_microbatch_key(seed: int | jax.Array, microbatch_id: jax.Array) -> jax.Array:
     """Return the key of one microbatch, a pure function of (seed, step, index)."""
+    # Two folds: one of a combined number, such as step + index, would give several microbatches the same key.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), microbatch_id[0]), microbatch_id[1])
 
 

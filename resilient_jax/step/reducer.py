@@ -140,6 +140,7 @@ class Reducer:
         """Return the sum over hosts of each leaf."""
         total = AllReduce(self._live.grid)(tree)
         jax.block_until_ready(total)
+        # Also after a collective that returned: the generation may have ended meanwhile, and this host must stop.
         self._hooks.raise_if_ended()
         return total
 
@@ -157,6 +158,7 @@ class Reducer:
         contributions = self._resume_contributions(spec, zeros)
         locations, replicas = self._arrange(replica_shape)
         progress = self._exchange_progress(contributions)
+        # Decided by the step, which is the same on all hosts: in a collective all must take part.
         if balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0:
             self._exchange_speeds()
         speeds = self._speeds()
@@ -180,6 +182,7 @@ class Reducer:
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
             kept = Contributions(spec)
+        # Before progress is exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()
         kept.move_to_devices(zeros)
         self._kept[spec.name] = kept
@@ -196,11 +199,14 @@ class Reducer:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
             return progress
         progress[live.host_index] = contributions.count_progress()
+        # Each host fills in its own row only, so the sum over hosts is the table of all rows.
         padded = np.zeros(pad_progress_size(progress.size), np.int32)
         padded[: progress.size] = progress.reshape(-1)
         found = np.asarray(self.all_reduce(padded))[: progress.size].reshape(progress.shape)
         self._exchanged.add(spec.name)
         if spec.is_pooled:
+            # All hosts decide this from the same table, so a host whose claim is refused drops it without being told
+            # to.
             accepted = accept_disjoint_claims([np.flatnonzero(row).tolist() for row in found])
             found = np.where(np.array(accepted)[:, None], found, 0)
             if not accepted[live.host_index]:
@@ -240,7 +246,10 @@ class Reducer:
                 unit: find_common_progress(progress, assignment.locations[number], unit)
                 for unit in assignment.units_by_replica[number]
             }
+            # All hosts of a replica have its total. Pooled totals are summed over hosts, so only the first keeps it; of
+            # others the reduction takes each unit from its owner alone.
             keeps_total = replica.data_shard[0] == 0 or not contributions.spec.is_pooled
+            # Below all keys there are, and another one for each replica of this call: nothing is overwritten.
             pool = min([0, *contributions.partial_sums]) - 1 - len(calls) if keeps_total else None
             calls.append(
                 functools.partial(accumulator.accumulate_units, contributions, replica, begun, zeros, pool)
@@ -249,9 +258,11 @@ class Reducer:
             for call in calls:
                 call()
         else:
+            # If one replica raises, leaving the block waits for the others: none writes to contributions afterwards.
             with ThreadPoolExecutor(len(calls), "resilient-jax-replica") as threads:
                 for done in [threads.submit(call) for call in calls]:
                     done.result()
+        # Without this the time measured below could be that of dispatching only.
         jax.block_until_ready([partial.total for partial in contributions.partial_sums.values()])
         count = sum(
             len(contributions.spec.microbatches_of(unit))
@@ -267,7 +278,9 @@ class Reducer:
         if contributions.spec.is_pooled:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, zeros)
             totals = [jax.device_put(partial_sums[key].total, shardings) for key in sorted(partial_sums)]
+            # From zeros on: a host that has computed nothing takes part in the collective, too.
             return AllReduce(self._live.grid)(functools.reduce(_add_trees, totals, zeros))
+        # Several hosts may have a complete unit, and all agree on its owner: it is added once.
         own = {
             unit: partial_sums[unit].total
             for unit, owner in enumerate(assignment.owners)

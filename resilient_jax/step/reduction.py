@@ -43,6 +43,7 @@ class AllReduce:
         totals: list[Any] = [None] * len(leaves)
         for positions in group_by_dtype(leaves):
             origins = [leaves[i] for i in positions]
+            # One collective for each dtype, however many leaves there are.
             total = self._grid.to_local(_reduce(self._grid.mesh)(self._grid.pack(origins)))
             for position, leaf in zip(positions, self._grid.unpack(total, origins), strict=True):
                 totals[position] = leaf
@@ -72,6 +73,7 @@ class OrderedAllReduce:
             owners: of each unit, the index of its host among the live hosts; the same on every host.
             like: a tree with the shapes, dtypes and shardings of a total.
         """
+        # No shortcut for a single host, as above: its units, too, must be added in their order for the same bits.
         grid = self._grid
         slots = [[u for u, owner in enumerate(owners) if owner == host] for host in range(grid.num_hosts)]
         # Host h sends `width` rows, its units in order, so unit u is row owner_u width + (its position on its owner).

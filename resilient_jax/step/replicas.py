@@ -123,6 +123,7 @@ class Replica:
                 f"a microbatch: found {found} for this host, expected a multiple of {num_shards}, the shards that "
                 "its replica has on this host. Change the microbatch's size or the devices per host"
             )
+        # A replica on one host needs no global array: all of its devices are here.
         if self.data_shard == (0, 1):
             return jax.device_put(rows, self._sharded)
         return jax.make_array_from_process_local_data(

@@ -43,10 +43,13 @@ class ShardGrid:
 
     def join_shards(self, rows: jax.Array) -> jax.Array:
         """Return the leaf from [devices, elements of a shard]."""
+        # In the common case device i has shard i, and no gather is compiled.
         if self.shard_holders != tuple(range(rows.shape[0])):
             rows = rows[np.array(self.shard_holders)]
         counts = [whole // part for whole, part in zip(self.shape, self.shard_shape, strict=True)]
         ndim = len(counts)
+        # [c_0, .., c_n, s_0, .., s_n] -> [c_0, s_0, c_1, s_1, ..] -> [c_0 s_0, c_1 s_1, ..]: the position along a dim
+        # is (index of the shard) x (its size) + (index in the shard).
         boxes = rows.reshape(*counts, *self.shard_shape)
         return boxes.transpose([axis for dim in range(ndim) for axis in (dim, ndim + dim)]).reshape(
             self.shape
@@ -63,6 +66,7 @@ def find_shard_grid(
         holder_of.setdefault(starts[device], number)
     if len(holder_of) < len(set(starts.values())):
         return None
+    # Start indexes in ascending order are the C order of the grid.
     return ShardGrid(
         shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of))
     )
@@ -79,6 +83,7 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
+    # By dtype, because a dtype is one vector; and apart what this host has all shards of, which takes no collective.
     groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
     for position, leaf in enumerate(leaves):
         if leaf.is_fully_replicated:

@@ -142,6 +142,7 @@ class ValueAndGrad:
         )
         sums = self._accumulate(self._make_adder(programs, params, args), zeros)
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like))
+        # The count is an argument: another number of microbatches compiles nothing.
         value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
         return (value if self._has_aux else value[0]), gradients
 
