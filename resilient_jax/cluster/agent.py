@@ -234,8 +234,8 @@ class Agent:
             task.cancel()
         self._follower.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # In this order: the worker before what it is connected to, and the lease last. Until the worker has ended the
-        # others must not count this host as gone.
+        # In this order: the worker before what it is connected to, and the lease last. Until the worker has
+        # ended the others must not count this host as gone.
         await self._supervisor.close()
         await self._snapshots.close()
         await self._services.close()

@@ -78,8 +78,8 @@ class HostRegistration:
             self._context.print_line(
                 f"{self._context.settings.host}: {why}; training stops here until the store is back"
             )
-            # Before the host registers again: the others may have gone on without it, and it must not train in two
-            # generations.
+            # Before the host registers again: the others may have gone on without
+            # it, and it must not train in two generations.
             self._supervisor.send_order(HoldTraining())
             session = await self.register(why)
             self._context.log.record(EventKind.STORE_RECONNECTED)

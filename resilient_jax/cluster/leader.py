@@ -155,8 +155,8 @@ class _Term:
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
         try:
-            # Not an event of the store: a new leader decides at once from what it has read, also if nothing changes any
-            # more.
+            # Not an event of the store: a new leader decides at once from what
+            # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
                 state, commands = handle(state, event, self._now(), self._leader._config)

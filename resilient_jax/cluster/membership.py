@@ -177,8 +177,8 @@ def _next_transition(
     generation = state.generation
     if generation.phase is GenerationPhase.FINISHED:
         return None
-    # Before disruptions: the exit of a worker with an error of the user's is a lost member as well, and would be
-    # retried.
+    # Before disruptions: the exit of a worker with an error of the user's
+    # is a lost member as well, and would be retried.
     if outcome := find_user_error(state):
         lost = generation.state_loss
         return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))

@@ -74,8 +74,8 @@ class StoreSession:
             if self._clock.monotonic_s() > deadline_s:
                 raise JoinRefused(_name_taken(status.host, result.responses[0]))
             await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
-            # Taken before the request: the store counts from later, so this host counts itself as dead before the
-            # others do.
+            # Taken before the request: the store counts from later, so this
+            # host counts itself as dead before the others do.
             self._renewed_s = self._clock.monotonic_s()
             await self._store.keep_alive(self.lease)
 
@@ -96,8 +96,8 @@ class StoreSession:
         """
         key = make_host_key(self._job, self._status().host)
         while True:
-            # Cleared before the status is read and written: a change while that is under way is written by the next
-            # round.
+            # Cleared before the status is read and written: a change while
+            # that is under way is written by the next round.
             await self._changed.wait()
             self._changed.clear()
             try:

@@ -157,7 +157,9 @@ def _key(
     if has_portable_keys(devices.flat[0]) and compile_options.device_assignment is not None:
         assignment = compile_options.device_assignment
         shape = (assignment.replica_count(), assignment.computation_count())
+        # A copy, because the program is compiled with the options themselves, for the devices that they name.
         compile_options = copy.deepcopy(compile_options)
+        # 0, 1, 2, ... in place of the ids. Which devices share a process is hashed in `_hash_accelerators`.
         compile_options.device_assignment = xla_client.DeviceAssignment.create(
             np.arange(shape[0] * shape[1]).reshape(shape)
         )
@@ -168,6 +170,7 @@ def _hash_accelerators(original: Untyped, hash_obj: Untyped, accelerators: Untyp
     if not has_portable_keys(accelerators.flat[0]):
         original(hash_obj, accelerators)
         return
+    # Numbered by their first appearance: hosts 0, 1, 3 give the same key as hosts 0, 1, 2.
     processes = list(dict.fromkeys(device.process_index for device in accelerators.flat))
     where = [(device.device_kind, processes.index(device.process_index)) for device in accelerators.flat]
     hash_obj.update(f"{where}; {_processor()}".encode())
@@ -229,6 +232,7 @@ class _DistributedForWriter:
 
 @contextlib.contextmanager
 def _as_process_0() -> Iterator[None]:
+    # For this thread only: all others must see the true index of the process.
     _thread_state.writes = True
     try:
         yield

@@ -138,11 +138,13 @@ def connect(
             raise formings.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
         formings.set_current_wait(None)
+        # It may wait in C++ for some seconds more; `_await_abandoned` joins it when the process ends.
         _abandoned[:] = [*(t for t in _abandoned if t.is_alive()), thread]
         raise
     (connection,) = found
     client = jax_distributed.global_state.client
     host, _, port = attempt.address.rpartition(":")
+    # The attempt is over: from now on what the guard has to end are waits for cliques.
     formings.set_current_wait(
         CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key)
     )
@@ -240,8 +242,10 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     is_alone = attempt.process_count == 1
     collectives, own = (None, frozenset()) if is_alone else _make_collectives(client, bind_host)
     client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
+    # After publishing our own, or all processes would wait for each other.
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
+    # All under one lock: an interruption either comes before and nothing is installed, or is too late and all of it is.
     with attempt.lock:
         attempt.raise_if_interrupted()
         _install(attempt, client, backend)

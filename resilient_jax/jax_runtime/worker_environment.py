@@ -79,6 +79,7 @@ def make_worker_environment(
     if cache_dir is not None:
         found |= {
             "JAX_COMPILATION_CACHE_DIR": base.get("JAX_COMPILATION_CACHE_DIR", cache_dir),
+            # Every program, however small: after a re-form each one that is missing is compiled within the stall.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

@@ -191,6 +191,7 @@ class LocalServerClient:
     ) -> tuple[ReplyT, tuple[int, ...]]:
         end_s = time.monotonic() + timeout_s
         with self._changed:
+            # Entered before the request is sent: the reply may arrive before `send` has returned.
             self._replies[request.request_id] = None
         try:
             with contextlib.suppress(OSError):  # the server is gone, which the receiving thread notices, too

@@ -75,6 +75,7 @@ class Notifier:
 
     def serve_worker(self, worker: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
         """Send notifications to this worker from now on."""
+        # Through the queue: notices that were put there before are for the worker before.
         self._waiting.put(lambda: setattr(self, "_worker", worker))
 
     def _send_worker(self, notice: ServerNotification) -> None:

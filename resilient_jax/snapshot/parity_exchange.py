@@ -163,6 +163,7 @@ class ParityExchange:
         offsets = range(0, self._snapshot.slot_layout.chunk_bytes, PARITY_PIECE_BYTES)
         lanes = [offsets[lane::CONCURRENT_PIECES] for lane in range(CONCURRENT_PIECES)]
         encoding = [self._context.encoders.submit(self._encode_lane, lane) for lane in lanes]
+        # For all lanes, before an error of one is raised: none may go on after the snapshot is dropped for it.
         concurrent.futures.wait(encoding)
         for lane in encoding:
             lane.result()
@@ -280,6 +281,8 @@ class ParityExchange:
                 context.failpoint(FailPoint.BEFORE_COMMITTED, snapshot.id)
             self._slots.advance(snapshot, SlotPhase.COMMITTED)
             try:
+                # The commit makes the other slot free. If that is too small,
+                # replace it now and not when a snapshot waits for it.
                 self._slots.table.allocate()
             except SnapshotRefused as error:  # the next begin tries again, and reports its own failure
                 context.listener.record_event(EventKind.SNAPSHOT_REFUSED, snapshot.id, error=str(error))
@@ -300,6 +303,7 @@ class ParityExchange:
                 return votes.outcome(snapshot.id)
         self._context.failpoint(FailPoint.BEFORE_COMMITTED, snapshot.id)
         with self._slots.changed:
+            # The lock was released for the failpoint: if an outcome was recorded meanwhile, that one stands.
             return votes.commit(snapshot.id)
 
     def _poll_root(self) -> CompleteReply:

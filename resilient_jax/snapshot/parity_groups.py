@@ -119,6 +119,7 @@ def _list_domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) 
 
 
 def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[int]) -> int:
+    # A group has at least parity + 1 hosts, and at most MAX_GROUP_SIZE.
     most = hosts // (parity + 1)
     fewest = -(-hosts // MAX_GROUP_SIZE)
     if fewest > most:
@@ -126,7 +127,9 @@ def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[in
             f"{hosts} hosts with parity {parity}: found no groups of more than {parity} and at most {MAX_GROUP_SIZE} "
             f"hosts; lower the parity to {hosts // fewest - 1}"
         )
+    # hosts / group size, rounded to the nearest: floor(hosts / size + 1 / 2).
     nearest = (2 * hosts + group_size) // (2 * group_size)
     # A domain that no number of groups can spread thinly enough does not count.
+    # g groups get up to ceil(d / g) of a domain's d hosts, which is at most the parity for g >= d / parity.
     spread = [-(-domain // parity) for domain in domains if parity and domain <= parity * most]
     return min(most, max(fewest, nearest, 1, *spread))

@@ -40,6 +40,8 @@ class PeerClient:
         with self._lock:
             if self._bulk is not None:
                 return self._bulk
+        # Without the lock, for which `close` would have to wait. Of two
+        # threads that ask, the first one's channel is used.
         reply = self.call(BULK_ADDRESS, BulkAddressRequest(), timeout_s=timeout_s)
         host = self._address.rpartition(":")[0]
         with self._lock:

@@ -115,6 +115,7 @@ class SnapshotServer:
 
     def _serve_worker(self, connection: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
         if self._worker is not None:
+            # Before the next worker is served: what this one has not finished blocks a slot.
             self._worker.end()
         self._notifier.serve_worker(connection)
         self._worker = WorkerSession(connection, self._slots, self._notifier, self._exchange)

@@ -107,6 +107,7 @@ class SnapshotService:
     def _complete(self, request: CompleteRequest) -> CompleteReply:
         votes = self._context.votes
         with self._slots.changed:
+            # A known outcome is given in any generation: a host that asks late must still learn of the commit.
             if votes.outcome(request.id).outcome is CommitOutcome.WAITING:
                 self._check_root(request.id)
                 if request.is_complete:

@@ -244,6 +244,7 @@ class SlotContents:
         encoded = b"".join(map(_CHECKSUM.pack, piece.checksums))
         self.memory.view[at : at + len(encoded)] = encoded
         self._algorithms[piece.row] = piece.checksum
+        # A set of offsets, not a count: a piece that is sent twice counts once.
         self._pieces[piece.row].add(piece.offset)
 
     def has_parity(self) -> bool:

@@ -141,6 +141,7 @@ class SlotMemory:
         try:
             os.fchmod(self.descriptor, 0o600)  # only this user may open it through /proc
             os.ftruncate(self.descriptor, mapped_bytes)
+            # Not sealed against growing: manifests are written behind the mapped memory.
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._mapped = mmap.mmap(self.descriptor, mapped_bytes, flags=mmap.MAP_SHARED)
             _prefault(self._mapped)

@@ -108,6 +108,7 @@ class SlotTable:
         if slot is None:
             return None, reason
         assert slot.memory is not None, "a slot without memory is never chosen"
+        # What the slot had is overwritten from now on: the agent must not report it to the leader any longer.
         was_reported = slot.contents is not None
         slot.contents = SlotContents(id, self.get_layout(id), self._host, slot.memory, writer)
         if was_reported:
@@ -156,6 +157,7 @@ class SlotTable:
             slot, mapped_bytes = found
             memory = None
             try:
+                # Without the lock: this takes about a second for a GB, and other hosts must be answered meanwhile.
                 memory = SlotMemory(next(self._numbers), mapped_bytes)
             finally:
                 with self._changed:
@@ -167,6 +169,7 @@ class SlotTable:
         with self._changed:
             memories = [slot.memory for slot in self._slots if slot.memory is not None]
             infos = tuple(SlotInfo(number=m.number, mapped_bytes=m.mapped_bytes) for m in memories)
+            # Duplicates, made under the lock: another thread may close a slot's own descriptor.
             return infos, [os.dup(memory.descriptor) for memory in memories]
 
     def count_mapped_bytes(self, slot_limit_bytes: int | None = None) -> int:
@@ -195,6 +198,7 @@ class SlotTable:
                 if slot.contents is not None:
                     self._listener.notify_agent()
                 if slot.memory is not None:
+                    # The kernel frees the memory only when the worker has unmapped it as well.
                     self._listener.notify_worker(SlotRetired(number=slot.memory.number))
                     slot.memory.close()
                 slot.is_allocating, slot.contents, slot.memory = True, None, None

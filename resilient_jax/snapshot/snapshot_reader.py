@@ -157,6 +157,7 @@ class SnapshotReader:
             part.manifest.part_bytes,
         )
         unit = max(1, UNIT_BYTES // size) * size
+        # Units are counted from the start of the part, not of the read: only the first and the last can cut a block.
         cuts = [offset, *range((offset // unit + 1) * unit, stop, unit), stop]
         for first, last in pairwise(cuts):
             yield functools.partial(self._read_unit, part, first, out[first - offset : last - offset])

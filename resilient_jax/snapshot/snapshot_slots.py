@@ -98,6 +98,7 @@ class SnapshotSlots:
             StaleGeneration: the snapshot's generation has ended.
         """
         with self.changed:
+            # In three steps, since memory is allocated without the lock; the last one chooses the slot anew.
             self.table.empty_undersized(id)
         try:
             self.table.allocate()
@@ -188,9 +189,11 @@ class SnapshotSlots:
             CallerError: the piece does not belong on this host.
         """
         contents = self.find(piece.id, SlotPhase.WRITING)
+        # Checksums are computed without the lock, so it is asked again below whether the snapshot is still there.
         contents.check_parity(piece)
         with self.changed:
             self._check_not_dropped(contents)
+            # A repeated piece is not written again once other hosts may read the row.
             if contents.phase < SlotPhase.COMPLETE:
                 contents.store_parity(piece)
                 self.changed.notify_all()

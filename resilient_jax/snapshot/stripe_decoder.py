@@ -114,6 +114,7 @@ class StripeDecoder:
             stripe = stripe_of_chunk(member, chunk, self._code.n, self._code.m)
             present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), excluded)
             decode(self._code, self._get_kernel(), present, {chunk: out[cut - offset : following - offset]})
+            # No lock: appends and pops of a deque are atomic.
             self._spare.extend(cast(bytearray, view.obj) for view in present.values())
 
     def _cuts(self, start: int, stop: int) -> list[int]:
@@ -163,6 +164,7 @@ class StripeDecoder:
                 reasons[shard.host] = self._survivors.failure_reason(shard.host)
             else:
                 waiting.append(shard)
+        # k shards are enough; with more, `missing` in `_gather` would be negative, which counts as true.
         for surplus in list(present)[self._code.k :]:
             del present[surplus]
         waiting.sort(key=lambda shard: self._cost(shard, part.start // self._span))

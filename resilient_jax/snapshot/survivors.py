@@ -114,17 +114,21 @@ class Survivors:
         with self._lock:
             if survivor not in self._peers:
                 self._peers[survivor] = PeerClient(self._servers[survivor], self._credentials)
+                # A client made after `close` is closed at once, so that
+                # the call it is made for fails and does not wait.
                 if self._closed:
                     self._peers[survivor].close()
             return self._peers[survivor]
 
     def _record_failure(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
+        # A corrupt block makes no suspect: the host's other blocks are as good as before.
         if isinstance(error, ChecksumMismatch):
             self.record_event(
                 EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error)
             )
             return
         with self._lock:
+            # `close` makes every running call fail, which says nothing about the host.
             is_known = self._closed or survivor in self._failures
             self._failures.setdefault(survivor, str(error))
         if not is_known:

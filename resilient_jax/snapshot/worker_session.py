@@ -72,6 +72,7 @@ class WorkerSession:
         """Answer requests; return when the worker's process has ended."""
         try:
             with contextlib.suppress(OSError):  # the worker died
+                # A new worker may wait for a snapshot that was committed before it came.
                 for status in self._slots.list_statuses():
                     if status.phase is SnapshotPhase.COMMITTED:
                         self._connection.send(SnapshotSettled(id=status.id, committed=True))

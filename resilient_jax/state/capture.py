@@ -189,6 +189,7 @@ class SnapshotCapture:
 
     def _serve(self) -> None:
         while self._wait_for_work():
+            # Declined before anything is copied: the other hosts wait for this host's part until they hear of it.
             if self._skipped:
                 self._decline(self._skipped[0])
                 done: list[SnapshotId] | list[_Order] = self._skipped
@@ -246,6 +247,7 @@ class SnapshotCapture:
         before, end_s = self.newest_finished, time.monotonic() + SLOT_TIMEOUT_S
         while (
             before is not None
+            # One of an older generation may never settle, and the server may give its slot away.
             and before.generation == order.id.generation
             and order.cancelled is None
             and time.monotonic() < end_s

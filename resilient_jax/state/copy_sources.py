@@ -71,6 +71,7 @@ SourceCache = dict[
 def _plan(leaf: FlatLeaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTask:
     box = IndexBox(piece.start, piece.stop)
     sources = tuple(_find_sources(leaf, box, turn, known))
+    # Distinct shards do not overlap, so equal numbers of elements mean that the slice is covered.
     covered = sum(source.wanted.size for source in sources)
     if covered != box.size:
         raise StateError(
@@ -123,6 +124,7 @@ def start_host_transfer(tasks: Sequence[CopyTask]) -> list[CopyTask]:
     to_cut: dict[Device, list[tuple[int, CopySource]]] = {}
     for number, task in enumerate(tasks):
         for source in task.sources:
+            # This may change the order of a task's sources, which does not matter: their boxes are disjoint.
             if isinstance(source.data, np.ndarray) or source.wanted == source.box:
                 sent[number].append(source)
             else:

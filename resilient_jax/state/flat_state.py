@@ -84,6 +84,7 @@ def _is_complete(value: jax.Array | np.ndarray) -> bool:
         return True
     # Sharded over the devices of each host, with a copy on every host.
     boxes = {tuple((cut.start, cut.stop) for cut in shard.index) for shard in value.addressable_shards}
+    # (distinct shards here) x (elements of a shard) = (elements of the array), as all shards have one shape.
     return len(boxes) * math.prod(value.sharding.shard_shape(value.shape)) == value.size
 
 

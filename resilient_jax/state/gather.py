@@ -146,6 +146,8 @@ class _Stretch:
         """Copy the boxes from the stretch's bytes into their targets."""
         for want in self._wants:
             dtype = want.target.data.dtype
+            # With the strides of the slice: in the stretch, elements that were
+            # not asked for stand between those of the box.
             found = np.ndarray(want.box.shape, dtype, memory.data, want.start - self.start, want.strides)
             np.copyto(_place_of(want), found)
 

@@ -76,6 +76,7 @@ def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
     )
     num_parts = min(num_parts, shape[dim])
     each, more = divmod(shape[dim], num_parts)
+    # The first `more` of the parts get a row more than the others.
     edges = [box.start[dim] + way * each + min(way, more) for way in range(num_parts + 1)]
     return [box.narrow(dim, start, stop) for start, stop in pairwise(edges)]
 
@@ -86,6 +87,7 @@ def contiguous_runs(box: IndexBox, itemsize: int, limit_bytes: int) -> Iterator[
         if box.size:
             yield box
         return
+    # All dims before it have one row, so rows along this one follow each other in memory without a gap.
     dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
     row_bytes = box.size // box.shape[dim] * itemsize
     rows = max(1, limit_bytes // row_bytes)

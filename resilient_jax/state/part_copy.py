@@ -53,6 +53,7 @@ def _copy_all(part: memoryview, tasks: list[CopyTask], go_on: Callable[[], None]
 def _copy(part: memoryview, task: CopyTask, go_on: Callable[[], None]) -> None:
     dtype = UNSIGNED_DTYPES.get(task.itemsize)
     for box, wanted, data in task.sources:
+        # On CPU a view. Off an accelerator this waits for the transfer that `start_host_transfer` began.
         source = np.asarray(data)
         source = source.view(dtype) if dtype is not None else source
         target = np.ndarray(task.box.shape, source.dtype, part, task.offset)

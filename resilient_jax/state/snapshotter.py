@@ -153,6 +153,7 @@ class Snapshotter:
         if opened is None or opened.layout.generation != world.generation:
             self.wait_until_copied()
             opened = self._opened = self._open(world, state)
+        # By the step, which is the same on every host: to agree is a collective, and all must take part in it.
         if opened.every is None and state.step >= opened.first_step + NUM_MEASURED_STEPS:
             opened.every = self._agree_on_interval(world, opened)
         if opened.newest is None or state.step >= opened.newest.step + (opened.every or 1):
@@ -162,6 +163,7 @@ class Snapshotter:
         check_description_size(opened.described_bytes, held)
         self.wait_until_copied()
         started_s = time.monotonic()
+        # Also if this host then skips it: every host must take the next one after the same step.
         opened.newest = SnapshotId(held.step, opened.layout.generation)
         self._capture.start(opened.newest, opened.cut, held.leaves, held.strings)
         self._blocked_s += time.monotonic() - started_s
@@ -276,6 +278,7 @@ class Snapshotter:
                 f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
                 f"{ADDRESS_BYTES} at most. Give it a shorter name"
             )
+        # Each host fills in its own row, so the sum over hosts has the text of every host.
         rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
         rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
         texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.all_reduce(rows)]

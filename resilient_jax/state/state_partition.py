@@ -67,6 +67,8 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
             # The least loaded hosts get the larger boxes: loads of hosts with equal shards stay within one row.
             by_load = sorted(holders, key=loads.__getitem__)
             boxes = split_box(box, len(holders), itemsize) if box.size else []
+            # Not strict: a box with fewer rows than holders makes fewer boxes,
+            # and the hosts with the greatest load get none.
             for host, (start, stop) in zip(by_load, boxes, strict=False):
                 pieces[host].append(LeafSlice(number, start, stop, loads[host]))
                 loads[host] += _aligned(IndexBox(start, stop).size * itemsize)
@@ -132,6 +134,7 @@ def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[H
         )
     if len(found) == 1:
         return {whole_box(value.shape): tuple(hosts)}
+    # Hosts and boxes in an order that is the same everywhere: offsets and loads follow from it.
     return {box: tuple(host for host in hosts if host in holders[box]) for box in sorted(holders)}
 
 

@@ -101,6 +101,7 @@ class StateServer:
 
     def _wait_for_offer(self, generation: GenerationNumber) -> FlatState:
         with self._offered:
+            # A newer offer ends the wait as well: the one that was asked for will not come any more.
             found = self._offered.wait_for(
                 lambda: self._offer is not None and self._offer[0] >= generation, OFFER_TIMEOUT_S
             )
@@ -164,11 +165,13 @@ def fetch_state(
         PeerUnreachable: no source sent the state.
     """
     for attempt in range(len(sources)):
+        # Receivers begin with different sources, so that these share the load.
         source = sources[(first_source + attempt) % len(sources)]
         try:
             with transfer.use_channel(SyncChannel(source.endpoint, credentials)) as channel:
                 return _fetch_from(source, channel, generation, check)
         except PeerError as error:
+            # A transfer that was cancelled fails like one that broke: then this raises, and the source is not blamed.
             check()
             on_source_failed(source, error)
     names = ", ".join(source.host for source in sources)

@@ -205,8 +205,8 @@ class Reducer:
         found = np.asarray(self.all_reduce(padded))[: progress.size].reshape(progress.shape)
         self._exchanged.add(spec.name)
         if spec.is_pooled:
-            # All hosts decide this from the same table, so a host whose claim is refused drops it without being told
-            # to.
+            # All hosts decide this from the same table, so a host whose
+            # claim is refused drops it without being told to.
             accepted = accept_disjoint_claims([np.flatnonzero(row).tolist() for row in found])
             found = np.where(np.array(accepted)[:, None], found, 0)
             if not accepted[live.host_index]:

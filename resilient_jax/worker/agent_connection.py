@@ -84,9 +84,11 @@ class AgentConnection:
         """Wait for the next world to train in, or for the end of the job."""
         with self._changed:
             while True:
+                # First, because a world that was ordered earlier is over, too.
                 if self._stop is not None:
                     return self._stop
                 if self._form is not None:
+                    # Taken and reported under one lock: the next order must find this worker running, and interrupt it.
                     form, self._form = self._form, None
                     self._is_interrupted = False
                     self._limit = self._boundary = None
@@ -124,9 +126,12 @@ class AgentConnection:
         """Report that the main thread has left the user's function and waits for an order."""
         with self._guard.interruption, self._changed:
             self._is_interrupted = False
+            # A failure in a generation that has ended already is no news: reported, it would end the next one as well.
             is_answered = failure is None or self._report.generation < self._newest
             self._update_report(
                 state=WorkerState.IDLE,
+                # Also the answer to the newest `Quiesce`, which may be of a
+                # later generation than this worker trained in.
                 generation=max(self._report.generation, self._newest),
                 step=step,
                 holds_state=holds_state,
@@ -168,6 +173,8 @@ class AgentConnection:
             while True:
                 if self._is_interrupted or (self._boundary is not None and step >= self._boundary):
                     raise GenerationEnded
+                # Paused, it waits at the limit that it has reported, since the
+                # leader may choose just that step as the boundary.
                 if self._limit is None or step < self._limit or self._boundary is not None:
                     self._next_step = step + 1
                     return
@@ -186,6 +193,7 @@ class AgentConnection:
     def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """Report that `step` steps are committed; `holds_state`: this host has all of their state."""
         send_unless_closed(self._connection, StepCommitted(step=step, metrics=metrics))
+        # Only the first step of a generation decides anything: each report makes the agent write to the store.
         if not self._report.has_finished_step:
             self._update_report(has_finished_step=True, holds_state=holds_state, step=step)
             self.record_event(EventKind.STEP_COMMITTED, step=step)
@@ -198,6 +206,7 @@ class AgentConnection:
         """
         with self._changed:
             self._snapshot_server = None
+            # `_snapshot_server` is cleared before: an endpoint of an earlier server must not be taken for the answer.
             send_unless_closed(self._connection, SnapshotServerRequested())
             while self._snapshot_server is None:
                 if self._is_interrupted:
@@ -240,6 +249,7 @@ class AgentConnection:
                 self._snapshot_server = order.endpoint
             elif isinstance(order, HoldTraining):
                 self._is_interrupted = True
+                # An order that was not taken yet is void: the other hosts may go on without this one.
                 self._form = None
             else:
                 self._handle_generation_order(order)
@@ -263,6 +273,7 @@ class AgentConnection:
             else:
                 self._is_interrupted = True
         elif isinstance(order, Pause):
+            # A step that has begun is finished: the next one is the first at which this worker can stop.
             self._limit = self._report.step if is_idle else self._next_step
             self._update_report(generation=number, earliest_stop_step=self._limit)
         else:

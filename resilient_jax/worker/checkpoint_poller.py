@@ -64,6 +64,7 @@ class CheckpointPoller:
     def _poll(self) -> None:
         while True:
             self._is_idle.wait()
+            # Cleared before the poll: a `resume` during it starts another one at once.
             self._wake.clear()
             must_report, self._must_report = self._must_report, False
             seen = self._poll_once()

@@ -136,6 +136,8 @@ class GuardThread:
 
     def _interrupt_main_thread(self) -> None:
         with self.interruption:
+            # Asked again under the lock: meanwhile the main thread may be idle,
+            # and then the next sockets are the next world's.
             if self._must_interrupt():
                 self._interrupt()
         self._handler.report_compiling(_is_compiling(threading.main_thread().ident))

@@ -143,6 +143,7 @@ def _list_own_shards(
     return [
         (tuple(cut.start or 0 for cut in shard.index), np.asarray(shard.data, order="C"))
         for shard in value.addressable_shards
+        # Of equal shards only one is digested, on whichever host that is: the sum over hosts has each element once.
         if shard.replica_id == 0
     ]
 

@@ -97,6 +97,7 @@ class Session:
             for observer in self._observers:
                 observer.on_step_begin(step)
             yield step
+            # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
 
     def resume_at(self, step: int) -> None:
@@ -116,10 +117,13 @@ class Session:
                 "commit was called outside of `for step in world.steps(...)`; commit inside of it"
             )
         self.hit_failpoint(FailPoint.BEFORE_COMMIT)
+        # Computed first: an update that fails, or whose collective breaks, must not become the committed state.
         jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
         self._committed.state = committed
         self._committed.contributions.clear()
+        # Reported only now: the leader counts on a step as soon as it is reported,
+        # and this host must be able to resume from it.
         self._control.report_commit(self._step + 1, metrics, holds_state=self._committed.holds_state)
         for observer in self._observers:
             observer.on_commit(committed)
@@ -193,6 +197,7 @@ class Session:
                 decoded=reader.bytes_decoded,
             )
         self._committed.state = flatten_state(plan.id.step, state)
+        # Only now: if the read fails or is interrupted the plan stays, for the next generation to read it again.
         self._committed.snapshot_plan = None
         for observer in self._observers:
             observer.on_restore(self._committed.state)

@@ -70,6 +70,8 @@ class StateHandover:
         assert state is not None, "a host that receives no state has it"
         if generation.receivers or not in_place:
             started_s = time.monotonic()
+            # Receivers read from a copy: the first step may donate the
+            # arrays themselves, and a re-form takes them away.
             copy = copy_to_host(state)
             self._record_event(
                 EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s

@@ -153,6 +153,7 @@ class Worker:
                 # A clique that the next generation needs is broken, the local one or that of a replica on several
                 # hosts: no shrink in place.
                 self._agent.report_world_left()
+            # Last of all: after this report the leader may order this worker into the next world.
             self._agent.report_idle(
                 step=self._committed.step,
                 holds_state=self._committed.holds_state,
@@ -180,6 +181,7 @@ class Worker:
         except GenerationEnded:
             return False, None
         except Exception as error:
+            # Whatever an interrupted call raises is no failure of this host's: the generation had ended before.
             if self._agent.is_interrupted:
                 return False, None
             text = "".join(traceback.format_exception(error))
@@ -242,11 +244,13 @@ class Worker:
         """Leave the old world with the state in host memory, and join the new one."""
         self._handover.prepare(order.generation, in_place=False)
         self._leave_world()
+        # Leaving may take a second or two: do not begin to join a world that is outdated by now.
         self._agent.raise_if_ended()
         self._hit_failpoint(FailPoint.BEFORE_CONNECT)
         self._connector.join(order)
 
     def _leave_world(self) -> None:
+        # Programs refer to their devices, and cached ones would keep the old backend in memory.
         reduction.clear_caches()
         if not self._connector.is_connected:
             return
@@ -270,6 +274,7 @@ class Worker:
         if self._ledger is not None:
             observers.append(LedgerObserver(self._ledger, info))
         if self._failpoints is not None:
+            # Last, so that what a failpoint then kills is in the ledger.
             observers.append(FailPointObserver(self._failpoints))
         session = Session(
             self._committed,
