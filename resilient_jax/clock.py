@@ -17,7 +17,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The clock of this machine, for everything but tests and simulation."""
 
     def monotonic_s(self) -> float:
         """Return `time.monotonic()`."""

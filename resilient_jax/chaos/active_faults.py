@@ -39,6 +39,7 @@ class ActiveFaults:
     def observe_events(self, events: Iterable[Event]) -> None:
         """Undo the faults that last until one of these events."""
         kinds = {str(event.kind) for event in events}
+        # A copy: timers remove their faults from the list on threads of their own.
         for pending in list(self._pending):
             if pending.until in kinds:
                 self._end(pending)
@@ -61,4 +62,5 @@ class ActiveFaults:
             self._pending.remove(pending)
         if pending.timer is not None:
             pending.timer.cancel()
+        # Without the lock, since it may take long. It is called once: the fault is no longer in the list.
         pending.undo()

@@ -102,7 +102,9 @@ def _region(mark: SlotHeader, region: str) -> tuple[int, int]:
 
 def _flip(descriptor: int, start: int, length: int, count: int, rng: random.Random) -> None:
     length = min(length, os.fstat(descriptor).st_size - start)
+    # A mapping begins at a page.
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(descriptor, start + length - first, offset=first) as memory:
+        # Distinct bytes: a bit that is flipped twice would be no damage.
         for offset in rng.sample(range(length), min(count, length)):
             memory[start - first + offset] ^= 1 << rng.randrange(8)

@@ -260,9 +260,11 @@ class Campaign:
         last = self._manifest.job.steps
         if not last:
             last = self._monitor.step + STOP_AHEAD_STEPS
+            # Renamed into place: no host may read half of the number.
             temporary = self._stop_file.with_suffix(".tmp")
             temporary.write_text(str(last))
             temporary.replace(self._stop_file)
+        # Step by step, so that the timeout is that of a recovery and not of all steps that are left.
         while (step := self._monitor.step) <= last:
             self._monitor.wait_report(
                 "the end of the job, or a step",

@@ -82,6 +82,7 @@ class IncidentInjector:
             self._order(
                 record, resolve_hosts((host,), report) if host is not None else hosts[:1], HoldAction()
             )
+            # The fault counts from now, not from when the worker was awaited at its failpoint.
             record = dataclasses.replace(record, started_s=time.monotonic())
             return self._inject_from_outside(record, self._monitor.poll() or report)
         finally:

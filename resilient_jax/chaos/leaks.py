@@ -63,6 +63,7 @@ def identify_process(pid: int) -> ProcessIdentity | None:
     with contextlib.suppress(OSError, IndexError, ValueError):
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if stat[0] not in ("Z", "X"):
+            # Field 22 of proc(5), starttime: what is left after the process's name begins with field 3.
             return ProcessIdentity(pid, int(stat[19]))
     return None
 

@@ -58,6 +58,7 @@ def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple
     """Yield step, digest of the complete state after the step, and source, without incomplete sets of parts."""
     parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
     for line in lines:
+        # The state after n steps is the one that step n - 1 committed.
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
         if line.state_sha256:
             yield (

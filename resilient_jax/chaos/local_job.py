@@ -93,6 +93,7 @@ class LocalJob(ObservedJob):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The launcher first, or it would start killed agents again.
         self.process.kill()
         self.process.wait()
         send_signal(self.find_processes(), signal.SIGKILL)

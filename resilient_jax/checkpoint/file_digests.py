@@ -16,6 +16,7 @@ SEPARATOR: Final = "  "
 
 def write_digests(folder: Path) -> int:
     """Write the digests of all files below `folder`; return the bytes of these files."""
+    # Listed before the file of the digests exists, which therefore has none of itself.
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{_digest(path)}{SEPARATOR}{path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / DIGESTS_FILE).write_text("".join(lines), "utf-8")

@@ -42,6 +42,7 @@ class HostCopy:
         shards = [_list_shards(array) for _, array in flat]
         for _, shard in itertools.chain(*shards):
             if isinstance(shard, jax.Array):
+                # All transfers are under way before the first is waited for below.
                 shard.copy_to_host_async()
         leaves, nbytes = assign_offsets(flat)
         descriptor, memory = self._provide(nbytes)

@@ -129,6 +129,7 @@ def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
     touched = 1
     for start, stop, size, length in zip(box.start, box.stop, chunk, array.shape, strict=True):
         side = size or length
+        # ceil(stop / side) - floor(start / side) chunks along this dim, each `side` long.
         touched *= (-(-stop // side) - start // side) * side
     return (touched + box.size) * array.dtype.numpy_dtype.itemsize
 

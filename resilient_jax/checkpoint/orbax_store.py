@@ -254,6 +254,7 @@ class OrbaxStore:
             StateError: it is complete, but of another state; names leaves.
         """
         self.wait_until_finished(check=check)
+        # No save is in flight from here on: replies come in order, and its reply would be taken for ours.
         wait = ReplyWait(time.monotonic(), check)
         try:
             found = self._client.request(VerifyRequest(folder=str(self.get_folder(step))), wait)

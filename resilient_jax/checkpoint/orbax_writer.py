@@ -55,6 +55,8 @@ def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
         content = folder / CONTENT_FOLDER
         _save(content, tree)
         nbytes = write_digests(content)
+        # Files before the rename, or a crash of the machine may leave the final name with half of them; then
+        # the directory, or the rename itself may be lost.
         _flush(content)
         if final.exists():  # and damaged: replace it, now that there is a better one
             final.rename(folder / "damaged")
@@ -78,6 +80,7 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
         if s <= step and find_tree_folder(directory / str(s)) is not None
     ]
     kept = [s for s in found if s not in distrusted][:max_to_keep]
+    # Distrusted ones that are newer than those kept stay; if there is none to keep, nothing is removed.
     for old in (s for s in found if s < min(kept, default=0)):
         # Renamed first: a half-removed checkpoint must not look like one.
         (directory / str(old)).rename(directory / f"{old}{TEMPORARY_MARK}-old")

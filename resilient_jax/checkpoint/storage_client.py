@@ -77,7 +77,7 @@ class StorageClient:
         return reply
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process, if there is one; the next request starts another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -46,7 +46,7 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """The bytes of the elements of the box, which lie one after the other."""
         return np.dtype(self.spec.dtype).itemsize * self.box.size
 
 

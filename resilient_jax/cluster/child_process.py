@@ -72,7 +72,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The id of the command's process, which the wrapper turns into; another process may have it after the end."""
         return self.process.pid
 
     @property

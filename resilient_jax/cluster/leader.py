@@ -130,7 +130,7 @@ async def wait_next_event(inbox: "asyncio.Queue[MembershipEvent]") -> Membership
 
 
 class _Term:
-    """One term of leadership."""
+    """One term of leadership, from reading the stored records until another agent leads or the store fails."""
 
     def __init__(self, leader: Leader, token: Revision) -> None:
         self._leader = leader

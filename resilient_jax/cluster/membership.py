@@ -117,7 +117,7 @@ class HostLeft:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Nothing happened, but time has passed: timeouts are looked at."""
 
 
 MembershipEvent = HostChanged | HostLeft | Tick

@@ -71,6 +71,6 @@ class WorkerOutput:
         self._errors.clear()
 
     def close(self) -> None:
-        """Close the log file."""
+        """Close the log file, if there is one; a later line opens it again."""
         if self._file is not None:
             self._file.close()

@@ -134,6 +134,7 @@ class CompilationMonitor:
     def _find_patience(self) -> Patience | None:
         if is_compiling_ahead():
             return Patience(is_ahead=True, check=check_canceled)
+        # Only this thread notices the end of its generation while it waits; one of the user's takes what is there.
         if threading.current_thread() is threading.main_thread():
             return Patience(is_ahead=False, check=self._raise_if_ended)
         return None

@@ -165,6 +165,7 @@ class ProgramDirectory:
             return b"", ProgramChunk(size=-1)
         with self._changed:
             holder = self._claims.find_holder(request.key)
+            # A holder that asks no longer has the program, such as after an eviction: it compiles again.
             if holder is not None and holder != claimant.endpoint:
                 return b"", ProgramChunk(size=-1, holder=holder)
             verdict = self._claims.claim(request.key, claimant, time.monotonic())

@@ -20,7 +20,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleLayout:
-    """Tree, shapes and dtypes."""
+    """The tree structure of an example, and the shape and dtype of each of its leaves, in the tree's order."""
 
     structure: Any  # a PyTreeDef, which type checkers take for a variable, not for a type
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]

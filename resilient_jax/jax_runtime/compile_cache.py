@@ -75,7 +75,7 @@ class NullCacheHooks:
         """Return None: no other host has entries."""
 
     def missed(self, key: str, seconds: float) -> None:
-        """Drop the report."""
+        """Ignore that a program was compiled: no log is kept."""
 
     def finished(self) -> None:
         """Do nothing: no other process waits."""

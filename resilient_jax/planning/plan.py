@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def devices_used(self) -> int:
-        """Devices of all replicas."""
+        """The number of devices of all replicas together; `devices_spare` compute nothing."""
         return self.replicas * self.layout.axes.devices
 
     @property

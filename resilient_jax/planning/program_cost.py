@@ -67,12 +67,12 @@ class StateTensor:
 
     @property
     def size(self) -> int:
-        """Elements of all copies."""
+        """The number of elements in all copies together."""
         return math.prod(self.shape) * self.copies
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies."""
+        """The bytes of all copies together, before any axis shards them."""
         return self.size * self.dtype_bytes
 
 
@@ -122,7 +122,7 @@ class AmountByAxis:
 
 
 class CollectiveKind(enum.StrEnum):
-    """A collective operation."""
+    """A kind of collective operation, as XLA names it; the kinds move different amounts of data."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -289,12 +289,12 @@ class ProgramCost:
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements in all parameters, those of every layer."""
         return sum(tensor.size for tensor in self._of(TensorRole.PARAMETER))
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """The bytes of all parameters in their own dtypes, before any axis shards them."""
         return sum(tensor.bytes for tensor in self._of(TensorRole.PARAMETER))
 
     @property

@@ -53,7 +53,7 @@ class StateMigration:
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes of all transfers."""
+        """The bytes of all transfers together, those without a source (`bytes_lost`) included."""
         return sum(move.bytes_moved for move in self.transfers)
 
     @property

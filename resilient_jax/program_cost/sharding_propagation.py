@@ -340,6 +340,7 @@ def _propagate_names_through_reshape(
     before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
 ) -> LogicalNames:
     """Return the names after a reshape: merged dims take their first name, and the first of split dims the name."""
+    # From the left: the shortest runs of dims in both shapes that have the same product belong together.
     found: list[str | None] = [None] * len(after)
     source = target = 0
     while source < len(before) and target < len(after):

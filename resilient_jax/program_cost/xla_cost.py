@@ -65,6 +65,8 @@ def _find_scans(jaxpr: core.Jaxpr) -> Iterator[_Scan]:
     """Yield each outermost loop of known length. XLA sees as many copies of its body as it is unrolled into."""
     for equation in iterate_equations(jaxpr, skip_inside=frozenset({"scan"})):
         if equation.primitive.name == "scan":
+            # The loop's body has `unroll` copies, and the length % unroll
+            # iterations that are left over come after the loop.
             length, unroll = equation.params["length"], max(int(equation.params["unroll"]), 1)
             yield _Scan(equation.params["jaxpr"], length, min(length, unroll + length % unroll))
 
@@ -161,5 +163,6 @@ def compile_and_analyze(
         )
     return CompiledProgram(
         cost=_read_cost(compiled) + _cost_of_uncounted_iterations(jaxpr, compile_body),
+        # A result that aliases an argument takes no memory of its own.
         temporary_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )

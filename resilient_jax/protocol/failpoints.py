@@ -127,7 +127,7 @@ ORDERS_DECODER = msgspec.json.Decoder(tuple[FailPointOrder, ...])
 
 
 class FailPoints:
-    """The worker's side."""
+    """The side of the process that is held or broken: carries out the orders in a controller's directory."""
 
     def __init__(self, directory: Path, host: str) -> None:
         self._directory = directory
@@ -207,7 +207,7 @@ class FailPointController:
         return frozenset(path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*"))
 
     def release(self, name: str = "hold") -> None:
-        """Let all hosts continue."""
+        """Withdraw the order of this name: hosts that it holds continue. Without such an order, do nothing."""
         self._forget(name)
         self._write()
 

@@ -85,7 +85,7 @@ class StepCommitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The guard thread runs."""
+    """Sent by the guard thread at intervals, also while the main thread computes: the worker is not stopped."""
 
 
 class SnapshotServerRequested(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -153,7 +153,7 @@ class SlotContents:
 
     @property
     def part(self) -> memoryview:
-        """View of the part."""
+        """A writable view of this host's part in the slot; raises ValueError once the slot's memory is freed."""
         return self.memory.view[self.slot_layout.part_offset :][: self.slot_layout.part_bytes]
 
     def build_manifest(

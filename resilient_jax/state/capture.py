@@ -61,7 +61,7 @@ class _Order:
         return self.phase is _Phase.COPYING and self.cancelled is None
 
     def let_go(self) -> None:
-        """Release the arrays."""
+        """Drop the references to the arrays, so that they keep no device memory alive."""
         self.tasks, self.leaves = None, ()
 
 

@@ -144,7 +144,7 @@ class SlabAllocator:
         self._used = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an uninitialized array."""
+        """Return an uninitialized array whose memory begins at a multiple of `MEMORY_ALIGNMENT`."""
         size = whole_box(shape).size * dtype.itemsize
         if size >= SLAB_BYTES:
             return _aligned(size).view(dtype).reshape(shape)

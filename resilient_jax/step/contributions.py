@@ -54,7 +54,7 @@ class Contributions:
     pooled_units: set[int] = dataclasses.field(default_factory=set)
 
     def clear(self) -> None:
-        """Drop all partial sums."""
+        """Drop all partial sums: of the step in flight nothing counts as accumulated here."""
         self.partial_sums.clear()
         self.pooled_units.clear()
 

@@ -42,7 +42,7 @@ class TransactionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Grants a new lease."""
+    """Request for a new lease, which expires `ttl_s` seconds after its last renewal."""
 
     ttl_s: float
 

@@ -83,7 +83,7 @@ class EventLog:
             self._file.write(_ENCODER.encode(event))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, if there is one; a later event opens it again."""
         if self._file is not None:
             self._file.close()
 

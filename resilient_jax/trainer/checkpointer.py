@@ -64,8 +64,9 @@ class Checkpointer:
             self._start(layout, state, step)
             if is_saver:
                 self._store.wait_until_saved(world.record_event, world.raise_if_ended)
+            # A barrier: no host returns, and ends its process, before the checkpoint is on storage.
             world.all_reduce(np.zeros(1, np.int32))
 
     def close(self) -> None:
-        """End the storage process."""
+        """End the storage process, once a save in flight is done or has taken too long."""
         self._store.close()

@@ -87,6 +87,7 @@ class FitLoop:
         zeros = make_zeros(programs.abstract_sums, arrangement.placement)
         is_compiling_ahead = False
         if not self._is_stopped(world, int(state.step)):
+            # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             for step in world.steps(config.num_steps + (config.evaluation is not None)):
                 state = self._evaluate(layout, state, step)
                 if step >= config.num_steps or self._stop is not None:
@@ -220,6 +221,7 @@ class FitLoop:
         state = layout.update(programs, state, sums, summary)
         del sums  # the next state and the sums of a step are not to be in memory together
         world.commit(state, **{**self._metrics, **metrics})
+        # After the commit: snapshots and checkpoints are of committed states only.
         layout.snapshot(state)
         if self._checkpointer is not None:
             self._checkpointer.save(layout, state, step + 1)

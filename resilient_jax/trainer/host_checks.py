@@ -54,6 +54,7 @@ def check_initial_variables_agree(world: World, given: GivenLeaves) -> None:
         CallerError: they have not; names the hosts that differ from the first.
     """
     digest = np.frombuffer(bytes.fromhex(digest_tree(given)), np.int32)
+    # Each host fills in its own row, so the sum over hosts has the digest of every host.
     digests = np.zeros((len(world.hosts), digest.size), np.int32)
     digests[world.host_index] = digest
     digests = world.all_reduce(digests)

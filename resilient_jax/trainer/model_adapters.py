@@ -346,7 +346,7 @@ class FunctionAdapter(ModelAdapter):
         return use(self.make_model(variables)), variables
 
     def make_model(self, variables: Variables) -> Tree:
-        """Return the tree."""
+        """Return the function's tree, with trained and frozen parameters in their places."""
         return _join_parameters(variables)
 
 

@@ -34,7 +34,7 @@ class ProgressBar:
         self._progress.start()
 
     def show(self, report: StepReport) -> None:
-        """Update the bar."""
+        """Show the report's step and metrics; metrics that the report lacks keep their last values."""
         self._metrics.update(report.metrics)
         words = " | ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
         self._progress.update(self._task, completed=report.step, metrics=words)

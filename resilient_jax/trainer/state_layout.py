@@ -147,6 +147,7 @@ class ShardedLayout(StateLayout):
             placement = self.placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
             self._warn_of_collectives(self._update.as_text() or "")
+        # The update donates the state, whose arrays the copy of a snapshot may still be reading.
         self.world.wait_until_finished()
         return self._update(state, sums, summary)
 

@@ -220,6 +220,8 @@ class StepPrograms:
         gradients = _divide(sums[0], summary.num_microbatches)
         if recipe.numerics.clip_norm is not None:
             gradients = clip_by_norm(gradients, summary.grad_norm, recipe.numerics.clip_norm)
+        # Sums are in float32 at least; the optimizer gets gradients in the
+        # dtypes of the parameters, as without a trainer.
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
             _cast_like(params, gradients), state.opt_state, params, value=summary.mean_loss
         )

@@ -67,5 +67,5 @@ class JsonLog:
         self._file.write(msgspec.json.encode(line))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a later report opens it again."""
         self._file.close()

@@ -154,6 +154,7 @@ class VariableReducer:
 def _contribute(rule: Rule, old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     match rule:
         case VariableReduction.FIRST:
+            # Zero from all others, so that the sum over microbatches is the first one's value.
             return jnp.where(index == 0, _to_number(new), 0)
         case VariableReduction.SUM:
             return widen(new) - widen(old)

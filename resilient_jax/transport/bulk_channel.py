@@ -110,6 +110,7 @@ class BulkChannel:
                     break
                 connection = self._idle.pop()
                 self._active.add(connection)
+            # The server sends nothing unasked: what can be read here is the end of the connection.
             if _is_quiet(connection):
                 return connection
             self._release(connection, is_complete=False)
@@ -119,6 +120,7 @@ class BulkChannel:
         """Keep the connection for the next read if the answer was received to its end, else close it."""
         with self._lock:
             self._active.discard(connection)
+            # After a broken read the rest of its answer may still arrive, and would be taken for the next answer.
             if is_complete and not self._closed:
                 self._idle.append(connection)
                 return

@@ -36,7 +36,7 @@ class Interrupt(Protocol):
     """Breaks the main thread out of whatever C++ it waits in. Called again until the main thread has unwound."""
 
     def __call__(self) -> None:
-        """Interrupt once."""
+        """End the waits that the main thread is in now; those that begin afterwards need another call."""
         ...
 
 
@@ -91,7 +91,7 @@ class GuardThread:
         self._thread = threading.Thread(target=self._run, name="resilient-jax-guard", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which receives orders and sends heartbeats from now on."""
         self._thread.start()
 
     def _run(self) -> None:

@@ -19,7 +19,7 @@ class StandaloneControl:
         """Return: without an agent the generation never ends."""
 
     def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
-        """Drop the report."""
+        """Ignore the commit: without an agent no other process counts steps."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Return the event, which is written nowhere."""

@@ -35,7 +35,7 @@ REPORT_INTERVAL_S: Final = 0.1
 
 
 class Act(enum.StrEnum):
-    """What the demo shows."""
+    """One of the demo's scenarios, each with a job of its own, or all of them in turn."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
