@@ -109,6 +109,7 @@ class Agent:
         self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
         tasks: list[asyncio.Task[None]] = []
         try:
+            # First, so that a host which the job does not let in starts no worker.
             session = await self._registration.register("while it registered")
             tasks = [
                 loop.create_task(self._supervise_worker()),

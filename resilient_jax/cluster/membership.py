@@ -216,6 +216,7 @@ def _quiesce(
     no_member_died = members == generation.members
     # The members' own steps: one that only a dead host committed would count as progress forever.
     made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
+    # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
     return msgspec.structs.replace(
         generation,

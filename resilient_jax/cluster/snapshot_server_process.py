@@ -137,6 +137,7 @@ class SnapshotServerProcess:
     async def _watch(self, child: ChildProcess) -> None:
         code = await child.wait_exited_or_stopped()
         self._log.record(EventKind.SNAPSHOT_SERVER_EXITED, pid=child.pid, exit_code=code)
+        # Before `on_end`, which ends the worker: the next worker's request must find no server, and start one.
         self._forget()
         self._on_end()
         self._on_change()

@@ -57,6 +57,7 @@ class StoreSession:
             PeerUnreachable: the store does not answer.
         """
         status = self._status()
+        # Before there is a lease: a host that is refused leaves no record that others would see.
         await self._check_versions(status.host, status.versions)
         self._renewed_s = self._clock.monotonic_s()
         self.lease = await self._store.grant(self._ttl_s)

@@ -118,6 +118,7 @@ class ProgramFetcher:
             if patience is not None:
                 patience.check()
                 wait_s = MAX_WAIT_S if patience.is_ahead else TRAINING_WAIT_S
+            # A thread that does not wait makes no claim, either.
             claimant = patience and msgspec.structs.replace(me, is_ahead=patience.is_ahead)
             found, head = self._ask(owner, ProgramRequest(key=key, claimant=claimant, wait_s=wait_s))
             if head.holder is not None:
@@ -133,6 +134,7 @@ class ProgramFetcher:
     def finish(self) -> bool:
         """Report what became of the calling thread's claim; return whether it had one."""
         with self._lock:
+            # By thread: JAX's cache compiles on the thread that has missed, and passes nothing else to `finish`.
             claimed = self._claims.pop(threading.get_ident(), None)
         if claimed is None:
             return False

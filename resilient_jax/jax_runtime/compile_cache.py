@@ -94,6 +94,7 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     global _shared
     if _shared:
         return None
+    # All checks come before the first replacement: either all functions are replaced or none is.
     for function, expected in EXPECTED_SIGNATURES:
         found = tuple(inspect.signature(function).parameters)[: len(expected)]
         if found != expected:

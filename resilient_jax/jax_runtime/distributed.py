@@ -121,6 +121,7 @@ def connect(
     if not _gate.is_installed:
         _gate.install()
     attempt = FormingAttempt(address, process_index, process_count, time.monotonic() + timeout_s)
+    # Before its thread starts: an interruption from now on must find the attempt.
     formings.set_current_wait(attempt)
     found: list[WorldConnection] = []
     thread = threading.Thread(
@@ -129,6 +130,7 @@ def connect(
     thread.start()
     try:
         in_time = attempt.settled.wait(timeout_s)
+        # `give_up` is false if the attempt has settled just now: then its result counts.
         if not in_time and attempt.give_up():
             formings.end_attempt(attempt)
             raise formings.make_forming_error(attempt, attempt.stage, None)

@@ -105,6 +105,7 @@ class BlockReader:
         raise SnapshotLost(self._describe_loss(offset, offset + len(out), reasons))
 
     def _sources(self, decode: Callable[[int, memoryview], None]) -> Iterator[BlockSource]:
+        # A generator, so that the event of a fallback is recorded only if the source before it has failed.
         host, survivors = self.manifest.host, self._survivors
         reason = ""
         if self._own is not None:
@@ -164,6 +165,7 @@ class BlockReader:
     def _decode_excluding(self, offset: int, out: memoryview) -> tuple[HostName, ...] | None:
         """Decode the block without some survivors until it is correct; return the excluded survivors."""
         others = [host for host in self._group.hosts if host != self.manifest.host]
+        # Small sets first: one host with corrupt shards is likelier than two.
         sets = chain.from_iterable(combinations(others, count + 1) for count in range(self._group.parity))
         for excluded in islice(sets, MAX_EXCLUDED_SETS):
             try:

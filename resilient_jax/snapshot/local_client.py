@@ -121,6 +121,7 @@ class LocalServerClient:
             SnapshotDropped: another host, or the next generation, has dropped the snapshot meanwhile.
             PeerUnreachable: the server is gone, or does not answer.
         """
+        # Released before the request: from then on the server computes the checksums of what is there.
         self._end_writing(id)
         self._call(FinishSnapshot(request_id=next(self._request_ids), id=id, contents=contents), RequestDone)
 
@@ -147,6 +148,7 @@ class LocalServerClient:
         """
         with self._changed:
             self._changed.wait_for(lambda: id in self._settled or self._is_closed, timeout_s)
+            # An outcome that came before the server's end counts.
             if id not in self._settled and self._is_closed:
                 raise PeerUnreachable("the snapshot server of this host has ended", is_refused=True)
             return id in self._settled
@@ -200,6 +202,7 @@ class LocalServerClient:
                 check()
         finally:
             with self._changed:
+                # From here on `_handle` closes the descriptors of a reply that comes late.
                 received = self._replies.pop(request.request_id)
         name = type(request).__name__
         if received is None:

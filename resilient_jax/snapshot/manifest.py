@@ -131,6 +131,7 @@ def encode_manifest(manifest: PartManifest) -> bytes:
     """Encode a manifest with its header."""
     body = msgspec.msgpack.encode(manifest)
     header = _HEADER.pack(MAGIC, VERSION, len(body), 0)[:_CHECKED_BYTES]
+    # CRC-32 of the header, without its last field, and of the body after it.
     return header + struct.pack("<I", zlib.crc32(body, zlib.crc32(header))) + body
 
 

@@ -79,6 +79,7 @@ def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredM
     group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     block, chunk = cut_grid(parts, len(group.hosts) - group.parity)
+    # Checksums of all members' blocks are in their manifests, those of the parity that this host keeps beside it.
     blocks = [count_blocks(part, block) for part in parts]
     kept_blocks = group.parity * count_blocks(chunk, block)
     return RequiredMemory(

@@ -274,6 +274,7 @@ class ParityExchange:
         snapshot, context = self._snapshot, self._context
         is_root = snapshot.layout.root == context.host
         reply = self._decide_outcome() if is_root else self._poll_root()
+        # If it still waits, a new generation has begun, and decides what becomes of the snapshot.
         if reply.outcome is CommitOutcome.DROPPED:
             self._slots.withdraw(snapshot, reply.reason)
         elif reply.outcome is CommitOutcome.COMMITTED:

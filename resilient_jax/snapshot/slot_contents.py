@@ -85,6 +85,7 @@ class SlotContents:
     def advance(self, phase: SlotPhase, wall_s: float = 0.0) -> None:
         """Write a header with this phase; the data that the phase vouches for must be stored before."""
         self.phase = phase
+        # COMMITTED keeps the time of COMPLETE: the age of the state, not that of the decision.
         self.wall_s = wall_s or self.wall_s
         self.memory.write_header(self._make_header())
 

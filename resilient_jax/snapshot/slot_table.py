@@ -103,6 +103,7 @@ class SlotTable:
 
         Wait a moment for a slot that will become free without help. Raise as `get_layout`.
         """
+        # 0 s unless a slot is about to become free without help.
         self._changed.wait_for(lambda: self._choose(id)[0] is not None, self._free_timeout_s())
         slot, reason = self._choose(id)
         if slot is None:

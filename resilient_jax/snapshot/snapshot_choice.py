@@ -60,8 +60,10 @@ def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
     """
     chosen: _Reported | None = None
     for reported in _newest_first(statuses):
+        # An older one must be strictly safer.
         if reported.spare >= 0 and (chosen is None or reported.spare > chosen.spare):
             chosen = reported
+        # It was complete on all of its hosts, so no older one tolerates more losses.
         if chosen is not None and reported.is_committed:
             break
     if chosen is None:

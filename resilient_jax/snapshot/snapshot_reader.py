@@ -137,6 +137,7 @@ class SnapshotReader:
 
     def close(self) -> None:
         """End running reads, close connections, and release the memory of the own part."""
+        # First, because this ends the calls that the threads wait in.
         self._survivors.close()
         self._fetching.shutdown(cancel_futures=True)
         self._units.shutdown(cancel_futures=True)

@@ -78,6 +78,7 @@ class StripeDecoder:
         self._survivors = survivors
         self._own = own
         self._fetching = fetching
+        # k spans fit into the memory; each has complete blocks, which its host can verify.
         fitting = BUFFER_BYTES // self._code.k // self._block * self._block
         self._span = min(SPAN_BYTES, max(self._block, fitting))
         self._spare: deque[bytearray] = deque()

@@ -112,6 +112,7 @@ def make_abstract_state(init: Callable[[], Tree]) -> Tree:
     made: list[Any] = []
 
     def make_arrays() -> list[Any]:
+        # Taken out of the trace beside its results, since eval_shape returns neither strings nor their places.
         made[:] = jax.tree_util.tree_flatten(init())
         return [None if isinstance(leaf, str) else leaf for leaf in made[0]]
 

@@ -193,6 +193,8 @@ def _split(box: IndexBox, piece: LeafSlice, target: GatherTarget) -> Iterator[_W
     outer = IndexBox(piece.start, piece.stop)
     strides = _strides(outer.shape, itemsize)
     for part in _split_box(box, strides, itemsize):
+        # Offset of the first element in the slice, which is in C order: sum
+        # of (index - first index of the slice) x stride.
         first = sum(
             (start - origin) * stride
             for start, origin, stride in zip(part.start, outer.start, strides, strict=True)

@@ -178,6 +178,7 @@ class Snapshotter:
             self._line.raise_if_ended()
             if time.monotonic() - started_s > COPY_TIMEOUT_S:
                 self._capture.cancel(f"training waited {COPY_TIMEOUT_S:g} s for its copy")
+                # The copy may be in the middle of an array: what is cancelled still has to let go of it.
                 self._capture.wait_until_copied(COPY_TIMEOUT_S)
                 break
         self._blocked_s += time.monotonic() - started_s

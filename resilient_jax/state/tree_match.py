@@ -53,6 +53,7 @@ def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array
             found.append(str(jax.random.key_impl(key)))
             return jax.random.key_data(key)
 
+        # Traced, because an abstract key has no data whose shape could be read.
         leaf = jax.eval_shape(unwrap, leaf)
         (key_impl,) = found
     return LeafSpec(path, np.dtype(leaf.dtype).name, tuple(leaf.shape), key_impl)

@@ -58,6 +58,7 @@ class ChangeHistory:
         change = _Change(revision=revision, events=tuple(events), size_bytes=sum(map(_size_bytes, events)))
         self._changes.append(change)
         self._size_bytes += change.size_bytes
+        # The newest change stays, however large it is: no watcher has read it yet.
         while len(self._changes) > self._keep_revisions or (
             self._size_bytes > self._keep_bytes and len(self._changes) > 1
         ):

@@ -149,6 +149,7 @@ class MemoryStore:
         next_revision = from_revision
         while True:
             self._check_open()
+            # Taken before the history is read: a change after the read sets this very event.
             changed = self._changed
             events, next_revision = self._machine.read_history(prefix, next_revision, MAX_BATCH_BYTES)
             yield events, next_revision
@@ -191,6 +192,7 @@ class MemoryStore:
 
     def _wake_watchers_after(self, revision: Revision) -> None:
         if self._machine.revision != revision:
+            # Replaced and not cleared, so that every watcher that waits for the old one wakes.
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 

@@ -187,6 +187,7 @@ class RemoteStore:
                 async with contextlib.aclosing(stream) as batches:
                     async for batch in batches:
                         next_revision = batch.next_revision
+                        # The stream has worked: if it breaks, the time to resume begins only then.
                         deadline_s = None
                         if batch.events:
                             yield batch.events

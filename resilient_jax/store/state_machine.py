@@ -115,6 +115,7 @@ class StoreStateMachine:
         Raises:
             LeaseExpired: the lease is gone.
         """
+        # Sorted, since a set has another order in each process, and the events of a revision have an order.
         keys = sorted(self._live_lease(lease).keys)
         revision = Revision(self._history.revision + 1)
         self._history.append(revision, [self._delete(key, revision) for key in keys])
@@ -125,6 +126,7 @@ class StoreStateMachine:
         due = [
             (state.deadline_s, lease) for lease, state in self._leases.items() if state.deadline_s <= now_s
         ]
+        # By deadline, so that the revisions have the order in which the leases ended.
         expired = [lease for _, lease in sorted(due)]
         for lease in expired:
             self.revoke(lease)
@@ -177,6 +179,7 @@ class StoreStateMachine:
         succeeded = all(self._holds(compare) for compare in compares)
         operations = success_ops if succeeded else failure_ops
         for operation in operations:
+            # All checks before the first change: a request that raises has changed nothing.
             if isinstance(operation, PutOp) and operation.lease != NO_LEASE:
                 self._live_lease(operation.lease)
         responses = self._run(operations)
@@ -226,6 +229,7 @@ class StoreStateMachine:
         return [operation.key] if operation.key in self._keys else []
 
     def _keys_with(self, prefix: str) -> list[str]:
+        # In sorted order the keys with a prefix follow each other, from where the prefix itself would stand.
         start = bisect.bisect_left(self._sorted_keys, prefix)
         end = start
         while end < len(self._sorted_keys) and self._sorted_keys[end].startswith(prefix):
@@ -236,6 +240,7 @@ class StoreStateMachine:
         before = self._keys.get(operation.key)
         if before is None:
             bisect.insort(self._sorted_keys, operation.key)
+        # A key has one lease at most: that of its last put, or none.
         elif before.lease != NO_LEASE:
             self._leases[before.lease].keys.discard(operation.key)
         if operation.lease != NO_LEASE:

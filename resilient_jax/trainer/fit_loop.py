@@ -93,6 +93,7 @@ class FitLoop:
                 if step >= config.num_steps or self._stop is not None:
                     break
                 state = self._step(layout, programs, state, step, zeros)
+                # Only after a step: until then training waits for the programs of this generation itself.
                 if self._compiler is not None and not is_compiling_ahead:
                     world.compile_ahead(self._compiler.list_jobs(world, arrangement))
                     is_compiling_ahead = True

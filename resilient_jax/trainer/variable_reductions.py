@@ -107,6 +107,7 @@ class VariableReducer:
         new = {_Leaf.of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(after)}
         _check_names(rules, {leaf.name for leaf in (*old, *new)})
         sources, places = find_sources(jaxpr), {leaf: place for place, leaf in enumerate(old)}
+        # A variable is unchanged if what comes out in its place is the argument that goes in there.
         changed = [leaf for leaf, source in zip(new, sources, strict=False) if places.get(leaf, -1) != source]
         _check_changes(rules, changed, old, new)
         in_collections = [leaf for leaf in old if leaf.is_in_collection]
@@ -115,6 +116,8 @@ class VariableReducer:
             for leaf in changed
             if rules[leaf.name] != VariableReduction.DISCARD
         ]
+        # `position` counts the leaves of the collections before; `_find`
+        # has the places among all leaves after the loss.
         self._find = [list(new).index(in_collections[one.position]) for one in self._changed]
         for leaf in (in_collections[one.position] for one in self._changed):
             check_same_types({str(leaf): old[leaf]}, {str(leaf): new[leaf]}, "model")

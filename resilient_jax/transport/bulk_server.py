@@ -115,6 +115,7 @@ class BulkServer(Generic[RequestT]):
             connections = list(self._connections)
             self._changed.notify_all()
         if listener is not None:
+            # To close it would not wake the thread that waits in `accept`.
             shut_down_socket(listener)
             listener.close()
         for connection in connections:

@@ -157,6 +157,7 @@ def _mix(data: np.ndarray, start: Sequence[int], shape: Sequence[int], seed: int
     bits = data.reshape(-1).view(f"u{data.dtype.itemsize}") if data.dtype.itemsize in (1, 2, 4, 8) else None
     if bits is None:
         raise TypeError(f"elements of {data.dtype.itemsize} bytes ({data.dtype}) cannot be digested")
+    # Of each element its index in the complete array, in C order: sum over axes of (start + position) x stride.
     indexes = np.zeros(data.shape, np.uint64)
     stride = 1
     for axis in reversed(range(data.ndim)):

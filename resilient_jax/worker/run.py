@@ -71,11 +71,13 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
         )
     check_not_initialized()
     refuse_under_agent()
+    # Taken out of the environment: a process that the script starts must not take itself for this worker.
     descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
     encoded_settings = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if descriptor is None or encoded_settings is None:
         _run_standalone(train_fn)
         return
+    # Not set above: a script that runs without an agent may call this again.
     _has_run = True
     if is_backend_initialized():
         raise CallerError(

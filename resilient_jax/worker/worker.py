@@ -81,6 +81,7 @@ class Worker:
         self._connector = WorldConnector(settings)
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
+        # This starts the guard thread. It calls `_interrupt`, and so uses what is made below, only in a generation.
         self._agent = AgentConnection(descriptor, settings.host, self._interrupt)
         self._handover = StateHandover(
             settings.host,
@@ -93,6 +94,7 @@ class Worker:
         self._poller = CheckpointPoller(
             find_latest_checkpoint, self._agent.report_checkpoint, self._agent.record_event
         )
+        # Before the worker reports that it is ready: a decision about a lost state has to wait for its first poll.
         if find_latest_checkpoint is not None:
             self._agent.announce_checkpoint_polling()
         self._snapshotter = Snapshotter(
