@@ -217,6 +217,7 @@ class OrbaxStore:
         path = str(self.get_folder(step))
         if isinstance(reply, SaveReply):
             self._failure = None
+            # It was written anew, or found to be readable.
             self._distrusted.discard(step)
             note(
                 EventKind.CHECKPOINT_SAVED,

@@ -46,7 +46,7 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the elements of the box, which lie one after the other."""
+        """The bytes of the box, whose elements follow each other without a gap."""
         return np.dtype(self.spec.dtype).itemsize * self.box.size
 
 
@@ -144,6 +144,7 @@ def build_tree(flat: Iterable[tuple[OrbaxPath, Any]]) -> Tree:
 def allocate_memory(size: int) -> int:
     """Return a descriptor of anonymous memory: no other user can open it, and its last descriptor frees it."""
     descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
+    # An empty file cannot be mapped.
     os.truncate(descriptor, max(size, 1))
     return descriptor
 

@@ -141,7 +141,7 @@ class Agent:
         )
         self._context.print_line(f"{self._settings.host}: got a notice to leave; {when}")
         self._mark_changed()
-        # Nobody waits for a boundary that includes this host.
+        # No other host needs this one, so there is no boundary to wait for.
         if not self._follower.is_needed():
             self._leave()
 

@@ -103,6 +103,7 @@ class CoordinationServices:
         assert self._standby is not None, "just warmed up"
         starting, self._standby = self._standby, None  # one that could not be started is not tried again
         standby = await starting
+        # Whatever fails below: a process that does not serve is ended, and not kept.
         is_serving = False
         try:
             address = f"{self._host_address}:{_free_port(self._host_address)}"

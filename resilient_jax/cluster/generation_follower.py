@@ -106,6 +106,7 @@ class GenerationFollower:
             return
         worker = self._supervisor.worker
         member = generation.find_member(self._context.settings.host)
+        # A worker that was started since has nothing of what made its predecessor a member.
         seated = member is not None and worker is not None and member.incarnation == worker.incarnation
         if worker is None or not seated or generation.number == self._void_generation:
             await self._obey_as_outsider(generation)
@@ -162,6 +163,7 @@ class GenerationFollower:
             await asyncio.sleep(0.1)
 
     async def _relay_to(self, generation: Generation) -> str:
+        # In place the worker stays connected to the service, through the relay that it has.
         if generation.change is WorldChange.SHRINK and self._relay is not None:
             return self._relay.address
         if self._relay is None or self._relay.service != generation.service_address:

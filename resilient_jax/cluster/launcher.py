@@ -226,6 +226,7 @@ class Launcher:
     def _outcome_without_leader(self) -> JobOutcome:
         """Return the outcome of a job whose hosts were refused, interrupted or killed, or exhausted their restarts."""
         ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
+        # Fatal codes first: they are the reason why the other agents were ended.
         fatal = [code for code in ends.values() if code in FATAL_EXIT_CODES]
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))

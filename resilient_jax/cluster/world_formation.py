@@ -113,6 +113,7 @@ def form_next_generation(
         service_address=address,
         step=origin.step,
         sources=origin.sources,
+        # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
         receivers=tuple(m.host for m in members if m.host not in held) if held else (),
         snapshot=origin.snapshot,
         state_loss=None

@@ -180,6 +180,7 @@ def _break_topology_exchange(forming: FormingAttempt) -> None:
     client = forming.client
     if client is None or not is_service_alive(client, forming.listener_key):
         return
+    # For this key all processes but 0 wait, for those below process 0; True overwrites what a peer has published.
     client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE_VALUE, True)
     for index in range(forming.process_count):
         client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE_VALUE, True)

@@ -181,6 +181,8 @@ class ParityExchange:
     def _encode_piece(self, offset: int) -> None:
         snapshot, context = self._snapshot, self._context
         self._check_not_dropped()
+        # Stripe r has its parity row 0 on member r, and its data shard j is
+        # chunk j of that shard's member (see `stripes`).
         stripe, n, m = snapshot.member_index, len(snapshot.group.hosts), snapshot.group.parity
         length = min(PARITY_PIECE_BYTES, snapshot.slot_layout.chunk_bytes - offset)
         sources = [

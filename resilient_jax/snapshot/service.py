@@ -85,6 +85,7 @@ class SnapshotService:
                 data = contents.view_parity(
                     request.row, request.offset, request.length, verify=request.verify
                 )
+            # A reader that does not ask to verify has the manifest's checksums, and needs no digest of the transfer.
             return BulkResponse(data, request.verify)
         except ValueError:  # the slot's memory was freed meanwhile
             self._check_held(contents)

@@ -279,7 +279,7 @@ class Snapshotter:
                 f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
                 f"{ADDRESS_BYTES} at most. Give it a shorter name"
             )
-        # Each host fills in its own row, so the sum over hosts has the text of every host.
+        # Each host fills in its own row, so the sum over hosts has the bytes of every host.
         rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
         rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
         texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.all_reduce(rows)]

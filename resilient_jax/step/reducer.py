@@ -131,6 +131,7 @@ class Reducer:
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
+            # As in `HostGrid`, each host counts with as many devices as the host with the fewest has.
             locations = locate_replicas(live.process_indexes, shape, min(map(len, live.devices_by_host)))
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas

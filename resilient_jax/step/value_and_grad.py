@@ -215,6 +215,7 @@ class _Programs:
         leaves, tree = jax.tree.flatten(sums)
         means = [summed / count for summed in leaves]
         return tree.unflatten(
+            # The mean of integers is none: it stays a float.
             mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
             for mean, dtype in zip(means, dtypes, strict=True)
         )

@@ -144,6 +144,7 @@ class PlanSearcher:
             recipe = self._config.recipe
 
             def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
+                # Which key it is changes no shape, and so no cost.
                 return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
             self._program_cost = analyze_program(
@@ -174,6 +175,7 @@ class PlanSearcher:
         sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
         per_host = len(devices) // plan.layout.axes.devices
+        # Consecutive devices form a replica.
         grid = np.array(devices).reshape((per_host, *sizes.values()))
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(

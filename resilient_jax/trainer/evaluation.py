@@ -103,6 +103,7 @@ class Evaluation:
                 seed=seed,
             )
             data = make()
+            # Only such a source is shuffled by itself; the others refuse the argument.
             if isinstance(data, RandomAccessData):
                 data = make(shuffle=False)
         except DataError as error:

@@ -55,6 +55,7 @@ class AgentConnection:
 
     def __init__(self, descriptor: int, host: HostName, interrupt: Interrupt) -> None:
         self._host = host
+        # No timeout: an agent that is stopped for a while must not make its worker fail.
         self._connection = Connection[WorkerMessage, WorkerOrder](
             descriptor, WORKER_ORDER_DECODER, send_timeout_s=None
         )
