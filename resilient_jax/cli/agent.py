@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import re
 import signal
@@ -169,14 +170,29 @@ def _read_token() -> str:
 
 
 def _describe_outcome(outcome: JobOutcome) -> str:
-    """Return why the job ended, of a traceback only the last line: the host that failed has printed the rest."""
-    message = outcome.message.strip()
-    if message.startswith("Traceback"):
-        message = message.rpartition("\n")[2]
+    """Return why the job ended, of a traceback only the exception: the host that failed has printed the rest."""
+    message = find_exception_line(outcome.message.strip())
     if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
         return f"this host ends: {message}"  # the other hosts may continue
     where = f" on {outcome.host}" if outcome.host else ""
     return f"the job ended: {outcome.kind}{where}: {message}"
+
+
+TRACEBACK_HEADING = re.compile(r"(\+ Exception Group )?Traceback \(most recent call last\):")
+
+
+def find_exception_line(message: str) -> str:
+    """Return the first line of the exception of a traceback, without its frames and notes; any other message as it is.
+
+    JAX adds notes to exceptions, so the last line of a traceback says nothing about the error.
+    """
+    # In the traceback of a group each line has a margin; that of the exceptions in the group is wider.
+    lines = [re.sub(r"^  (\| |(?=\+))", "", line) for line in message.splitlines()]
+    headings = [index for index, line in enumerate(lines) if TRACEBACK_HEADING.fullmatch(line)]
+    if not headings or headings[0] != 0:
+        return message
+    after = itertools.dropwhile(lambda line: line.startswith(" "), lines[headings[-1] + 1 :])
+    return next(after, lines[-1])
 
 
 EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})

@@ -7,6 +7,7 @@ without failures.
 
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,10 +88,19 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
 
 
 def last_index(tiny: TinyJob, host: str) -> int:
-    """Return the last microbatch that a host computes in a step of the present generation."""
-    rows = [row for rows in tiny.logs().values() for row in rows]
-    newest = max(rows, key=lambda row: row["step"])
-    return max(index for index, owner in enumerate(newest["owners"]) if owner == host)
+    """Return the last microbatch that a host computes in a step of the present generation.
+
+    The log of a step is written after the step is reported, so the newest row may still be of a generation without it.
+    """
+    end_s = time.monotonic() + RECOVERY_S
+    while True:
+        rows = [row for rows in tiny.logs().values() for row in rows]
+        newest = max(rows, key=lambda row: row["step"])
+        indices = [index for index, owner in enumerate(newest["owners"]) if owner == host]
+        if indices:
+            return indices[-1]
+        assert time.monotonic() < end_s, f"{host} computes no microbatch:\n{tiny.job.read_tail()}"
+        time.sleep(0.02)
 
 
 def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -> None:
@@ -111,7 +121,7 @@ def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -
     incidents=st.lists(
         st.tuples(st.sampled_from(PLACES), st.sampled_from(DEATHS)), min_size=4, max_size=4, unique=True
     ),
-    unit=st.sampled_from([1, 3, 5]),
+    unit=st.sampled_from([1, 3, 4]),  # 14 microbatches: with larger units some host would have none
 )
 def test_random_failures_leave_the_weights_unchanged(
     incidents: list[tuple[str, str]], unit: int, tmp_path: Path

@@ -1,0 +1,69 @@
+"""The line of a traceback that an agent quotes when the job ends: the exception, however it is decorated."""
+
+import traceback
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from resilient_jax.cli.agent import find_exception_line
+
+
+def read_traceback(fail: Callable[[], object]) -> str:
+    """Return the traceback that a worker reports."""
+    try:
+        fail()
+    except Exception as error:
+        return "".join(traceback.format_exception(error)).strip()
+    raise AssertionError("nothing was raised")
+
+
+def multiply():
+    return jax.jit(lambda x: x @ jnp.ones((7, 2)))(jnp.ones((5, 3)))
+
+
+def branch():
+    return jax.jit(lambda x: 1.0 if x > 0 else 0.0)(1.0)
+
+
+def chain():
+    try:
+        int("x")
+    except ValueError as error:
+        raise RuntimeError("no config:\n- one\n- two") from error
+
+
+def group():
+    raise ExceptionGroup("several", [ValueError("a"), ExceptionGroup("more", [TypeError("b")])])
+
+
+def annotate():
+    error = KeyError("missing")
+    error.add_note("of a config")
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (
+            multiply,
+            "TypeError: dot_general requires contracting dimensions to have the same shape, got (3,) and (7,).",
+        ),
+        (branch, "jax.errors.TracerBoolConversionError: Attempted boolean conversion of traced array"),
+        (chain, "RuntimeError: no config:"),
+        (group, "ExceptionGroup: several (2 sub-exceptions)"),
+        (annotate, "KeyError: 'missing'"),
+    ],
+)
+def test_the_exception_is_quoted_without_frames_and_notes(fail, said):
+    text = read_traceback(fail)
+    assert find_exception_line(text).startswith(said)
+    # Alone, or as what the last line says: so the test would notice if it were taken.
+    assert not text.splitlines()[-1].startswith(said)
+
+
+def test_any_other_message_is_quoted_as_it_is():
+    message = "the script ended before rj.run(...) had returned;\ncall it"
+    assert find_exception_line(message) == message
