@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import os
 import re
 import signal
@@ -30,6 +29,7 @@ from resilient_jax.cli.options import (
     print_line,
     read_versions,
 )
+from resilient_jax.cli.outcome_text import describe_for_agent
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
@@ -140,7 +140,7 @@ def agent(
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
     if outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
-        print_line(f"[{host_name}] {_describe_outcome(outcome)}")
+        print_line(f"[{host_name}] {describe_for_agent(outcome)}")
     sys.exit(outcome.exit_code)
 
 
@@ -167,32 +167,6 @@ def _read_token() -> str:
             "secret on all hosts, for example from `openssl rand -hex 16`"
         )
     return token
-
-
-def _describe_outcome(outcome: JobOutcome) -> str:
-    """Return why the job ended, of a traceback only the exception: the host that failed has printed the rest."""
-    message = find_exception_line(outcome.message.strip())
-    if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
-        return f"this host ends: {message}"  # the other hosts may continue
-    where = f" on {outcome.host}" if outcome.host else ""
-    return f"the job ended: {outcome.kind}{where}: {message}"
-
-
-TRACEBACK_HEADING = re.compile(r"(\+ Exception Group )?Traceback \(most recent call last\):")
-
-
-def find_exception_line(message: str) -> str:
-    """Return the first line of the exception of a traceback, without its frames and notes; any other message as it is.
-
-    JAX adds notes to exceptions, so the last line of a traceback says nothing about the error.
-    """
-    # In the traceback of a group each line has a margin; that of the exceptions in the group is wider.
-    lines = [re.sub(r"^  (\| |(?=\+))", "", line) for line in message.splitlines()]
-    headings = [index for index, line in enumerate(lines) if TRACEBACK_HEADING.fullmatch(line)]
-    if not headings or headings[0] != 0:
-        return message
-    after = itertools.dropwhile(lambda line: line.startswith(" "), lines[headings[-1] + 1 :])
-    return next(after, lines[-1])
 
 
 EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})

@@ -24,6 +24,7 @@ from resilient_jax.cli.options import (
     load_job_config,
     print_line,
 )
+from resilient_jax.cli.outcome_text import describe_for_launch
 from resilient_jax.cli.progress import ProgressLine
 from resilient_jax.cluster.launcher import HostSite, Launcher, LaunchSettings, make_host_names
 from resilient_jax.cluster.run_directory import (
@@ -35,7 +36,6 @@ from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import has_device_count
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +126,7 @@ def launch(
             f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)"
         )
         outcome = asyncio.run(launcher.run())
-    print_line(_describe_outcome(outcome, directory))
+    print_line(describe_for_launch(outcome, directory))
     sys.exit(outcome.exit_code)
 
 
@@ -160,11 +160,3 @@ def _load_sites(path: Path | None, hosts: int) -> Sites:
             "missing ones, or change --hosts"
         )
     return found
-
-
-def _describe_outcome(outcome: JobOutcome, directory: Path) -> str:
-    logs = f"logs and events: {directory}"
-    if outcome.kind is JobOutcomeKind.DONE:
-        return f"done; {logs}"
-    where = f" on {outcome.host}" if outcome.host else ""
-    return f"{logs}\nthe job ended: {outcome.kind}{where}\n{outcome.message}"

@@ -1,4 +1,4 @@
-"""The line of a traceback that an agent quotes when the job ends: the exception, however it is decorated."""
+"""What is said of a job whose script failed: the exception, without what JAX adds to it."""
 
 import traceback
 from collections.abc import Callable
@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.cli.agent import find_exception_line
+from resilient_jax.cli.outcome_text import describe_for_agent, describe_for_launch, find_exception_line
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
 def read_traceback(fail: Callable[[], object]) -> str:
@@ -67,3 +69,17 @@ def test_the_exception_is_quoted_without_frames_and_notes(fail, said):
 def test_any_other_message_is_quoted_as_it_is():
     message = "the script ended before rj.run(...) had returned;\ncall it"
     assert find_exception_line(message) == message
+
+
+def test_launch_ends_with_the_error_and_an_agent_quotes_it(tmp_path):
+    text = read_traceback(multiply)
+    assert "For simplicity, JAX has removed" in text
+    outcome = JobOutcome(
+        kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=HostName("host-1"), message=f"{text}\n"
+    )
+    shown = describe_for_launch(outcome, tmp_path).splitlines()
+    assert shown[1:3] == ["the job ended: user_error on host-1", "Traceback (most recent call last):"]
+    assert shown[-1].startswith("TypeError: dot_general")
+    quoted = describe_for_agent(outcome)
+    assert quoted.startswith("the job ended: user_error on host-1: TypeError: dot_general")
+    assert "\n" not in quoted
