@@ -170,6 +170,7 @@ async def _start_standby_process() -> _Standby:
             raise InternalError(
                 f"the coordination service: found {answer!r} on its standard output, expected ready"
             )
+    # Also if this is cancelled: nothing else knows of the process yet.
     except BaseException:
         await child.kill_and_wait()
         raise

@@ -158,6 +158,7 @@ class Launcher:
                 token=self._credentials.token,
                 launcher_pid=os.getpid(),
             )
+            # Once the store answers: from now on other commands find the job.
             write_contact(directory, contact)
             watching = asyncio.create_task(self._watch(store))
             try:

@@ -134,6 +134,7 @@ def has_service(state: MembershipState) -> bool:
 
 def find_user_error(state: MembershipState) -> JobOutcome | None:
     """Return the user's own error, from any worker; None if there is none."""
+    # By name, so that each leader would name the same host.
     for host, status in sorted(state.hosts.items()):
         worker = status.worker
         if worker is None:

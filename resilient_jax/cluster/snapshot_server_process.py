@@ -77,6 +77,7 @@ class SnapshotServerProcess:
             return
         settings = self._settings
         ours, theirs = socket.socketpair()
+        # The server gets a copy of its end; one that stayed open here would hide the server's death.
         with theirs:
             message = ServerSettings(
                 host=settings.host,

@@ -287,6 +287,7 @@ class WorkerSupervisor:
         if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
             return outcome
         host = self._settings.host
+        # This worker did not train to the end: it was ready too late, and ended by order or was killed.
         if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
             if self._done_and_killed is None:
                 self._print_line(

@@ -161,6 +161,7 @@ def _assign_seats(
     seats: dict[HostName, int] = {}
     for status in kept:
         member = generation.find_member(status.host)
+        # Indexes are dense: one beyond the new number of members cannot be kept.
         if member is not None and member.process_index < count:
             seats[status.host] = member.process_index
     free = iter(sorted(set(range(count)) - set(seats.values())))

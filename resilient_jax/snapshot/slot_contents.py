@@ -214,6 +214,7 @@ class SlotContents:
             CallerError: the piece is not of a row that this host keeps, or is not aligned to the grid.
             ChecksumMismatch: the piece is corrupt.
         """
+        # All pieces but the last have PARITY_PIECE_BYTES, so each has one place in its chunk.
         expected = min(PARITY_PIECE_BYTES, self.slot_layout.chunk_bytes - piece.offset)
         fits = (
             0 <= piece.row < self.slot_layout.parity_rows

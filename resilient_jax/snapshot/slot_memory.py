@@ -202,6 +202,7 @@ def parse_header(memory: bytes | memoryview, where: str = "a slot") -> SlotHeade
     )
     (expected,) = _HEADER_CRC.unpack(check)
     found = zlib.crc32(page)
+    # Before any field is interpreted: a corrupt phase, for instance, is no `SlotPhase`.
     if magic != _MAGIC or version != _VERSION or found != expected:
         raise ChecksumMismatch(
             f"header of {where} is corrupt: found magic {magic!r}, version {version} and CRC-32 "

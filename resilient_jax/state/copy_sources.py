@@ -99,6 +99,7 @@ def _find_sources(leaf: FlatLeaf, box: IndexBox, turn: int, known: SourceCache) 
             held = box_from_index(shard.index, value.shape)
             wanted = intersect_boxes(held, box)
             if wanted is not None:
+                # Shards with the same box are copies of each other: any one will do.
                 holders[held, wanted] = (*holders.get((held, wanted), ()), number)
         known[key] = [(*boxes, numbers) for boxes, numbers in holders.items()]
     return [

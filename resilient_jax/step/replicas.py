@@ -165,6 +165,7 @@ def build_replicas(
         mine = list(devices_by_host[host_index])
         width = len(mine) // replica_shape.count_replicas_per_host(len(mine))
         local = mine[seat.slot * width : (seat.slot + 1) * width]
+        # In the order of the hosts, so that the mesh is equal on all hosts of the replica.
         devices = (
             local
             if len(seat.host_indexes) == 1

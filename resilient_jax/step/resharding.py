@@ -120,6 +120,7 @@ def shard_tree(tree: Tree, placement: Placement) -> Tree:
     cuts = [position for position, target in enumerate(targets) if not target.is_fully_replicated]
     if cuts:
         here = tuple(grid.local_mesh.devices.flat)
+        # Of each device: where its shard starts. Each device of this host gets one row of these.
         starts = [_find_starts(targets[i], leaves[i].shape) for i in cuts]
         stacks = _cut(grid.local_mesh, tuple(targets[i].shard_shape(leaves[i].shape) for i in cuts))(
             [leaves[i] for i in cuts], [np.array([of[d] for d in here], np.int32) for of in starts]

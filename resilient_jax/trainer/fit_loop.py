@@ -203,6 +203,7 @@ class FitLoop:
             state = state._replace(
                 early_stopping=layout.shard(jax.device_put(early_stopping, layout.local_sharding))
             )
+            # After the last step training ends anyway, and for another reason.
             if is_over and step < config.num_steps:
                 self._stop = (step, f"early stop: {reason}")
         self._report(layout.world, state, metrics, started_s, is_evaluation=True)

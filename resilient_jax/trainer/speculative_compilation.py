@@ -124,6 +124,7 @@ def compile_step(
 ) -> None:
     """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
     shape, placement = arrangement.replica_shape, arrangement.placement
+    # Of this host alone: a planned replica is inside a host, and its programs depend on no other.
     seats = [ReplicaLocation((0,), slot) for slot in range(shape.count_replicas_per_host(len(devices)))]
     for replica in build_replicas(seats, [devices], 0, shape).values():
         check()

@@ -70,6 +70,7 @@ class BulkChannel:
             send_frame(connection, request, deadline_s)
             header = self._decode(receive_frame(connection, deadline_s))
             if isinstance(header, BulkRefusal):
+                # A refusal is a complete answer: the connection serves the next read.
                 is_complete = True
                 raise ERROR_CLASSES.get(header.error, InternalError)(header.message)
             if header.length != len(out):
@@ -82,6 +83,7 @@ class BulkChannel:
             raise PeerUnreachable(f"{self._address} broke off a read: {error}") from error
         finally:
             self._release(connection, is_complete=is_complete)
+        # After the connection is released, so that another read need not wait for the checksum.
         if header.checksum is None:
             return
         found = choose_checksum(header.checksum).compute(out)

@@ -102,6 +102,7 @@ class Channel:
                 raise self._closed(path) from error
             raise
         finally:
+            # A reader that stops early must not leave the server sending.
             call.cancel()
 
     async def close(self) -> None:

@@ -89,6 +89,7 @@ def decode_error(
     """Return the error that a client raises when its call of `path` at `address` ended with `code`."""
     details = details or ""
     name = next((value for key, value in trailing_metadata or () if key == ERROR_KEY), None)
+    # Raised by the peer's handler; without a name it is gRPC that reports, about the connection.
     if isinstance(name, str) and name in ERROR_CLASSES:
         return _rebuild_error(ERROR_CLASSES[name], details, address, path)
     match code:
