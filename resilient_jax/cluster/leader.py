@@ -91,6 +91,7 @@ class Leader:
             result = await self._store.transaction(
                 [require_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
             )
+            # The key was created in this revision, which is therefore its create revision: the fencing token.
             token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
             if token is None:
                 await self._wait_vacant(key, result.revision)

@@ -276,6 +276,7 @@ def _in_pause(state: MembershipState) -> Generation | None:
         for w in list_live_workers(state)
         if w.report.generation == generation.number
     ]
+    # A member that has not answered may be in any step, so no boundary can be chosen yet.
     if len(limits) < len(generation.members) or None in limits:
         return None
     # The latest of the members' earliest steps: the one that is furthest ahead cannot go back, and all others reach it.

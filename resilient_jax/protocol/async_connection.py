@@ -41,12 +41,14 @@ class AsyncConnection(Generic[SentT, ReceivedT]):
         if self._socket.fileno() < 0:
             return
         frame = memoryview(encode_message(message, len(descriptors)))
+        # At once only if no other frame waits: frames keep their order.
         if not self._outbox:
             try:
                 frame, descriptors = self._write(frame, descriptors)
             except OSError:
                 return
         if frame:
+            # Duplicates, since the caller closes its own when this returns.
             self._outbox.append((frame, [os.dup(descriptor) for descriptor in descriptors]))
             self._loop.add_writer(self._socket, self._flush)
 
@@ -88,6 +90,7 @@ class AsyncConnection(Generic[SentT, ReceivedT]):
                 rest, _ = self._write(frame, descriptors)
                 if len(rest) == len(frame):
                     return
+                # They went with the first byte of the frame, so what is left of it is bytes only.
                 for descriptor in descriptors:
                     os.close(descriptor)
                 self._outbox[0] = (rest, [])

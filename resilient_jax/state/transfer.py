@@ -87,6 +87,7 @@ class StateServer:
 
     def _fetch(self, request: FetchStateRequest) -> Iterator[StateChunk]:
         state = self._wait_for_offer(request.generation)
+        # The offered state is in host memory, so this copies only what is not in C order.
         arrays = [np.ascontiguousarray(leaf.value) for leaf in state.leaves]
         views = [array.reshape(-1).view(np.uint8) for array in arrays]
         yield StateChunk(

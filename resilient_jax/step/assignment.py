@@ -297,4 +297,5 @@ def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: 
 
 def replica_speeds(locations: Sequence[ReplicaLocation], speeds: np.ndarray) -> list[float]:
     """Return the speed of each replica: that of its slowest host."""
+    # Its hosts compute each microbatch together, so all wait for the slowest.
     return [float(min(speeds[list(location.host_indexes)])) for location in locations]

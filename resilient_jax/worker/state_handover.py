@@ -84,6 +84,7 @@ class StateHandover:
 
     def _fetch(self, generation: Generation) -> FlatState:
         started_s = time.monotonic()
+        # By position, so that receivers begin with different sources.
         position = [member.host for member in generation.members].index(self._host)
         state = fetch_state(
             generation.number,
