@@ -71,6 +71,10 @@ class CompilationMonitor:
             self._compiled = self._fetched = 0
             self._is_reported = False
 
+    def end(self) -> None:
+        """Let what the script does after training compile on this host alone, whatever became of the generation."""
+        self._fetcher.end()
+
     def report_once(self) -> None:
         """Report what the generation's first step had to wait for; called at each commit, reports at the first."""
         with self._lock:

@@ -105,6 +105,12 @@ class ProgramFetcher:
         if self._directory is not None:
             self._directory.begin_generation(number, [peer.endpoint for peer in peers])
 
+    def end(self) -> None:
+        """Fetch and claim nothing from now on: training is over, and other hosts may have ended."""
+        with self._lock:
+            number = self._generation
+        self.begin_generation(number, [])
+
     def fetch(self, key: str) -> bytes | None:
         """Return a program that another host has or compiles; None: compile it here, then call `finish`."""
         with self._lock:

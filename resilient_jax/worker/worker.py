@@ -165,8 +165,9 @@ class Worker:
             )
 
     def close(self) -> None:
-        """End the threads that would keep this process from ending."""
+        """End the threads that would keep this process from ending, and fetch no program from other hosts again."""
         self._compiler.close()
+        self._monitor.end()
         close_backend_gate()
 
     def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:

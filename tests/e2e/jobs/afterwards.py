@@ -1,10 +1,14 @@
-"""A script that trains three steps, then works until the file end-HOST exists in the folder of its argument."""
+"""A script that trains three steps, then works until the file end-HOST exists in the folder of its argument.
+
+Its last work is a program that JAX compiles, as an evaluation of the trained model would be.
+"""
 
 import os
 import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 import resilient_jax as rj
@@ -25,4 +29,5 @@ rj.run(train)
 (folder / f"works-{hosts[0]}").write_text(str(os.getpid()))
 while not (folder / f"end-{hosts[0]}").exists():
     time.sleep(0.02)
+assert jax.jit(lambda x: x @ x)(jnp.arange(3.0)) == 5
 print("saved", flush=True)
