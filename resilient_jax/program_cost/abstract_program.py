@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resilient_jax.errors import CallerError
+from resilient_jax.planning.device_order import MESH_AXES
 from resilient_jax.sharding.logical_axes import (
     LogicalNames,
     Tree,
@@ -22,6 +23,7 @@ from resilient_jax.sharding.logical_axes import (
     get_linen_names,
     get_nnx_names,
 )
+from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 
 LossFn = Callable[[Any, Tree], Any]
 """Gets the model (of a plain function: its tree) and a batch, and returns a scalar or a tuple that begins with one."""
@@ -58,7 +60,7 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
         CallerError: this is no model, it has no parameters or some without a gradient, or the loss is no scalar of a
             floating-point type.
     """
-    batch = jax.tree.map(_shape_of, batch)
+    batch, loss_fn = jax.tree.map(_shape_of, batch), _trace_under_plan_mesh(loss_fn)
     if isinstance(model, nn.Module):
         program = _linen_program(model, loss_fn, batch)
     elif callable(model) and not isinstance(model, nnx.Module):
@@ -83,6 +85,18 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
             f"loss_fn: found a result {result}, expected a scalar, or a tuple that begins with one"
         )
     return program
+
+
+def _trace_under_plan_mesh(loss_fn: LossFn) -> LossFn:
+    """Return the loss for models that name axes of a plan's mesh in a bare `PartitionSpec`; each has size 1 here."""
+    mesh = make_trace_mesh([axis.value for axis in MESH_AXES])
+
+    @functools.wraps(loss_fn)
+    def trace(model: Any, batch: Tree) -> Any:  # noqa: ANN401 - as the loss
+        with use_trace_mesh(mesh):
+            return loss_fn(model, batch)
+
+    return trace
 
 
 def _check_parameters(params: Tree) -> None:

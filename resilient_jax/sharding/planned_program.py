@@ -1,6 +1,7 @@
 """The mesh, the state's shardings and the compiled program of a plan."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.activation_constraints import constrain_activations
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner, make_batch_specs
+from resilient_jax.sharding.trace_mesh import use_trace_mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,8 @@ def compile_plan(
 
     Args:
         plan: the plan.
-        function: a training step, a loss, or any function of a state and a batch. It is traced here.
+        function: a training step, a loss, or any function of a state and a batch. It is traced here. A bare
+            `PartitionSpec` in it is over the axes of `make_mesh`.
         state: a tree of arrays or of `jax.ShapeDtypeStruct`.
         batch: a tree of arrays or of `jax.ShapeDtypeStruct`, whose first dim is the examples.
         devices: all devices of the topology, see `make_mesh`.
@@ -133,12 +136,18 @@ def compile_plan(
     where = make_state_shardings(plan, state, mesh, logical_axis_rules)
     rows = _shardings(make_batch_specs(batch, sizes, plan.request.program_cost.sequence_tokens), mesh)
     started_s = time.monotonic()
+
+    @functools.wraps(function)
+    def traced(state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function returns
+        with use_trace_mesh(mesh):
+            return function(state, batch)
+
     # FSDP shards parameters over the devices that have different examples, which XLA may confuse: see
     # `activation_constraints`. Other plans need no constraint.
     jitted = jax.jit(
-        constrain_activations(function, mesh) if sizes[Axis.FSDP] > 1 else function,
+        constrain_activations(traced, mesh) if sizes[Axis.FSDP] > 1 else traced,
         in_shardings=(where, rows),
-        out_shardings=_out_shardings(function, state, batch, where),
+        out_shardings=_out_shardings(traced, state, batch, where),
         donate_argnums=(0,) if donate_state else (),
     )
     compiled = jitted.lower(_shapes_of(state), _shapes_of(batch)).compile()

@@ -16,11 +16,11 @@ from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import CallerError, DataError
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.replica_mesh import make_trace_mesh, use_replica_mesh
 from resilient_jax.trainer.step_programs import cast_parameters, constrain_sharding
 
 Tree = Any
@@ -160,7 +160,7 @@ class EvaluationProgram:
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
         self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
         microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        with use_replica_mesh(make_trace_mesh(axis_names)):
+        with use_trace_mesh(make_trace_mesh(axis_names)):
             self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
 
     def _compute_sums(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
@@ -180,7 +180,7 @@ class EvaluationProgram:
         *,
         placement: Placement,
     ) -> EvaluationSums:
-        with use_replica_mesh(placement.mesh):
+        with use_trace_mesh(placement.mesh):
             found = self._compute_sums(variables, batch, microbatch_id)
         return constrain_sharding(jax.tree.map(jnp.add, sums, found), placement)
 

@@ -28,13 +28,13 @@ import optax
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
 from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
-from resilient_jax.trainer.replica_mesh import make_trace_mesh, use_replica_mesh
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
     MicrobatchSums,
@@ -117,7 +117,7 @@ class StepPrograms:
         # Linen makes its variables when the loss calls it: any batch of the right shape will do.
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
         key = jax.random.key(recipe.seed)
-        with use_replica_mesh(make_trace_mesh(recipe.axis_names)):
+        with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
             variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
         variables = replace_leaves(variables, given or {})
         return TrainingState(
@@ -136,7 +136,7 @@ class StepPrograms:
             _, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
             return after, metrics
 
-        with use_replica_mesh(make_trace_mesh(recipe.axis_names)):
+        with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
             jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self._example)
         reducer = VariableReducer(recipe.variable_rules, bound, after, jaxpr)
         index = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -181,7 +181,7 @@ class StepPrograms:
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
-        with use_replica_mesh(placement.mesh):
+        with use_trace_mesh(placement.mesh):
             (loss, (metrics, collections)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
                 variables.params
             )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 import resilient_jax as rj
 
@@ -21,7 +22,9 @@ def make(key):
 
 
 def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] - batch) ** 2)
+    # A bare PartitionSpec, as models on one mesh have them: here it is over the axes of the plan.
+    hidden = jax.lax.with_sharding_constraint(jnp.tanh(batch @ params["up"]), PartitionSpec(None, "tensor"))
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
 
 
 def draw(step, index):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
@@ -226,6 +227,46 @@ def test_metadata_that_an_optimizer_keeps_on_an_array_with_fewer_dims_is_ignored
         for name, n in (("kernel", 2), ("row", 1), ("accumulators", 1))
     }
     assert found == {"kernel": {(64, 16)}, "row": {(64,)}, "accumulators": {(64,)}}
+
+
+def constrain_hidden(axis):
+    def loss(params, rows):
+        hidden = jax.numpy.tanh(rows @ params["w"] @ params["in"]["up"])
+        hidden = jax.lax.with_sharding_constraint(hidden, PartitionSpec(None, axis))
+        return jax.numpy.mean((hidden @ params["out"]["w"] - rows) ** 2)
+
+    return loss
+
+
+def measure_chain(loss):
+    return rj.analyze_program(
+        chain,
+        loss,
+        jax.ShapeDtypeStruct((8, 64), np.float32),
+        name="chain",
+        logical_axis_rules=rj.LogicalAxisRules(names_by_path=CHAIN_RULES),
+    )
+
+
+@pytest.mark.parametrize("axes", [{Axis.TENSOR: 4, Axis.REPLICA: 2}, {Axis.TENSOR: 2, Axis.FSDP: 4}])
+def test_a_bare_partition_spec_is_over_the_axes_of_the_plan(axes):
+    loss = constrain_hidden("tensor")
+    profile = measure_chain(loss)
+    free = measure_chain(loss_of_chain)
+    assert (profile.tensors, profile.forward_flops) == (free.tensors, free.forward_flops)
+    rows = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    program = compile_plan(
+        plan_with(profile, axes), loss, chain(None), rows, devices=jax.devices(), donate_state=False
+    )
+    found = program(jax.device_put(chain(None), program.state_shardings), rows)
+    np.testing.assert_allclose(found, loss_of_chain(chain(None), rows), rtol=1e-5)
+
+
+def test_a_partition_spec_of_another_axis_is_refused_with_those_of_a_plan():
+    with pytest.raises(
+        CallerError, match=r"expected replica, pipeline, fsdp, expert, sequence, tensor\. Use these"
+    ):
+        measure_chain(constrain_hidden("model"))
 
 
 class Results(NamedTuple):

@@ -1,4 +1,4 @@
-"""The mesh of a replica while the loss is traced: a bare `PartitionSpec` on an activation is over its axes."""
+"""The mesh under which a user's loss is traced: a bare `PartitionSpec` on an activation is over its axes."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ def make_trace_mesh(axis_names: Sequence[str]) -> AbstractMesh:
 
 
 @contextlib.contextmanager
-def use_replica_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Trace under the mesh of a replica.
+def use_trace_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Trace under the mesh of a replica, or that of a plan.
 
     Raises:
         CallerError: the loss or the model names an axis that the mesh does not have, or an `axis_name` of `pmap`.
@@ -31,7 +31,7 @@ def use_replica_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
             raise
         raise CallerError(
             f"loss_fn: found a PartitionSpec of an axis that the replica's mesh does not have ({error}), expected "
-            f"{', '.join(map(str, abstract.axis_names))}. Use these, or name others: "
+            f"{', '.join(map(str, abstract.axis_names))}. Use these, or, without a plan, name others: "
             "rj.Parallelism(replica_shape=rj.ReplicaShape(axes=((name, size), ...)))"
         ) from error
     except NameError as error:
