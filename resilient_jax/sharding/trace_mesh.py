@@ -4,14 +4,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from resilient_jax.errors import CallerError
 
 
 def make_trace_mesh(axis_names: Sequence[str]) -> AbstractMesh:
     """Return a mesh of one device with these axes, to trace before there are devices."""
-    return AbstractMesh((1,) * len(axis_names), tuple(axis_names))
+    # As of a `Mesh`: since jax 0.12 the axes of an abstract mesh would be explicit.
+    return AbstractMesh(
+        (1,) * len(axis_names), tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names)
+    )
 
 
 @contextlib.contextmanager
