@@ -27,6 +27,14 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+def get_signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL"; most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def bind_to_this_process(command: Sequence[str]) -> list[str]:
     """Return the command, wrapped so that the kernel kills the process when this one dies.
 

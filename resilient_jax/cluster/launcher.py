@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
+from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import JobContact, remove_contact, write_contact
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
@@ -268,7 +268,7 @@ class Launcher:
             budget, backoff_s = budget.spend(asyncio.get_running_loop().time())
             if backoff_s is None:
                 return
-            why = signal.Signals(-code).name if code < 0 else ExitCode(code).name
+            why = get_signal_name(-code) if code < 0 else ExitCode(code).name
             self._on_line(f"[{name}] the host is down ({why})".encode())
             await asyncio.sleep(delay_s + backoff_s)
 
@@ -329,7 +329,7 @@ class Launcher:
 
 def _describe_exit(code: int) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by {get_signal_name(-code)}"
     if code in AGENT_EXIT_CODES:
         return f"ended with {ExitCode(code).name} ({code})"
     return f"exited with code {code}"

@@ -4,11 +4,11 @@ The half of the agent that is independent of generations.
 """
 
 import asyncio
-import signal
 from collections.abc import Callable
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.worker_output import WorkerOutput
@@ -336,5 +336,5 @@ def _error_of(worker: WorkerProcess) -> str:
 
 def _describe_exit(code: int) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by {get_signal_name(-code)}"
     return f"exited with code {code}"

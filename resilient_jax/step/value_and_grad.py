@@ -119,6 +119,8 @@ class ValueAndGrad:
         self._loss_fn, self._has_aux = loss_fn, has_aux
         self._batches, self._accumulate = batches, accumulate
         self._num_microbatches, self._seed = num_microbatches, seed
+        self._example: Tree | None = None
+        """The shapes of a microbatch, once they are needed."""
 
     def __call__(self, params: Tree, *args: Tree) -> Any:  # noqa: ANN401 - as jax.value_and_grad
         """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
@@ -152,8 +154,10 @@ class ValueAndGrad:
         if not self._has_aux:
             return loss, ()
         # Only the loss function says which auxiliary output it has: it is traced with the shapes of a microbatch.
-        batch = self._batches.get(0, 0, ALL_ROWS)
-        (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, batch, jax.random.key(0))
+        if self._example is None:
+            batch = self._batches.get(0, 0, ALL_ROWS)
+            self._example = jax.eval_shape(lambda: batch)
+        (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, self._example, jax.random.key(0))
         return loss, aux
 
     def _make_adder(
@@ -184,8 +188,10 @@ class _Programs:
         self._loss_fn, self._key_name, self._has_aux = loss_fn, key_name, has_aux
         self.add = jax.jit(self._add, static_argnames="mesh")
         self.mean = jax.jit(self._mean, static_argnames="dtypes")
+        # Jitted, so that its result's shapes, which are asked for in every step, are traced once.
+        self.differentiate = jax.jit(self._differentiate)
 
-    def differentiate(self, params: Tree, args: tuple[Tree, ...], batch: Tree, key: jax.Array) -> Tree:
+    def _differentiate(self, params: Tree, args: tuple[Tree, ...], batch: Tree, key: jax.Array) -> Tree:
         """Return ((loss, aux), gradients) of one microbatch; `aux` is () without."""
 
         def loss_of(params: Tree) -> tuple[jax.Array, Tree]:
@@ -205,7 +211,7 @@ class _Programs:
         *,
         mesh: AbstractMesh,
     ) -> Tree:
-        found = self.differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
+        found = self._differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
         total = jax.tree.map(lambda summed, new: summed + new.astype(summed.dtype), sums, found)
         # Without the constraint the compiler may shard results as batches are sharded.
         return jax.lax.with_sharding_constraint(total, NamedSharding(mesh, P()))

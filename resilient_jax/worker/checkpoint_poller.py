@@ -38,7 +38,7 @@ class CheckpointPoller:
         self._report = report
         self._record_event = record_event
         self._latest: int | None = None
-        self._must_report = True
+        self._must_report = threading.Event()
         self._failure = ""
         self._is_idle = threading.Event()
         self._wake = threading.Event()
@@ -48,7 +48,7 @@ class CheckpointPoller:
         """Begin to poll: the worker is about to wait. The next result is reported, whether it has changed or not."""
         if self._find is None:
             return
-        self._must_report = True
+        self._must_report.set()
         self._is_idle.set()
         self._wake.set()
         if self._thread is None:
@@ -66,7 +66,9 @@ class CheckpointPoller:
             self._is_idle.wait()
             # Cleared before the poll: a `resume` during it starts another one at once.
             self._wake.clear()
-            must_report, self._must_report = self._must_report, False
+            # Not exchanged for False in one line: a `resume` in between would be lost.
+            if must_report := self._must_report.is_set():
+                self._must_report.clear()
             seen = self._poll_once()
             if must_report or seen != self._latest:
                 self._latest = seen

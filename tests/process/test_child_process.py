@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
+from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
 
 WAIT_S = 20.0
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -146,3 +146,7 @@ def test_a_child_leaves_no_descriptor_behind():
         assert len(os.listdir("/proc/self/fd")) == before
 
     run(main)
+
+
+def test_a_signal_without_a_name_is_said_by_its_number() -> None:
+    assert (get_signal_name(signal.SIGKILL), get_signal_name(signal.SIGRTMIN + 5)) == ("SIGKILL", "signal 39")

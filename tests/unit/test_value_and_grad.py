@@ -91,6 +91,22 @@ def test_a_loss_function_is_traced_once_for_all_steps_and_worlds():
     assert len(traced) == 1
 
 
+def test_the_shapes_of_auxiliary_output_are_found_once():
+    traced, read = [], []
+
+    def counted(params, rows):
+        traced.append(rows.shape)
+        return compute_loss(params, rows), rows.sum()
+
+    def read_batch(step, index):
+        read.append((step, index))
+        return draw(step, index)
+
+    call(counted, read_batch, steps=3, has_aux=True)
+    assert len(traced) == 2, "once for the shapes, once for the program"
+    assert len(read) == 3 * MICROBATCHES + 1
+
+
 def test_every_kind_of_data_gives_the_same_microbatches():
     made = rj.make_microbatch_data(draw, num_microbatches=MICROBATCHES, microbatch_size=8)
     prefetcher = rj.Prefetcher(made)
