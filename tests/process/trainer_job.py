@@ -19,15 +19,27 @@ POISONED = (4, 5)
 """(step, microbatch) of the non-finite input."""
 
 
+class Count(nnx.Variable):
+    """The examples that were seen."""
+
+
+class Peak(nnx.Variable):
+    """The largest activation of each unit, over some steps."""
+
+
 class Net(nnx.Module):
-    """A network with dropout and batch statistics."""
+    """A network with dropout, batch statistics, and variables with rules of their own."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
         self.dropout, self.output = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+        self.seen, self.peak = Count(jnp.int32(0)), Peak(jnp.zeros(8))
 
     def __call__(self, x):
-        return self.output(self.dropout(self.norm(jnp.tanh(self.hidden(x)))))
+        hidden = self.norm(jnp.tanh(self.hidden(x)))
+        self.seen[...] += len(x)
+        self.peak[...] = hidden.max(0)
+        return self.output(self.dropout(hidden))
 
 
 def batch(step: int, index: int) -> dict[str, np.ndarray]:
@@ -51,10 +63,14 @@ if __name__ == "__main__":
         data=batch,
         batch_size=28,
         microbatch_size=4,
-        numerics=rj.Numerics(clip_norm=1.0),
+        initial_variables=lambda: {"output": {"bias": np.ones(1, np.float32)}},
+        variable_reductions={Count: "sum", "Peak": lambda old, mean: 0.5 * (old + mean)},
+        numerics=rj.Numerics(clip_norm=1.0, ema_decay=0.9),
         evaluation=rj.Evaluation(data=batch, interval_steps=5, num_microbatches=3),
         early_stopping=rj.EarlyStopping(patience=5),
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=4),
         log_directory=WORK / "log",
     ).fit(STEPS)
-    print(f"step {result.step} digest {rj.digest_tree(result.variables)}", flush=True)
+    assert int(result.model.seen[...]) == 28 * result.step, "each microbatch of each step once"
+    digest = rj.digest_tree((result.variables, result.ema_params))
+    print(f"step {result.step} digest {digest}", flush=True)
