@@ -7,8 +7,8 @@ from pathlib import Path
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
-TRACEBACK_HEADING = re.compile(r"(\+ Exception Group )?Traceback \(most recent call last\):")
-JAX_NOTE = re.compile(r"\n-{20}\nFor simplicity, JAX has removed its internal frames from the traceback .*")
+TRACEBACK_HEADING = "Traceback (most recent call last):"
+JAX_NOTE = re.compile(r"\n(?:  \| )?-{20}\n(?:  \| )?For simplicity, JAX has removed its internal frames .*")
 """What JAX appends to the message of an exception that leaves one of its functions."""
 
 
@@ -35,7 +35,12 @@ def find_exception_line(message: str) -> str:
     """
     # In the traceback of a group each line has a margin; that of the exceptions in the group is wider.
     lines = [re.sub(r"^  (\| |(?=\+))", "", line) for line in message.splitlines()]
-    headings = [index for index, line in enumerate(lines) if TRACEBACK_HEADING.fullmatch(line)]
+    # The message of an error in a callback of JAX's ends with such a heading, too: what was raised there follows.
+    headings = [
+        index
+        for index, line in enumerate(lines)
+        if line.endswith(TRACEBACK_HEADING) and not line.startswith(" ")
+    ]
     if not headings or headings[0] != 0:
         return message
     after = itertools.dropwhile(lambda line: line.startswith(" "), lines[headings[-1] + 1 :])

@@ -40,6 +40,18 @@ def group():
     raise ExceptionGroup("several", [ValueError("a"), ExceptionGroup("more", [TypeError("b")])])
 
 
+def call_back():
+    def fail(x):
+        raise KeyError("inside")
+
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.jit(lambda x: jax.pure_callback(fail, shape, x))(1.0).block_until_ready()
+
+
+def group_in_jit():
+    return jax.jit(lambda x: group())(1.0)
+
+
 def annotate():
     error = KeyError("missing")
     error.add_note("of a config")
@@ -56,6 +68,8 @@ def annotate():
         (branch, "jax.errors.TracerBoolConversionError: Attempted boolean conversion of traced array"),
         (chain, "RuntimeError: no config:"),
         (group, "ExceptionGroup: several (2 sub-exceptions)"),
+        (group_in_jit, "ExceptionGroup: several (2 sub-exceptions)"),
+        (call_back, "KeyError: 'inside'"),
         (annotate, "KeyError: 'missing'"),
     ],
 )
@@ -71,9 +85,16 @@ def test_any_other_message_is_quoted_as_it_is():
     assert find_exception_line(message) == message
 
 
+@pytest.mark.parametrize("fail", [multiply, group_in_jit])
+def test_launch_shows_no_note_of_jax(fail, tmp_path):
+    text = read_traceback(fail)
+    assert "For simplicity, JAX has removed" in text
+    outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, message=text)
+    assert "JAX has removed" not in describe_for_launch(outcome, tmp_path)
+
+
 def test_launch_ends_with_the_error_and_an_agent_quotes_it(tmp_path):
     text = read_traceback(multiply)
-    assert "For simplicity, JAX has removed" in text
     outcome = JobOutcome(
         kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=HostName("host-1"), message=f"{text}\n"
     )
