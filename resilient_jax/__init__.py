@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
-    from resilient_jax.program_cost.program_analysis import analyze_program as analyze_program
+    from resilient_jax.program_analysis.program_analysis import analyze_program as analyze_program
     from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
     from resilient_jax.sharding.planned_program import compile_plan as compile_plan
     from resilient_jax.sharding.planned_program import make_mesh as make_mesh
@@ -94,7 +94,7 @@ _HOME = {
     "Trainer": "resilient_jax.trainer.trainer",
     "TransformerShape": "resilient_jax.planning.transformer",
     "World": "resilient_jax.worker.world",
-    "analyze_program": "resilient_jax.program_cost.program_analysis",
+    "analyze_program": "resilient_jax.program_analysis.program_analysis",
     "analyze_transformer": "resilient_jax.planning.transformer_cost",
     "compile_plan": "resilient_jax.sharding.planned_program",
     "digest_tree": "resilient_jax.trainer.tree_digest",

@@ -179,9 +179,9 @@ class _Term:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
             async for batch in batches:
                 for event in batch:
-                    emit(self._translate(event, prefix))
+                    emit(self._to_membership_event(event, prefix))
 
-    def _translate(self, event: WatchEvent, prefix: str) -> MembershipEvent:
+    def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
             return HostChanged(decode_host_status(event.key_value))
         host = HostName(event.key.removeprefix(prefix))

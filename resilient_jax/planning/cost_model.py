@@ -70,13 +70,13 @@ class PlanCost(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step_s: the step.
         assignment: microbatches of the replicas of each block class.
-        replica_s: all-reduce of gradients over replicas.
+        gradient_all_reduce_s: all-reduce of gradients over replicas.
         optimizer_s: the update, with the overhead of a step.
     """
 
     step_s: float
     assignment: TaskAssignment
-    replica_s: float
+    gradient_all_reduce_s: float
     optimizer_s: float
 
 
@@ -338,6 +338,6 @@ class CostModel:
         return PlanCost(
             step_s=assignment.makespan_s + reduction + update,
             assignment=assignment,
-            replica_s=reduction,
+            gradient_all_reduce_s=reduction,
             optimizer_s=update,
         )

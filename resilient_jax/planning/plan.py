@@ -22,7 +22,7 @@ class StepTime:
         tensor_s, sequence_s, expert_s, fsdp_s: its collectives along these axes.
         transfer_s: transfers between stages.
         bubble_s: filling and draining the pipeline: `(P - 1) / repeats` microbatches.
-        replica_s: all-reduce of the gradients over replicas.
+        gradient_all_reduce_s: all-reduce of the gradients over replicas.
         optimizer_s: the update, and the overhead of a step.
     """
 
@@ -33,7 +33,7 @@ class StepTime:
     fsdp_s: float
     transfer_s: float
     bubble_s: float
-    replica_s: float
+    gradient_all_reduce_s: float
     optimizer_s: float
 
     @property

@@ -88,7 +88,7 @@ def _find_terms(
         fsdp_s=number * stage.fsdp_s,
         transfer_s=number * stage.transfer_s,
         bubble_s=fill * stage.total_s,
-        replica_s=cost.replica_s,
+        gradient_all_reduce_s=cost.gradient_all_reduce_s,
         optimizer_s=cost.optimizer_s,
     )
 

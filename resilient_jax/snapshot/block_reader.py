@@ -12,8 +12,8 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup
 from resilient_jax.snapshot.manifest import PartManifest, find_corrupt_block
 from resilient_jax.snapshot.own_part import OwnPart
+from resilient_jax.snapshot.snapshot_peers import SnapshotPeers
 from resilient_jax.snapshot.stripe_decoder import StripeDecoder
-from resilient_jax.snapshot.survivors import Survivors
 
 MAX_EXCLUDED_SETS = 64
 """Sets of survivors that are excluded, one after the other, when shards that passed their checks give a wrong block."""
@@ -39,7 +39,7 @@ class BlockReader:
         self,
         manifest: PartManifest,
         group: ParityGroup,
-        survivors: Survivors,
+        survivors: SnapshotPeers,
         own: OwnPart | None,
         get_decoder: Callable[[], StripeDecoder],
     ) -> None:

@@ -21,8 +21,8 @@ from resilient_jax.snapshot.block_reader import BlockOrigin, BlockReader
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
+from resilient_jax.snapshot.snapshot_peers import RecordEvent, SnapshotPeers
 from resilient_jax.snapshot.stripe_decoder import StripeDecoder
-from resilient_jax.snapshot.survivors import RecordEvent, Survivors
 from resilient_jax.transport import Credentials
 
 UNIT_BYTES = 4 * 2**20
@@ -84,7 +84,7 @@ class SnapshotReader:
         """
         self._plan = plan
         self._check = check
-        self._survivors = Survivors(plan, credentials, record_event)
+        self._survivors = SnapshotPeers(plan, credentials, record_event)
         self._units = ThreadPoolExecutor(CONCURRENT_UNITS, "rj-snapshot-unit")
         self._fetching = ThreadPoolExecutor(CONCURRENT_FETCHES, "rj-snapshot-fetch")
         self._lock = threading.Lock()

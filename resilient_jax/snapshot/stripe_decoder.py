@@ -15,8 +15,8 @@ from resilient_jax.protocol.snapshots import ParityGroup
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.own_part import OwnPart
+from resilient_jax.snapshot.snapshot_peers import SnapshotPeers
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_chunk
-from resilient_jax.snapshot.survivors import Survivors
 
 BUFFER_BYTES = 32 * 2**20
 """Memory for the shards of one call."""
@@ -57,7 +57,7 @@ class StripeDecoder:
         self,
         group: ParityGroup,
         manifests: Mapping[HostName, PartManifest],
-        survivors: Survivors,
+        survivors: SnapshotPeers,
         own: OwnPart | None,
         fetching: Executor,
     ) -> None:

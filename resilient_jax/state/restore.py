@@ -18,10 +18,10 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.state.flat_state import ShardingRule
-from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
+from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import EXPECTED_STATE
 from resilient_jax.state.tree_match import match_tree
 
@@ -124,10 +124,10 @@ class _Wanted:
         """Size of the leaf's boxes in this host's memory."""
         return self._share.num_elements * self._dtype.itemsize
 
-    def allocate(self, slabs: "SlabAllocator") -> list[GatherTarget]:
+    def allocate(self, slabs: "SlabAllocator") -> list[ReadTarget]:
         """Allocate memory for the leaf's boxes; return the targets to fill."""
         self._buffers = {box: slabs.allocate(box.shape, self._dtype) for box in self._share.boxes}
-        return [GatherTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
+        return [ReadTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
 
     def place(self) -> jax.Array:
         """Return the array made of the filled boxes, which it may share memory with."""

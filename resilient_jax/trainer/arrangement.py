@@ -17,7 +17,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.program_cost.program_analysis import analyze_program
+from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import (

@@ -21,7 +21,7 @@ from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.step_programs import cast_parameters, constrain_sharding
+from resilient_jax.trainer.train_step import cast_parameters, constrain_sharding
 
 Tree = Any
 """A pytree of arrays."""
@@ -138,7 +138,7 @@ class EvaluationProgram:
 
     Attributes:
         accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> EvaluationSums`; see
-            `StepPrograms`.
+            `TrainStep`.
         abstract_sums: the shapes of the sums.
     """
 

@@ -7,14 +7,14 @@ from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_ad
 from resilient_jax.trainer.evaluation import EvaluationProgram, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.step_programs import EVALUATION_STEP, StepPrograms, make_zeros
+from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, make_zeros
 from resilient_jax.worker.world import World
 
 
 class Evaluator:
     """Runs the evaluation, with its own data and program."""
 
-    def __init__(self, config: FitConfig, programs: StepPrograms) -> None:
+    def __init__(self, config: FitConfig, programs: TrainStep) -> None:
         assert config.evaluation is not None
         evaluation, recipe = config.evaluation, config.recipe
         size = evaluation.microbatch_size or config.microbatch_size

@@ -15,8 +15,8 @@ from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.loss_function import LossFunction
 from resilient_jax.trainer.planner import Planner
-from resilient_jax.trainer.step_programs import Recipe
 from resilient_jax.trainer.step_report import Callback
+from resilient_jax.trainer.train_step import Recipe
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 
 

@@ -36,8 +36,8 @@ from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.progress_bar import ProgressBar
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
 from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
-from resilient_jax.trainer.step_programs import StepPrograms, make_zeros
 from resilient_jax.trainer.step_report import JsonLog, StepReport
+from resilient_jax.trainer.train_step import TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
     MicrobatchSums,
@@ -58,7 +58,7 @@ class FitLoop:
         self._progress_bar = progress_bar
         self._log: JsonLog | None = None
         self._data: Prefetcher | None = None
-        self._programs: StepPrograms | None = None
+        self._programs: TrainStep | None = None
         self._arranger = Arranger(config)
         self._compiler: SpeculativeCompiler | None = None
         self._evaluator: Evaluator | None = None
@@ -113,13 +113,13 @@ class FitLoop:
 
     # Start of a generation.
 
-    def _open(self, world: World) -> StepPrograms:
+    def _open(self, world: World) -> TrainStep:
         """Return the programs; in the first generation, the first with devices, make all that outlives it."""
         if self._programs is not None:
             return self._programs
         config = self._config
         example = make_abstract(config.data.batch(0, 0))
-        programs = StepPrograms(config.recipe, example)
+        programs = TrainStep(config.recipe, example)
         if config.evaluation is not None:
             self._evaluator = Evaluator(config, programs)
         self._data = Prefetcher(
@@ -148,9 +148,7 @@ class FitLoop:
         """Return the step of the newest checkpoint on storage. Thread-safe."""
         return self._checkpointer.find_newest() if self._checkpointer is not None else None
 
-    def _load(
-        self, layout: StateLayout, programs: StepPrograms, placement: Placement
-    ) -> TrainingState | None:
+    def _load(self, layout: StateLayout, programs: TrainStep, placement: Placement) -> TrainingState | None:
         """Return the state from storage, where none is committed; None without a checkpoint or given variables."""
         world, load_variables = layout.world, self._config.initial_variables
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
@@ -212,7 +210,7 @@ class FitLoop:
     def _step(
         self,
         layout: StateLayout,
-        programs: StepPrograms,
+        programs: TrainStep,
         state: TrainingState,
         step: int,
         zeros: MicrobatchSums,
@@ -234,7 +232,7 @@ class FitLoop:
     def _sum(
         self,
         layout: StateLayout,
-        programs: StepPrograms,
+        programs: TrainStep,
         variables: Variables,
         zeros: MicrobatchSums,
         step: int,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from resilient_jax.errors import NonFiniteError
 from resilient_jax.events import EventKind
 from resilient_jax.trainer.numerics import NonFinitePolicy
-from resilient_jax.trainer.step_programs import Recipe
+from resilient_jax.trainer.train_step import Recipe
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)

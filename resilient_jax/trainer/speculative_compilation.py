@@ -20,7 +20,7 @@ from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.step_programs import StepPrograms
+from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.worker.world import World
 
 Tree = Any
@@ -34,9 +34,7 @@ Key = tuple[object, ...]
 class SpeculativeCompiler:
     """Lists what to compile ahead, for one process; remembers what it has compiled."""
 
-    def __init__(
-        self, planner: PlanSearcher, config: FitConfig, programs: StepPrograms, example: Tree
-    ) -> None:
+    def __init__(self, planner: PlanSearcher, config: FitConfig, programs: TrainStep, example: Tree) -> None:
         self._planner, self._programs, self._example = planner, programs, example
         self._job = AccumulationSpec(
             name="",
@@ -116,7 +114,7 @@ def list_likely_hosts(
 
 
 def compile_step(
-    programs: StepPrograms,
+    programs: TrainStep,
     arrangement: Arrangement,
     devices: list[Device],
     example: Tree,

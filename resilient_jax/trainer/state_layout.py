@@ -23,7 +23,7 @@ from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
-from resilient_jax.trainer.step_programs import StepPrograms
+from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import StepSummary, TrainingState
 from resilient_jax.worker.world import World
 
@@ -82,7 +82,7 @@ class StateLayout(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """Return the next state; donate this one. Sums and summary are placed as `shard` places them."""
 
@@ -106,7 +106,7 @@ class ReplicatedLayout(StateLayout):
         return tree
 
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """Return the next state, computed on this host's devices."""
         return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
@@ -140,7 +140,7 @@ class ShardedLayout(StateLayout):
         return resharding.shard_tree(tree, self.placement)
 
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """Update each device's shards, once the last snapshot's copy is finished."""
         if self._update is None:

@@ -28,8 +28,8 @@ from resilient_jax.trainer.option_groups import check_callbacks, check_log_direc
 from resilient_jax.trainer.parameter_ema import track_ema
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
-from resilient_jax.trainer.step_programs import Recipe, check_optimizer
 from resilient_jax.trainer.step_report import Callback
+from resilient_jax.trainer.train_step import Recipe, check_optimizer
 from resilient_jax.trainer.variable_reductions import check_rules
 from resilient_jax.worker.run import run
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST

@@ -8,7 +8,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import Generation, StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
-from resilient_jax.state.transfer import CancellableTransfer, StateServer, fetch_state
+from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, fetch_state
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
 

@@ -25,8 +25,8 @@ from resilient_jax.protocol.worker_messages import (
     WorkerSettings,
 )
 from resilient_jax.state.flat_state import FlatState
+from resilient_jax.state.peer_transfer import StateServer
 from resilient_jax.state.snapshotter import Snapshotter
-from resilient_jax.state.transfer import StateServer
 from resilient_jax.step import reduction
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.transport.credentials import Credentials

@@ -20,7 +20,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import GenerationPhase
-from resilient_jax.state.transfer import FETCH_STATE, FetchStateRequest
+from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
 

@@ -16,8 +16,8 @@ from resilient_jax.planning.memory import count_activations
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 from resilient_jax.planning.transformer import count_parameters
-from resilient_jax.program_cost.abstract_program import make_abstract_program
-from resilient_jax.program_cost.program_analysis import analyze_program
+from resilient_jax.program_analysis.abstract_program import make_abstract_program
+from resilient_jax.program_analysis.program_analysis import analyze_program
 
 
 def measure_program(model, again):

@@ -10,7 +10,7 @@ from flax import nnx
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.program_cost.abstract_program import make_abstract_program
+from resilient_jax.program_analysis.abstract_program import make_abstract_program
 from resilient_jax.sharding.layer_stacks import find_layer_positions
 from resilient_jax.sharding.logical_axes import (
     LogicalAxisRules,

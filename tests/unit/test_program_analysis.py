@@ -14,10 +14,10 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import find_axis_sizes
-from resilient_jax.program_cost import program_analysis
-from resilient_jax.program_cost.abstract_program import make_abstract_program
-from resilient_jax.program_cost.program_analysis import analyze_program
-from resilient_jax.program_cost.xla_cost import count_flops
+from resilient_jax.program_analysis import program_analysis
+from resilient_jax.program_analysis.abstract_program import make_abstract_program
+from resilient_jax.program_analysis.program_analysis import analyze_program
+from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.sharding.logical_axes import LogicalAxisRules
 
 GPT = msgspec.structs.replace(

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.program_cost.operations import has_while_loop, trace_operations
-from resilient_jax.program_cost.sharding_propagation import count_matmul_flops
-from resilient_jax.program_cost.xla_cost import compile_and_analyze, count_flops
+from resilient_jax.program_analysis.operations import has_while_loop, trace_operations
+from resilient_jax.program_analysis.sharding_propagation import count_matmul_flops
+from resilient_jax.program_analysis.xla_cost import compile_and_analyze, count_flops
 
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((6, 32, 32), jnp.float32)

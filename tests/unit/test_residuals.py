@@ -6,9 +6,9 @@ import pytest
 
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.residuals import compute_residuals, count_residual_bytes
-from resilient_jax.program_cost.sharding_propagation import propagate_sharding
+from resilient_jax.program_analysis.operations import trace_operations
+from resilient_jax.program_analysis.residuals import compute_residuals, count_residual_bytes
+from resilient_jax.program_analysis.sharding_propagation import propagate_sharding
 
 ROWS, WIDTH, HIDDEN = 8, 16, 24
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)

@@ -8,9 +8,9 @@ import pytest
 
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.program_parts import assign_parts
-from resilient_jax.program_cost.sharding_propagation import ShardingKind, propagate_sharding
+from resilient_jax.program_analysis.operations import trace_operations
+from resilient_jax.program_analysis.program_parts import assign_parts
+from resilient_jax.program_analysis.sharding_propagation import ShardingKind, propagate_sharding
 from resilient_jax.sharding.layer_stacks import LayerPosition
 
 BATCH, TOKENS, WIDTH = 2, 8, 16

@@ -28,11 +28,11 @@ from resilient_jax.errors import MessageError, StateError
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.state import gather, restore
+from resilient_jax.state import restore, snapshot_reads
 from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abstract_state
-from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.index_box import whole_box
 from resilient_jax.state.restore import restore_snapshot
+from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import restore_state as restore_held
 
 host_counts = st.sampled_from([1, 2, 4, 8])
@@ -146,7 +146,7 @@ def test_only_the_requested_box_is_read():
     snapshot = take_by(8, state)
     box = whole_box((64, 2**16)).narrow(0, 16, 32)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(snapshot, snapshot.read_manifests()).gather([GatherTarget(0, box, data)])
+    BoxGatherer(snapshot, snapshot.read_manifests()).gather([ReadTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[16:32])
     assert (snapshot.bytes_read, snapshot.reads) == (data.nbytes, 1)
 
@@ -156,7 +156,7 @@ def test_columns_of_long_rows_are_read_without_the_gaps_between_them():
     snapshot = take_by(1, state)
     box = whole_box((8, 2**18)).narrow(1, 1000, 2000)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(snapshot, snapshot.read_manifests()).gather([GatherTarget(0, box, data)])
+    BoxGatherer(snapshot, snapshot.read_manifests()).gather([ReadTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[:, 1000:2000])
     assert (snapshot.bytes_read, snapshot.reads) == (8 * MAX_BLOCK_BYTES, 8)
 
@@ -179,8 +179,8 @@ def test_reads_of_any_size_restore_the_same_state(data, count, read_bytes, gap_b
     }
     snapshot = take_by(count, state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "MAX_READ_BYTES", read_bytes)
-        patch.setattr(gather, "MAX_GAP_BYTES", gap_bytes)
+        patch.setattr(snapshot_reads, "MAX_READ_BYTES", read_bytes)
+        patch.setattr(snapshot_reads, "MAX_GAP_BYTES", gap_bytes)
         patch.setattr(restore, "RESTORE_BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
         _, restored = restore_snapshot(abstract_of(state), snapshot, target)

@@ -18,9 +18,9 @@ from resilient_jax.step.random_keys import KEY_NAMES, make_microbatch_id
 from resilient_jax.trainer.loss_function import adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.step_programs import (
+from resilient_jax.trainer.train_step import (
     Recipe,
-    StepPrograms,
+    TrainStep,
     check_optimizer,
     make_zeros,
 )
@@ -52,7 +52,7 @@ def build(model=linear, loss=squared, optimizer=None, **numerics):
         numerics=Numerics(**numerics),
         early_stopping=(),
     )
-    return StepPrograms(recipe, EXAMPLE)
+    return TrainStep(recipe, EXAMPLE)
 
 
 def run_step(programs, state, batches=BATCHES, step=0):

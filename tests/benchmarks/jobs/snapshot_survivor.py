@@ -19,9 +19,9 @@ from benchmarks.jobs.snapshot_hosts import DTYPE, Share, random_leaf
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
-from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.index_box import IndexBox
 from resilient_jax.state.restore import SlabAllocator
+from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def restore(share: Share, server: LocalServerClient, box: IndexBox) -> list[jax.
     with contextlib.closing(reader):
         slabs = SlabAllocator()
         targets = [
-            GatherTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)
+            ReadTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)
         ]
         BoxGatherer(reader, reader.read_manifests()).gather(targets)
         return jax.block_until_ready(jax.device_put([target.data for target in targets], jax.devices()[0]))

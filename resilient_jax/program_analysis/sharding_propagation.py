@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
+from resilient_jax.program_analysis.operations import Operation, OperationTrace, Value
 from resilient_jax.sharding.logical_axes import LogicalNames
 
 

@@ -14,12 +14,16 @@ from resilient_jax.planning.program_cost import (
     ModelPart,
     PartCost,
 )
-from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples
-from resilient_jax.program_cost.measurement import MeasuredCost
-from resilient_jax.program_cost.operations import OperationTrace, trace_operations
-from resilient_jax.program_cost.program_parts import PartAssignment, assign_parts
-from resilient_jax.program_cost.residuals import FUSIBLE_PRIMITIVES, compute_residuals, count_residual_bytes
-from resilient_jax.program_cost.sharding_propagation import (
+from resilient_jax.program_analysis.abstract_program import AbstractProgram, count_examples
+from resilient_jax.program_analysis.measurement import MeasuredCost
+from resilient_jax.program_analysis.operations import OperationTrace, trace_operations
+from resilient_jax.program_analysis.program_parts import PartAssignment, assign_parts
+from resilient_jax.program_analysis.residuals import (
+    FUSIBLE_PRIMITIVES,
+    compute_residuals,
+    count_residual_bytes,
+)
+from resilient_jax.program_analysis.sharding_propagation import (
     ActivationExchange,
     AnnotatedOperation,
     PropagatedSharding,

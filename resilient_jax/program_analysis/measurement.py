@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples, resize_batch
-from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.sharding_propagation import count_matmul_flops
-from resilient_jax.program_cost.xla_cost import (
+from resilient_jax.program_analysis.abstract_program import AbstractProgram, count_examples, resize_batch
+from resilient_jax.program_analysis.operations import trace_operations
+from resilient_jax.program_analysis.sharding_propagation import count_matmul_flops
+from resilient_jax.program_analysis.xla_cost import (
     CompiledProgram,
     ShardedArguments,
     compile_and_analyze,

@@ -12,8 +12,8 @@ from typing import Any, Final
 import jax
 
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
-from resilient_jax.program_cost.sharding_propagation import PropagatedSharding, ShardingKind
+from resilient_jax.program_analysis.operations import Operation, OperationTrace, Value
+from resilient_jax.program_analysis.sharding_propagation import PropagatedSharding, ShardingKind
 from resilient_jax.sharding.logical_axes import Tree
 
 FUSIBLE_PRIMITIVES: Final = frozenset(

@@ -27,7 +27,7 @@ MAX_GAP_BYTES: Final = MAX_BLOCK_BYTES
 """A longer stretch between two requested ranges is not read."""
 
 
-class GatherTarget(NamedTuple):
+class ReadTarget(NamedTuple):
     """An array to be filled with a box of a leaf."""
 
     leaf: int
@@ -42,7 +42,7 @@ class _Want(NamedTuple):
     stop: int
     box: IndexBox
     strides: tuple[int, ...]
-    target: GatherTarget
+    target: ReadTarget
 
 
 class BoxGatherer:
@@ -58,7 +58,7 @@ class BoxGatherer:
             for piece in manifest.contents.slices:
                 self._pieces[piece.leaf].append((host, piece))
 
-    def gather(self, targets: Sequence[GatherTarget]) -> None:
+    def gather(self, targets: Sequence[ReadTarget]) -> None:
         """Fill all targets.
 
         Raises:
@@ -188,7 +188,7 @@ def _merge(wants: Iterable[_Want]) -> Iterator[list[_Want]]:
         yield some
 
 
-def _split(box: IndexBox, piece: LeafSlice, target: GatherTarget) -> Iterator[_Want]:
+def _split(box: IndexBox, piece: LeafSlice, target: ReadTarget) -> Iterator[_Want]:
     itemsize = target.data.dtype.itemsize
     outer = IndexBox(piece.start, piece.stop)
     strides = _strides(outer.shape, itemsize)

@@ -73,7 +73,7 @@ class Recipe:
     axis_names: tuple[str, ...] = (DATA_AXIS,)
 
 
-class StepPrograms:
+class TrainStep:
     """The programs of one recipe, for batches like one example.
 
     Attributes:

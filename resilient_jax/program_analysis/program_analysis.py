@@ -13,14 +13,14 @@ import jax
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.program_cost import ProgramCost, TensorRole
-from resilient_jax.program_cost.abstract_program import AbstractProgram, LossFn, make_abstract_program
-from resilient_jax.program_cost.cost_split import TracedProgram, split_cost, trace_program
-from resilient_jax.program_cost.measurement import (
+from resilient_jax.program_analysis.abstract_program import AbstractProgram, LossFn, make_abstract_program
+from resilient_jax.program_analysis.cost_split import TracedProgram, split_cost, trace_program
+from resilient_jax.program_analysis.measurement import (
     count_gradient_matmul_flops,
     measure_cost,
     measure_temporary_memory,
 )
-from resilient_jax.program_cost.operations import has_while_loop
+from resilient_jax.program_analysis.operations import has_while_loop
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
 from resilient_jax.sharding.state_tensors import (
     ParameterInfo,

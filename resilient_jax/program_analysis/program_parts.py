@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
+from resilient_jax.program_analysis.operations import Operation, OperationTrace, Value
 from resilient_jax.sharding.layer_stacks import LayerPosition
 
 

@@ -20,7 +20,7 @@ RecordEvent = Callable[..., object]
 """Called as `record_event(kind, **detail)`."""
 
 
-class Survivors:
+class SnapshotPeers:
     """A client for each survivor, created when first used; safe to share between threads.
 
     A host that did not answer, or answered wrongly, is a suspect: it is used again only where no other host can help.
