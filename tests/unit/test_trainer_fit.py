@@ -124,7 +124,7 @@ def test_a_bare_partition_spec_is_over_the_mesh_of_the_replica():
 
 
 def test_an_axis_that_the_mesh_of_the_replica_does_not_have_is_refused():
-    said = r"axis: model of .*expected data\. Use these, or name others: rj\.Parallelism"
+    said = r"axis: model of .*expected data\. Use these, or, without a plan, name others: rj\.Parallelism"
     with pytest.raises(CallerError, match=said):
         make_trainer(loss_fn=constrain_to("model")).fit(1)
     evaluation = rj.Evaluation(data=EXAMPLES, interval_steps=1, loss_fn=constrain_to("model"))
