@@ -112,7 +112,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     leaves: int
 
 
-class SnapshotPeers:
+class Survivors:
     """Processes that act as the workers of the surviving hosts."""
 
     def __init__(self, children: Sequence[subprocess.Popen[str]]) -> None:
@@ -194,7 +194,7 @@ class Job:
         return took_s
 
     @contextlib.contextmanager
-    def survivors(self, state: "State", lost: Sequence[Host]) -> Iterator[SnapshotPeers]:
+    def survivors(self, state: "State", lost: Sequence[Host]) -> Iterator[Survivors]:
         """Yield worker processes, in place of this process, on all hosts but the lost ones."""
         left = [host for host in self.hosts if host not in lost]
         with contextlib.ExitStack() as owned:
@@ -211,7 +211,7 @@ class Job:
                 child = owned.enter_context(start_survivor(host, share))
                 owned.callback(child.kill)
                 children.append(child)
-            yield SnapshotPeers(children)
+            yield Survivors(children)
 
     def _plan(self, lost: Sequence[Host]) -> SnapshotPlan:
         sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h not in lost]
