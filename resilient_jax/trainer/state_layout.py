@@ -32,6 +32,10 @@ Tree = TypeVar("Tree")
 
 logger = logging.getLogger(__name__)
 
+MAX_SHARD_IMBALANCE: Final = 1.5
+"""A host that keeps more than this times its share of a sharded state is warned about."""
+MIN_WARNED_BYTES: Final = 2**20
+"""A state of less memory is not worth a warning."""
 COLLECTIVE_PATTERN: Final = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
@@ -181,12 +185,22 @@ def _record_shard_sizes(world: World, state: TrainingState) -> None:
     """Record how much of the state this host has, and how much of that every host has: what could not be sharded."""
     leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
     here = [_count_local_bytes(leaf) for leaf in leaves]
+    total = sum(leaf.nbytes for leaf in leaves)
     world.record_event(
         EventKind.STATE_SHARDED,
-        bytes=sum(leaf.nbytes for leaf in leaves),
+        bytes=total,
         bytes_here=sum(here),
         bytes_everywhere=sum(own for own, leaf in zip(here, leaves, strict=True) if own == leaf.nbytes),
     )
+    if world.host_index == 0 and sum(here) * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
+        total, MIN_WARNED_BYTES
+    ):
+        logger.warning(
+            "the state is sharded over %d hosts, but each keeps %.0f %% of it: a leaf is sharded only along a dim that "
+            "a number of devices divides. Choose sizes that many numbers of hosts divide, such as multiples of 24",
+            len(world.hosts),
+            100 * sum(here) / total,
+        )
 
 
 def _count_local_bytes(leaf: jax.Array) -> int:

@@ -41,7 +41,7 @@ class WorldConnector:
 
         Raises:
             FormingInterrupted, FormingFailed: see `connect`.
-            StateError: this host has fewer devices than it was started for.
+            StateError: this host has fewer devices than it was started for, or no GPU.
         """
         generation = order.generation
         member = generation.find_member(order.host)
@@ -94,6 +94,14 @@ class WorldConnector:
         abort_collectives(gloo)
 
     def _check_devices(self) -> None:
+        # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.
+        wanted = (jax.config.jax_platforms or "").partition(",")[0]
+        if wanted == "cuda" and jax.default_backend() == "cpu":
+            raise StateError(
+                f"--platform gpu: found CPU devices alone on host {self._settings.host}, expected GPUs. Install "
+                "the extra cuda12 (pip install -e '.[cuda12]') and see whether nvidia-smi lists the GPUs, or start "
+                "with --platform cpu"
+            )
         expected = self._settings.devices_per_host
         found = jax.local_device_count()
         if expected is not None and found < expected:

@@ -321,6 +321,15 @@ def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
     ) in ended.last_words, ended.output
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_gpus_that_do_not_exist_are_not_replaced_by_the_cpu(tmp_path: Path) -> None:
+    ended = run_launch([str(JOBS / "faulty.py"), "nothing"], tmp_path, hosts=1, options=["--platform", "gpu"])
+    assert ended.code == 1
+    assert "--platform gpu: found CPU devices alone on host host-0, expected GPUs" in ended.last_words, (
+        ended.output
+    )
+
+
 @pytest.mark.parametrize(("options", "found"), [(["--devices-per-host", "1"], 1), ([], 3)])
 def test_requested_devices_take_precedence_over_xla_flags(options: list[str], found: int, work: Path) -> None:
     (work / "count.py").write_text("import jax\nprint(f'{jax.local_device_count()} devices')\n")
