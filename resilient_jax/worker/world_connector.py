@@ -1,6 +1,7 @@
 """Joins and leaves JAX worlds, and breaks the main thread out of either and of collectives."""
 
 import dataclasses
+import os
 import time
 from typing import Final
 
@@ -95,7 +96,7 @@ class WorldConnector:
 
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.
-        wanted = (jax.config.jax_platforms or "").partition(",")[0]
+        wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
         if wanted == "cuda" and jax.default_backend() == "cpu":
             raise StateError(
                 f"--platform gpu: found CPU devices alone on host {self._settings.host}, expected GPUs. Install "
