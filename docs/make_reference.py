@@ -22,6 +22,7 @@ import typer
 import resilient_jax as rj
 from resilient_jax.cli.main import COMMANDS, build_app
 from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.run_directory import EndedJob
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
 from resilient_jax.events import EventKind
@@ -137,8 +138,9 @@ def make_errors() -> str:
         "Errors",
         "What is raised on purpose. A message says what was found, what was expected, where, and what to do. "
         "`rj.ResilientJaxError` is the root of all; an error that a command ends with becomes one line and the exit "
-        "code. Whose move it is: the caller's (arguments, configuration, script), the operator's (machine, network, "
-        "token), a peer's (a message or host that is not as agreed), or ours (a bug).",
+        "code; one that a script raises is a traceback, and exit code 1 as Python's. Whose move it is: the caller's "
+        "(arguments, configuration, script), the operator's (machine, network, token), a peer's (a message or host "
+        "that is not as agreed), or ours (a bug).",
         ("error", "whose move", "exit code", "meaning"),
         (
             (
@@ -181,7 +183,7 @@ def make_commands() -> str:
     for name, spec in COMMANDS.items():
         command = app.commands[name]
         sections += [f"## {name}", f"*{spec.task}.* {find_first_paragraph(command.help)}"]
-        rows = [describe_parameter(parameter) for parameter in command.params]
+        rows = [describe_parameter(parameter) for parameter in command.params if not parameter.hidden]
         sections.append(make_table(("argument or option", "default", "meaning"), rows))
     return "\n\n".join(sections) + "\n"
 
@@ -207,10 +209,11 @@ def describe_parameter(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401 
 def make_status_keys() -> str:
     """Return the page of the keys that `resilient-jax status --json` prints."""
     sections = [
-        "# Keys of `status --json`\n\n`resilient-jax status RUN_DIR --json` prints one `JobReport`. "
+        "# Keys of `status --json`\n\n`resilient-jax status RUN_DIR --json` prints one `JobReport`; of a job that is "
+        "over, one `EndedJob`. "
         "A structure is an object with all of these keys; `None` is `null`."
     ]
-    for struct in list_structs(JobReport):
+    for struct in list_structs(JobReport | EndedJob):
         described = dict(ATTRIBUTE.findall(inspect.getdoc(struct) or ""))
         rows = [
             (f"`{key}`", name_type(hint), capitalize(join_lines(described.get(key, ""))))

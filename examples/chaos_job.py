@@ -22,7 +22,7 @@ import resilient_jax as rj
 from resilient_jax.sharding.placements import FullyShardedPlacement, fully_sharded
 from resilient_jax.step.resharding import replicate_tree, shard_tree
 
-SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
+SIZE, MICROBATCHES, ROWS = 48, 12, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 NEVER = 10**9
@@ -57,9 +57,9 @@ def loss_of(params: Arrays, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def accumulate(total: Total, params: Arrays, rows: jax.Array) -> Total:
-    """Return the total with the loss and the gradient of one microbatch added."""
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+def differentiate(params: Arrays, rows: jax.Array) -> Total:
+    """Return the loss and the gradient of one microbatch."""
+    return jax.value_and_grad(loss_of)(params, rows)
 
 
 @jax.jit
@@ -87,15 +87,13 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
             return
         params = replicate_tree(state["params"], replicated) if is_sharded else state["params"]
 
-        def add(total: Total, microbatch: rj.Microbatch, params: Arrays = params) -> Total:
+        def compute(microbatch: rj.Microbatch, params: Arrays = params) -> Total:
             key = (microbatch.step, microbatch.index)
             rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
             replica = microbatch.replica
-            return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
+            return differentiate(replica.to_replica(params), replica.place_batch(rows))
 
-        loss, gradients = world.accumulate_microbatches(
-            MICROBATCHES, add, zeros, options=rj.AccumulationOptions(unit_size=UNIT)
-        )
+        loss, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros)
         if isinstance(rule, FullyShardedPlacement):
             gradients = shard_tree(gradients, rule)
         state = update(state, gradients)

@@ -5,14 +5,18 @@ function takes the arguments that it will be called with is read off its signatu
 """
 
 import dataclasses
+import difflib
+import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any, Final, Literal, Union
+from typing import Any, Final, Literal, TypeVar, Union
 
 from resilient_jax.errors import CallerError
+
+_T = TypeVar("_T")
 
 NAMES: Final[Mapping[object, str]] = {
     int: "an integer",
@@ -39,6 +43,34 @@ def check_fields(options: Any) -> None:  # noqa: ANN401 - any dataclass
                 f"{type(options).__name__}: found {field.name}={describe_value(value)}, expected "
                 f"{_describe_type(annotation)}"
             )
+
+
+def refuse_unknown_options(cls: type[_T]) -> type[_T]:
+    """Return the class with a constructor that refuses unknown options, and options without a name, in our words.
+
+    Python's own TypeError names neither the option that was meant nor the first of the positional values.
+    """
+    initialize = cls.__init__
+    names = [name for name in inspect.signature(initialize).parameters if name != "self"]
+
+    @functools.wraps(initialize)
+    def check_and_initialize(self: _T, *args: object, **options: object) -> None:
+        if args:
+            raise CallerError(
+                f"{cls.__name__}: found {describe_value(args[0])} without a name, expected every option by its name: "
+                f"{cls.__name__}({names[0]}=...)"
+            )
+        for name in options:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+                meant = f"Did you mean {close[0]}?" if close else "Remove it."
+                raise CallerError(
+                    f"{cls.__name__}: found no option {name}, expected some of: {', '.join(names)}. {meant}"
+                )
+        initialize(self, **options)
+
+    cls.__init__ = check_and_initialize
+    return cls
 
 
 def find_refused_call(function: Callable[..., object], num_arguments: int) -> str | None:

@@ -33,6 +33,8 @@ class ExitCode(enum.IntEnum):
     """This host left at a step boundary after a notice (SIGTERM); nothing was lost."""
     STATE_LOST = 85
     """Every holder of the training state died at once, and nothing else holds it."""
+    SCRIPT_DIFFERS = 86
+    """The job's other hosts run another script, or the same with other arguments, modules or versions."""
     INTERNAL_ERROR = 89
     """A bug of ours."""
     INTERRUPTED = 130
@@ -121,6 +123,12 @@ class JoinRefused(OperatorError):
     """The job does not let this host in."""
 
     exit_code = ExitCode.JOIN_REFUSED
+
+
+class ScriptRefused(JoinRefused):
+    """The job's other hosts run another script than this host, or the same in another way."""
+
+    exit_code = ExitCode.SCRIPT_DIFFERS
 
 
 class Unauthenticated(JoinRefused):

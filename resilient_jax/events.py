@@ -129,6 +129,13 @@ class EventKind(enum.StrEnum):
     COLLECTIVE_FAILED = "collective.failed"
     """A collective failed, or another host did not answer; the membership changes and the step is finished. Detail:
     `error`."""
+    STATE_DIFFERS = "state.differs"
+    """The committed states of hosts differ. Detail: `hosts` (that differ from most, or all if there is no majority),
+    `steps` (committed)."""
+    SCRIPT_ENDED = "script.ended"
+    """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
+    SCRIPT_REFUSED = "script.refused"
+    """A worker was not let in, or left: the job's other hosts run another script. Detail: `why` (with both values)."""
     WORKER_IDLE = "worker.idle"
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""

@@ -8,6 +8,7 @@ plain Orbax writes an array, or the shard of one device, as a single chunk, whic
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,21 @@ def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
     return (touched + box.size) * array.dtype.numpy_dtype.itemsize
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Return whether a log line of Orbax's says anything: an item has no metadata of its own, its step has them."""
+    return not str(record.msg).startswith("Metadata file does not exist")
+
+
+@contextlib.contextmanager
+def _filter_orbax_log() -> Iterator[None]:
+    log = logging.getLogger("absl")
+    log.addFilter(_is_worth_a_line)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_worth_a_line)
+
+
 @contextlib.contextmanager
 def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """Yield a function that restores a tree of arguments, and the tree as Orbax describes it; wrap all errors."""
@@ -150,7 +166,7 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
     )
     orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:
-        with contextlib.closing(ocp.Checkpointer(orbax)) as checkpointer:
+        with _filter_orbax_log(), contextlib.closing(ocp.Checkpointer(orbax)) as checkpointer:
             metadata: Any = checkpointer.metadata(tree_folder).item_metadata
             if metadata is None:
                 raise CheckpointUnreadable(f"its {METADATA_FILE} does not describe a tree")

@@ -25,7 +25,9 @@ from resilient_jax.cli.options import (
     check_platform,
     check_script,
     find_failure_domain,
+    list_options,
     load_job_config,
+    note_misplaced_options,
     print_line,
     read_versions,
 )
@@ -78,9 +80,13 @@ DomainOption = Annotated[
         help="Failure domain of this host, such as its rack; other domains keep its parity. Default: from --topology."
     ),
 ]
+LaunchedOption = Annotated[
+    bool, typer.Option("--launched", hidden=True, help="Started by `launch`, which prints how the job ended.")
+]
 
 
 def agent(
+    context: typer.Context,
     script: ScriptArgument,
     store: StoreOption,
     job: JobOption,
@@ -96,6 +102,7 @@ def agent(
     topology: TopologyOption = None,
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
+    launched: LaunchedOption = False,
 ) -> None:
     """Supervise this host's worker in a job of many hosts.
 
@@ -110,7 +117,10 @@ def agent(
     interrupted.
     """
     token = _read_token()
-    command = check_script(script)
+    own_options = list_options(context)
+    command = check_script(script, own_options)
+    if not launched:
+        note_misplaced_options(command, own_options)
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
     credentials = Credentials(token, _tls_files(tls))
@@ -139,7 +149,8 @@ def agent(
         show_all_output=verbose,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
-    if outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
+    is_told = outcome.host == host_name or not launched
+    if is_told and outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
         print_line(f"[{host_name}] {describe_for_agent(outcome)}")
     sys.exit(outcome.exit_code)
 

@@ -21,12 +21,20 @@ from resilient_jax.cli.options import (
     check_platform,
     check_script,
     find_failure_domain,
+    list_options,
     load_job_config,
+    note_misplaced_options,
     print_line,
 )
 from resilient_jax.cli.outcome_text import describe_for_launch
 from resilient_jax.cli.progress import ProgressLine
-from resilient_jax.cluster.launcher import HostSite, Launcher, LaunchSettings, make_host_names
+from resilient_jax.cluster.launcher import (
+    EVENT_LOG_FILE,
+    HostSite,
+    Launcher,
+    LaunchSettings,
+    make_host_names,
+)
 from resilient_jax.cluster.run_directory import (
     claim_directory,
     create_numbered_directory,
@@ -72,6 +80,7 @@ MaxHostRestartsOption = Annotated[
 
 
 def launch(
+    context: typer.Context,
     script: ScriptArgument,
     hosts: HostsOption = 4,
     devices_per_host: DevicesOption = None,
@@ -90,7 +99,9 @@ def launch(
 
     Example: resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     """
-    command = check_script(script)
+    own_options = list_options(context)
+    command = check_script(script, own_options)
+    note_misplaced_options(command, own_options)
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
@@ -107,6 +118,7 @@ def launch(
     host_sites = _load_sites(sites, hosts)
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
+    is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
         job=JobName(directory.name),
         num_hosts=hosts,
@@ -122,9 +134,12 @@ def launch(
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with claim_directory(directory), progress:
-        print_line(
-            f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)"
-        )
+        print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job)")
+        if is_used:
+            print_line(
+                "note: a job ran in this folder before: logs and compiled programs are kept. Training resumes where "
+                "the script saved checkpoints; otherwise it begins with the initial state"
+            )
         outcome = asyncio.run(launcher.run())
     print_line(describe_for_launch(outcome, directory))
     sys.exit(outcome.exit_code)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from resilient_jax.cluster.run_directory import JobContact, read_contact, remove_contact
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.config import JobConfig, load_toml
+from resilient_jax.config.struct_schema import suggest_key
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.protocol.records import Versions
@@ -77,12 +79,22 @@ def load_job_config(path: Path | None, hosts: int) -> JobConfig:
     return config
 
 
-def check_script(command: list[str]) -> tuple[str, ...]:
+def check_script(command: list[str], own_options: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the command, after a check that its script can be run.
 
+    Args:
+        command: script and arguments; what is in its first place when there is an unknown option before the script.
+        own_options: the options that our command has.
+
     Raises:
-        CallerError: the script does not exist, cannot be read, or is refused by Python's compiler.
+        CallerError: the script does not exist, cannot be read, or is refused by Python's compiler; an unknown option.
     """
+    if command[0].startswith("-"):
+        name = command[0].split("=")[0]
+        raise CallerError(
+            f"option {name}: found no such option, expected one of this command before the script, and those of the "
+            f"script after it. {suggest_key(name, own_options)} `--help` lists all"
+        )
     script = Path(command[0])
     try:
         source = script.read_bytes() if script.is_file() else None
@@ -103,6 +115,20 @@ def check_script(command: list[str]) -> tuple[str, ...]:
             f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
         ) from error
     return tuple(command)
+
+
+def note_misplaced_options(command: Sequence[str], own_options: Sequence[str]) -> None:
+    """Print which arguments of the script look like options of ours: the script may have one of that name, or not."""
+    for name in dict.fromkeys(word.split("=")[0] for word in command[1:]):
+        if name in own_options:
+            print_line(
+                f"note: {name} after the script goes to the script; options of `resilient-jax` precede it"
+            )
+
+
+def list_options(context: typer.Context) -> list[str]:
+    """Return the options of the command that runs, as one writes them."""
+    return [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
 
 
 def find_failure_domain(topology: Path, host: str) -> str:

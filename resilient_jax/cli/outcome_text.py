@@ -16,8 +16,17 @@ def describe_for_launch(outcome: JobOutcome, directory: Path) -> str:
     """Return how the job ended, with the complete traceback of a script that failed."""
     logs = f"logs and events: {directory}"
     if outcome.kind is JobOutcomeKind.DONE:
-        return f"done; {logs}"
-    return f"{logs}\nthe job ended: {_describe_kind(outcome)}\n{JAX_NOTE.sub('', outcome.message)}"
+        return f"{describe_outcome(outcome)}; {logs}"
+    return f"{logs}\n{describe_outcome(outcome)}"
+
+
+def describe_outcome(outcome: JobOutcome) -> str:
+    """Return how the job ended, with the complete traceback of a script that failed."""
+    if outcome.kind is JobOutcomeKind.DONE:
+        return "done"
+    if outcome.kind is JobOutcomeKind.INTERRUPTED:  # as its user ordered: no failure
+        return outcome.message
+    return f"the job ended: {_describe_kind(outcome)}\n{JAX_NOTE.sub('', outcome.message)}"
 
 
 def describe_for_agent(outcome: JobOutcome) -> str:

@@ -108,6 +108,7 @@ def _tabulate_options(change: ReplanDecision) -> Table:
     )
     for name in ("step", "search", "compile", "move", "bytes moved", "samples/s until then"):
         table.add_column(name, justify="right")
+    table.add_row("before", change.before.shape, f"{change.before.step_time_s:.4g} s")
     for option in (change.chosen, *change.others):
         table.add_row(*_describe(option))
     return table

@@ -8,6 +8,7 @@ from typing import Self
 from resilient_jax.cluster.launcher import JobView
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.telemetry.metric_text import format_metrics
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
@@ -20,6 +21,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._text = ""
+        self._printed = ""
         self._drawn_s = 0.0
 
     def __enter__(self) -> Self:
@@ -28,8 +30,10 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._text:
-            _show((CLEAR_LINE if self._on_terminal else "") + self._text + "\n")
+        if self._on_terminal and self._text:
+            _show(f"{CLEAR_LINE}{self._text}\n")
+        elif self._text != self._printed:
+            _show(f"{self._text}\n")
 
     def print_line(self, line: bytes) -> None:
         """Print a line of a host's output above the progress line."""
@@ -43,7 +47,7 @@ class ProgressLine:
         interval_s = REDRAW_INTERVAL_S if self._on_terminal else LOG_INTERVAL_S
         if now - self._drawn_s < interval_s:
             return
-        self._drawn_s = now
+        self._drawn_s, self._printed = now, self._text
         _show(CLEAR_LINE + self._text if self._on_terminal else self._text + "\n")
 
 
@@ -57,7 +61,7 @@ def describe_progress(view: JobView) -> str:
     if generation is None:
         return "waiting for hosts"
     words = [f"step {view.step}"]
-    words += [f"{name} {value:.4f}" for name, value in view.metrics.items()]
+    words += format_metrics(view.metrics)
     words += [f"generation {generation.number}", f"{len(generation.members)} hosts live"]
     if generation.phase not in (GenerationPhase.ACTIVE, GenerationPhase.FINISHED):
         words.append(f"{generation.phase} ({generation.reason})")

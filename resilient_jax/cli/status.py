@@ -1,4 +1,4 @@
-"""`resilient-jax status`: show a running job."""
+"""`resilient-jax status`: show a running job, or how it ended."""
 
 import asyncio
 import sys
@@ -12,9 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from resilient_jax.cli.console import open_console
-from resilient_jax.cli.options import RunDirectoryArgument, find_contact
+from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_line
+from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
+from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.telemetry.metric_text import format_metrics
 
 MIN_WIDTH = 110
 """Columns of the table. In a narrower terminal its lines wrap, which is still readable; truncated columns are not."""
@@ -24,7 +27,10 @@ def status(
     run_dir: RunDirectoryArgument,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Show generation, hosts, workers and services of a running job."""
+    """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended."""
+    if (ended := read_ended_job(run_dir)) is not None:
+        print_line(msgspec.json.encode(ended).decode() if json_output else describe_end(ended, time.time()))
+        return
     report = asyncio.run(read_job_report(find_contact(run_dir)))
     with open_console() as console:
         if json_output:
@@ -33,12 +39,24 @@ def status(
             print_report(console, report)
 
 
+def describe_end(ended: EndedJob, now_s: float) -> str:
+    """Return how a job ended, as `launch` printed it, with its last step."""
+    words = [f"step {ended.step}", *format_metrics(ended.metrics)]
+    return (
+        f"job {ended.job}: ended {max(now_s - ended.wall_s, 0):.0f} s ago, exit code {ended.outcome.exit_code} | "
+        f"{' | '.join(words)}\n{describe_outcome(ended.outcome)}"
+    )
+
+
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
-    """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives 2 of 6 hosts)"."""
+    """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives the loss of 2 of 6 hosts)"."""
     weakest = min(snapshot.groups, key=lambda group: group.parity)
+    num_losses, num_hosts = weakest.parity, len(weakest.hosts)
+    if snapshot.num_copies - 1 > num_losses:  # the job goes on from a copy, then, not from the snapshot
+        num_losses, num_hosts = snapshot.num_copies - 1, sum(len(group.hosts) for group in snapshot.groups)
     return (
         f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
-        f"{snapshot.nbytes / 2**20:.1f} MiB, survives {weakest.parity} of {len(weakest.hosts)} hosts)"
+        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {num_losses} of {num_hosts} hosts)"
     )
 
 

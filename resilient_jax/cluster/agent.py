@@ -69,10 +69,7 @@ class Agent:
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
         )
         self._supervisor = WorkerSupervisor(
-            settings,
-            self._log,
-            self._context.clock,
-            print_line,
+            self._context,
             snapshots=self._snapshots,
             on_change=self._on_worker_changed,
             # Called only once a worker starts, when `_follower` below exists: the two need each other.
@@ -100,7 +97,7 @@ class Agent:
             The outcome of the job, or of this host.
 
         Raises:
-            JoinRefused: the job does not let this host in.
+            JoinRefused: the job does not let this host in, or not with its script.
             StoreUnreachable: the store did not answer for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
@@ -188,6 +185,7 @@ class Agent:
             services=self._services.running,
             snapshot_server=self._snapshots.server,
             snapshots=self._snapshots.snapshots,
+            script=self._supervisor.script_digest,
             step=step,
             metrics=metrics,
         )

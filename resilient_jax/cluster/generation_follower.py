@@ -17,7 +17,7 @@ from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, Pause, Quiesce, RunToBoundary
 from resilient_jax.store.interface import PutEvent
 
-RELAY_GRACE_S = 10.0
+RELAY_GRACE_S = 2.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
 
 
@@ -48,6 +48,8 @@ class GenerationFollower:
         self._is_leaving = is_leaving
         self._void_generation: GenerationNumber | None = None
         self._relay: Relay | None = None
+        self._old_relays: list[Relay] = []
+        """Of worlds that the worker has left, but to which it may be connected still."""
         self._killing: asyncio.Task[None] | None = None
 
     def is_outsider(self) -> bool:
@@ -74,9 +76,10 @@ class GenerationFollower:
             self._killing.cancel()
 
     async def close(self) -> None:
-        """End the relay; the worker must have ended before."""
-        if self._relay is not None:
-            await self._relay.close()
+        """End the relays; the worker must have ended before."""
+        for relay in (self._relay, *self._old_relays):
+            if relay is not None:
+                await relay.close()
 
     async def watch(self) -> None:
         """Follow the stored generation and each later one, until the watch fails."""
@@ -170,10 +173,8 @@ class GenerationFollower:
             old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._context.settings.address)
             if old is not None:
-                # The worker disconnects when it leaves the old world, and must not be disconnected before. An
-                # attempt to connect that it abandoned exists until its timeout.
-                close_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S
-                asyncio.get_running_loop().call_later(
-                    close_after_s, lambda: asyncio.ensure_future(old.close())
-                )
+                # An attempt to connect that the worker abandoned exists until its timeout.
+                stop_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S
+                asyncio.get_running_loop().call_later(stop_after_s, old.stop_listening)
+                self._old_relays = [relay for relay in (*self._old_relays, old) if relay.has_connections]
         return self._relay.address

@@ -12,6 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,7 +20,13 @@ import msgspec
 
 from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
 from resilient_jax.cluster.restart_budget import RestartBudget
-from resilient_jax.cluster.run_directory import JobContact, remove_contact, write_contact
+from resilient_jax.cluster.run_directory import (
+    EndedJob,
+    JobContact,
+    remove_contact,
+    write_contact,
+    write_ended_job,
+)
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, JobName, Revision
@@ -33,6 +40,7 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
 
 TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
+EVENT_LOG_FILE = "launcher.events.jsonl"
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
@@ -142,7 +150,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
-        log = EventLog(directory / "launcher.events.jsonl", "launcher")
+        log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         store = MemoryStore()
         server = Server(
             f"{self._settings.store_host}:0",
@@ -162,13 +170,24 @@ class Launcher:
             write_contact(directory, contact)
             watching = asyncio.create_task(self._watch(store))
             try:
-                return await self._run_hosts()
+                outcome = await self._run_hosts()
+                write_ended_job(directory, self._make_end(outcome))
+                return outcome
             finally:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watching
                 remove_contact(directory, contact)
                 log.close()
+
+    def _make_end(self, outcome: JobOutcome) -> EndedJob:
+        return EndedJob(
+            job=self._settings.job,
+            outcome=outcome,
+            step=self.view.step,
+            metrics=self.view.metrics,
+            wall_s=time.time(),
+        )
 
     async def _run_hosts(self) -> JobOutcome:
         names = make_host_names(self._settings.num_hosts)
@@ -232,7 +251,8 @@ class Launcher:
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
-            return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
+            message = f"interrupted after {self.view.step} steps; none of the job's processes is left"
+            return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message=message)
         how = ", ".join(f"{host} {_describe_exit(code)}" for host, code in sorted(self._codes.items()))
         return JobOutcome(
             kind=_outcome_kind_of(code),
@@ -288,6 +308,7 @@ class Launcher:
             *("--address", site.address),
             *("--num-hosts", str(settings.num_hosts)),
             *("--run-dir", str(settings.run_directory)),
+            "--launched",
             *settings.agent_options,
             "--",
             *settings.command,
@@ -342,4 +363,5 @@ def _outcome_kind_of(code: int) -> JobOutcomeKind:
         int(ExitCode.TOO_FEW_HOSTS): JobOutcomeKind.TOO_FEW_HOSTS,
         int(ExitCode.RESTART_BUDGET_EXHAUSTED): JobOutcomeKind.TOO_FEW_HOSTS,
         int(ExitCode.JOIN_REFUSED): JobOutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.SCRIPT_DIFFERS): JobOutcomeKind.TOO_FEW_HOSTS,
     }.get(code, JobOutcomeKind.USER_ERROR)

@@ -1,8 +1,9 @@
 """A TCP relay between a worker and its world's coordination service that never closes the worker's connection.
 
 JAX aborts a process when its connection to the coordination service breaks. So the worker connects to this relay on
-its own host: when the service dies, the worker's side stays open and silent, and the worker survives. Only the agent
-closes that side, after the worker has left the world.
+its own host: when the service dies, the worker's side stays open and silent, and the worker survives. A worker that has
+left the world may keep its connection, because an array of the world keeps the world's client: so nobody but the worker
+closes it, or its end.
 """
 
 import asyncio
@@ -30,10 +31,19 @@ class Relay:
         name, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{name}:{port}"
 
-    async def close(self) -> None:
-        """Close all connections. The worker must have left the world, or be about to die."""
+    @property
+    def has_connections(self) -> bool:
+        """Whether a worker is connected."""
+        return bool(self._connections)
+
+    def stop_listening(self) -> None:
+        """Take no new connection; each one that exists ends when the worker closes it."""
         if self._server is not None:
             self._server.close()
+
+    async def close(self) -> None:
+        """Close all connections. The worker must have ended."""
+        self.stop_listening()
         connections = tuple(self._connections)
         for connection in connections:
             connection.cancel()

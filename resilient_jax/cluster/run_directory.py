@@ -1,4 +1,4 @@
-"""The directory of one job on one machine: logs, events, and how to reach the job."""
+"""The directory of one job on one machine: logs, events, how to reach the job, and how it ended."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,10 @@ import msgspec
 
 from resilient_jax.errors import CallerError, ConfigError, LogUnwritable, MessageError
 from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.protocol.records import JobOutcome
 
 CONTACT_FILE = "job.json"
+END_FILE = "job_end.json"
 LOCK_FILE = "launcher.lock"
 """Stays in the directory: if it were removed, two launchers could each lock a file of that name."""
 
@@ -26,7 +28,26 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int
 
 
+class EndedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """How the last job in a run folder ended.
+
+    Attributes:
+        job: the job's name.
+        outcome: how it ended, with the exit code of `launch`.
+        step: the newest committed step.
+        metrics: the metrics of that step.
+        wall_s: when it ended, in seconds since 1970.
+    """
+
+    job: str
+    outcome: JobOutcome
+    step: int
+    metrics: dict[str, float]
+    wall_s: float
+
+
 _CONTACT_DECODER = msgspec.json.Decoder(JobContact)
+_ENDED_JOB_DECODER = msgspec.json.Decoder(EndedJob)
 
 
 def create_run_directory(path: Path) -> Path:
@@ -99,12 +120,22 @@ def claim_directory(directory: Path) -> Iterator[None]:
 
 
 def write_contact(directory: Path, contact: JobContact) -> None:
-    """Write how to reach the job, atomically. The directory must have been claimed."""
-    path = directory / CONTACT_FILE
+    """Write how to reach the job, and forget how the one before it ended. The directory must have been claimed."""
+    (directory / END_FILE).unlink(missing_ok=True)
+    _write_atomically(directory / CONTACT_FILE, contact)
+
+
+def write_ended_job(directory: Path, ended: EndedJob) -> None:
+    """Write how the job ended, for `status`. A full disk does not change how it ended: then nothing is written."""
+    with contextlib.suppress(OSError):
+        _write_atomically(directory / END_FILE, ended)
+
+
+def _write_atomically(path: Path, content: msgspec.Struct) -> None:
     unfinished = path.with_suffix(".unfinished")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(contact))
+        file.write(msgspec.json.encode(content))
     unfinished.replace(path)
 
 
@@ -113,6 +144,23 @@ def remove_contact(directory: Path, contact: JobContact) -> None:
     with contextlib.suppress(ConfigError):  # already removed
         if read_contact(directory) == contact:
             (directory / CONTACT_FILE).unlink(missing_ok=True)
+
+
+def read_ended_job(directory: Path) -> EndedJob | None:
+    """Return how the last job in `directory` ended; None: it runs, or its launcher was killed, or there was none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = directory / END_FILE
+    if (directory / CONTACT_FILE).exists():
+        return None
+    try:
+        return decode_message(_ENDED_JOB_DECODER, path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, MessageError) as error:
+        raise _unreadable(path, error) from error
 
 
 def read_contact(directory: Path) -> JobContact:
@@ -130,4 +178,8 @@ def read_contact(directory: Path) -> JobContact:
             "job: `launch` prints it first"
         ) from error
     except (OSError, MessageError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there")

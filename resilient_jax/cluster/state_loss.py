@@ -98,8 +98,9 @@ def _step_of(host: HostStatus) -> int:
 def _stop(loss: StateLoss) -> JobOutcome:
     if loss.checkpoint_step is None:
         rest = (
-            "no host sees a checkpoint on storage. Restart the job from a checkpoint of your own, or set "
-            'state_loss_policy = "restart" to begin again with the initial state'
+            "no host sees a checkpoint on storage. Launch the job again to begin with the initial state. Against the "
+            "next such loss: a larger snapshot_parity, or checkpoints (rj.Checkpoints in the trainer); with "
+            'state_loss_policy = "restart" a job begins again by itself'
         )
     else:
         rest = (
@@ -109,7 +110,6 @@ def _stop(loss: StateLoss) -> JobOutcome:
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),
-        message=f"all hosts that held the training state were lost at once, after {loss.step} committed steps"
-        f"{' or more' if loss.is_lower_bound else ''}; "
-        f"{loss.reason}; {rest}",
+        message=f"too many of the hosts that held the training state were lost at once, after {loss.step} committed "
+        f"steps{' or more' if loss.is_lower_bound else ''}: {loss.reason}; {rest}",
     )

@@ -6,13 +6,14 @@ import msgspec
 
 from resilient_jax.errors import JoinRefused, MessageError
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import Generation, HostStatus, JobRecord
+from resilient_jax.protocol.records import Generation, HostStatus, JobRecord, ScriptRecord
 from resilient_jax.store.interface import KeyValue
 
 ENCODER: Final = msgspec.msgpack.Encoder()
 _GENERATION: Final = msgspec.msgpack.Decoder(Generation)
 _HOST_STATUS: Final = msgspec.msgpack.Decoder(HostStatus)
 _JOB_RECORD: Final = msgspec.msgpack.Decoder(JobRecord)
+_SCRIPT_RECORD: Final = msgspec.msgpack.Decoder(ScriptRecord)
 
 RecordT = TypeVar("RecordT")
 
@@ -42,6 +43,15 @@ def decode_job_record(stored: KeyValue) -> JobRecord:
         JoinRefused: the value is no such record.
     """
     return _decode(_JOB_RECORD, stored)
+
+
+def decode_script_record(stored: KeyValue) -> ScriptRecord:
+    """Return the record that the first host with a worker stored.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_SCRIPT_RECORD, stored)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[RecordT], stored: KeyValue) -> RecordT:

@@ -21,10 +21,8 @@ from resilient_jax.protocol.worker_messages import (
     SNAPSHOT_CONNECTION_VARIABLE,
     WORKER_MESSAGE_DECODER,
     WORKER_SETTINGS_VARIABLE,
-    EventOccurred,
+    AgentRequest,
     Heartbeat,
-    SnapshotServerRequested,
-    StepCommitted,
     WorkerMessage,
     WorkerOrder,
     WorkerReported,
@@ -48,6 +46,7 @@ class WorkerProcess:
     Attributes:
         report: the newest that the worker sent.
         is_unresponsive: the process is stopped, or sent nothing for longer than the heartbeat timeout.
+        has_script_ended: the script has come to its end after training.
         is_dying: its threads have ended; the exit code follows.
     """
 
@@ -64,6 +63,7 @@ class WorkerProcess:
         self.report = WorkerReport()
         self.is_unresponsive = False
         self.is_dying = False
+        self.has_script_ended = False
         self.error = ""
         self._connection = connection
         self._death_pipe = death_pipe
@@ -114,7 +114,7 @@ class WorkerProcess:
         output: WorkerOutput,
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
-        on_message: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
+        on_message: Callable[[AgentRequest], None],
     ) -> int:
         """Receive messages and watch until the process ends; return its exit code."""
         process = self.child.process
@@ -156,7 +156,7 @@ class WorkerProcess:
     async def _listen(
         self,
         on_change: Callable[[], None],
-        on_message: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
+        on_message: Callable[[AgentRequest], None],
     ) -> None:
         async for message in self._connection:
             self._last_message_s = self._clock.monotonic_s()

@@ -6,33 +6,37 @@ The half of the agent that is independent of generations.
 import asyncio
 from collections.abc import Callable
 
-from resilient_jax.clock import Clock
-from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.restart_budget import RestartBudget
+from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
-from resilient_jax.errors import ExitCode
+from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
+    AdmissionRequested,
+    AgentRequest,
     EventOccurred,
     SnapshotServerReady,
     SnapshotServerRequested,
     SnapshotSettings,
     StepCommitted,
     StopWorker,
+    WorkerAdmitted,
     WorkerOrder,
     WorkerSettings,
 )
-from resilient_jax.telemetry.event_log import EventLog
 
 STOP_GRACE_S = 2.0
 """Time until SIGKILL for a worker that was ordered to stop because the job failed."""
+ADMISSION_RETRY_INTERVAL_S = 0.2
+"""How soon to compare a worker's script again when the store did not answer."""
 START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
@@ -52,10 +56,7 @@ class WorkerSupervisor:
 
     def __init__(
         self,
-        settings: AgentSettings,
-        log: EventLog,
-        clock: Clock,
-        print_line: Callable[[str], None],
+        context: AgentContext,
         *,
         snapshots: SnapshotServerProcess,
         on_change: Callable[[], None],
@@ -65,11 +66,16 @@ class WorkerSupervisor:
         """Call `on_change` after every new status; `is_over` returns whether the job, or this host's part, has
         ended.
         """
+        self._settings = settings = context.settings
+        self._log = context.log
+        self._clock = context.clock
+        self._print_line = context.print_line
+        self._admission = ScriptAdmission(
+            context.store, settings.job, settings.host, context.agent_id, settings.config
+        )
+        self._admitting: asyncio.Task[None] | None = None
+        self._refusal: JoinRefused | None = None
         directory = settings.run_directory
-        self._settings = settings
-        self._log = log
-        self._clock = clock
-        self._print_line = print_line
         self._snapshots = snapshots
         self._on_change = on_change
         self._do_others_train = do_others_train
@@ -96,6 +102,9 @@ class WorkerSupervisor:
 
         Returns:
             The outcome of this host, if the worker died too often; None when the worker's own end stands.
+
+        Raises:
+            JoinRefused: the job's other hosts run another script.
         """
         number = 0
         while True:
@@ -116,11 +125,16 @@ class WorkerSupervisor:
                     self._output,
                     self._settings.config.heartbeat_timeout_s,
                     lambda w=worker: self._on_changed(w),
-                    self._on_message,
+                    lambda message, w=worker: self._on_message(w, message),
                 )
             except asyncio.CancelledError:
                 await worker.child.kill_and_wait()
                 raise
+            finally:
+                if self._admitting is not None:
+                    self._admitting.cancel()
+            if self._refusal is not None:
+                raise self._refusal
             self._log.record(
                 EventKind.WORKER_EXITED,
                 generation=worker.report.generation,
@@ -214,10 +228,16 @@ class WorkerSupervisor:
         )
         self._on_change()
 
-    def _on_message(self, message: StepCommitted | SnapshotServerRequested | EventOccurred) -> None:
+    def _on_message(self, worker: WorkerProcess, message: AgentRequest) -> None:
         match message:
+            case AdmissionRequested():
+                self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
                 self._log.append(message.event)
+                worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
+                if message.event.kind is EventKind.SCRIPT_REFUSED:
+                    why = f"host {self._settings.host} leaves the job. {message.event.detail['why']}"
+                    self._refuse(ScriptRefused(why))
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
             case SnapshotServerRequested():
@@ -230,6 +250,32 @@ class WorkerSupervisor:
                         f"no snapshot server could be started: {error}"
                     )  # the next worker requests one again
                 self.on_snapshots_changed()
+
+    async def _admit(self, worker: WorkerProcess, script: dict[str, str]) -> None:
+        """Let a worker in once its script has been compared with the job's; end it if that differs."""
+        while True:
+            try:
+                await self._admission.admit(script)
+            except PeerError:  # an outage that is too long ends the registration, and with it this agent
+                await asyncio.sleep(ADMISSION_RETRY_INTERVAL_S)
+            except JoinRefused as error:
+                self._log.record(EventKind.SCRIPT_REFUSED, why=str(error))
+                self._refuse(error)
+                return
+            else:
+                break
+        self._on_change()
+        worker.send_order(WorkerAdmitted())
+
+    def _refuse(self, error: JoinRefused) -> None:
+        """End the worker, and then `supervise` with this error."""
+        self._refusal = error
+        self.kill("its script is another than the job's")
+
+    @property
+    def script_digest(self) -> str:
+        """The digest of the script with which a worker was let in; empty before."""
+        return self._admission.digest
 
     def on_snapshots_changed(self) -> None:
         """Send the endpoint of the snapshot server to a worker that waits for it."""
@@ -287,6 +333,11 @@ class WorkerSupervisor:
         if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
             return outcome
         host = self._settings.host
+        if code < 0 and worker.has_script_ended:
+            self._print_line(
+                f"{host}: Python's shutdown {_describe_exit(code)}; the script had come to its end, nothing is missing"
+            )
+            return outcome
         # This worker did not train to the end: it was ready too late, and ended by order or was killed.
         if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
             if self._done_and_killed is None:

@@ -13,6 +13,7 @@ from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation
@@ -37,7 +38,8 @@ class CompilationMonitor:
         credentials: of the job.
         directory: of this host's programs; None: JAX's cache is off.
         record_event: writes an event; called on any thread.
-        raise_if_ended: raises when the generation has ended; called on the main thread while it waits.
+        raise_if_ended: raises when the generation has ended; called by training while it waits, on
+            the main thread or the one for collectives.
         hit_failpoint: called before training compiles a program.
     """
 
@@ -138,8 +140,9 @@ class CompilationMonitor:
     def _find_patience(self) -> Patience | None:
         if is_compiling_ahead():
             return Patience(is_ahead=True, check=check_canceled)
-        # Only this thread notices the end of its generation while it waits; one of the user's takes what is there.
-        if threading.current_thread() is threading.main_thread():
+        # Training waits, and notices the end of its generation; a thread of the user's takes what is there.
+        is_training = threading.current_thread() is threading.main_thread() or collective_thread.is_current
+        if is_training:
             return Patience(is_ahead=False, check=self._raise_if_ended)
         return None
 

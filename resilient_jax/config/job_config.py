@@ -37,7 +37,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
     """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new generation.
-    gloo may lose a message while a peer dies, and would wait for it for half an hour. Must be longer than any host
+    A thread that gloo keeps waiting for a dead peer ends with it, and frees its memory. Must be longer than any host
     keeps the others waiting: while it compiles, or in a callback that only it makes."""
 
     start_timeout_s: Seconds = 300.0

@@ -12,6 +12,8 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
 - `local_clique`: keeps the clique of a process's own devices through an abort.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
+- `collective_thread`: runs collectives on a thread that can be given up.
+- `compilation_state`: whether a thread compiles (no jax).
 - `jaxlib_types`: the one import of jaxlib's extension module.
 - `failures`: `is_collective_failure` and the errors of this package (jaxlib only).
 - `trace_cache`: keeps what JAX traced when its backend is destroyed.

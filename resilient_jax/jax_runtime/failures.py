@@ -16,6 +16,10 @@ class FormingFailed(PeerError):
     """The world was not complete in time, or a step of joining it failed."""
 
 
+class CollectiveGivenUp(PeerError):
+    """The collective did not return although its connections were shut; its world cannot be used again."""
+
+
 _PEER_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Status codes that XLA gives only to waits on other processes."""
 
@@ -44,7 +48,7 @@ def is_collective_failure(error: BaseException) -> bool:
 
 
 def _is_collective_failure(error: BaseException) -> bool:
-    if isinstance(error, FormingInterrupted | FormingFailed):
+    if isinstance(error, FormingInterrupted | FormingFailed | CollectiveGivenUp):
         return True
     # jit's C++ fast path raises the same messages as a ValueError or RuntimeError.
     if not isinstance(error, JaxRuntimeError | ValueError | RuntimeError):

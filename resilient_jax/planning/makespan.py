@@ -1,7 +1,7 @@
 """Equal tasks on unequal machines with the least makespan: microbatches over replicas, layers over stages.
 
-`step.quotas` assigns a step's units by the same rule; here machines come by class, so that a hundred thousand equal
-machines cost as much as one. With release times s_i, task times p_i and n_i tasks on machine i the makespan is
+`step.quotas` assigns microbatches by the same rule; here machines come by class, so that a hundred thousand equal ones
+cost as much as one. With release times s_i, task times p_i and n_i tasks on machine i the makespan is
 `max_i (s_i + n_i p_i)`. The greedy list schedule, each task to the machine that would finish it first, minimizes it for
 equal tasks (Graham 1969, https://doi.org/10.1137/0117039, covers unequal ones). Most tasks are assigned at once: by the
 fluid time t with `sum_i max(0, t - s_i) / p_i = tasks` no schedule has finished more.

@@ -121,6 +121,13 @@ class Plan:
     request: PlanRequest = dataclasses.field(repr=False)
     compositions: tuple[Composition, ...] = dataclasses.field(repr=False)
 
+    def __str__(self) -> str:
+        """The plan in a line; `reason` says why, `repr` is complete."""
+        return (
+            f"{self.model_name} on {self.topology_name}: {self.shape}, {self.step_time_s:.4g} s a step, memory "
+            f"{self.memory.total / self.usable_bytes:.0%} full"
+        )
+
     @property
     def step_time_s(self) -> float:
         """The estimated time of one step."""

@@ -7,6 +7,8 @@ from resilient_jax.planning.plan import Plan
 
 _SHOWN = 0.005
 """Terms with a smaller part of the step are omitted."""
+_EVEN = 0.9
+"""A batch divides evenly enough if the devices compute for this part of the longest replica's time."""
 
 
 def explain_choice(plans: Sequence[Plan], min_replicas: int = 1) -> tuple[Plan, ...]:
@@ -19,7 +21,7 @@ def explain_choice(plans: Sequence[Plan], min_replicas: int = 1) -> tuple[Plan, 
     explained = []
     for place, plan in enumerate(plans):
         reasons = [_compare(plan, plans, place, min_replicas), _limits(plan)]
-        reasons += [text for text in (_spares(plan), _speeds(plan)) if text]
+        reasons += [text for text in (_spares(plan), _speeds(plan), _uneven(plan)) if text]
         explained.append(dataclasses.replace(plan, reasons=tuple(reasons)))
     return tuple(explained)
 
@@ -64,6 +66,20 @@ def _speeds(plan: Plan) -> str:
         for replicas, quota in replica_class.quotas
     )
     return f"Microbatches: {quotas}."
+
+
+def _uneven(plan: Plan) -> str:
+    if len(plan.replica_classes) > 1:  # the quotas differ as the speeds do
+        return ""
+    part = plan.devices_used / plan.device_count * plan.microbatches / (plan.replicas * max(plan.quotas))
+    # Each replica has the same number of microbatches if the batch is a multiple of all devices; the next smaller one.
+    even = plan.global_batch // plan.device_count * plan.device_count
+    if part >= _EVEN or not even or even == plan.global_batch:
+        return ""
+    return (
+        f"A batch of {plan.global_batch} does not divide evenly over {plan.device_count} devices, which compute for "
+        f"{part:.0%} of that time; a batch of {even} does."
+    )
 
 
 def explain_change(plan: Plan, before: Plan) -> str:

@@ -341,6 +341,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
         snapshots: the snapshots that are complete on this host.
+        script: the digest of the script with which the worker was let in; empty before.
         metrics: the metrics that the worker last reported, by name.
         step: the step that the worker last reported, refreshed a few times a second; for progress lines, not for
             decisions.
@@ -356,6 +357,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
+    script: str = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
 
@@ -372,3 +374,17 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     versions: Versions
     first_host: HostName
+
+
+class ScriptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The script that all hosts of a job must run, as the first host with a worker described it.
+
+    Attributes:
+        host: that host.
+        agent_id: of its agent.
+        items: values and digests, by name.
+    """
+
+    host: HostName
+    agent_id: str
+    items: dict[str, str]

@@ -8,6 +8,11 @@ def make_job_key(job: JobName) -> str:
     return f"/{job}/job"
 
 
+def make_script_key(job: JobName) -> str:
+    """Return the key of the `ScriptRecord`."""
+    return f"/{job}/script"
+
+
 def make_leader_key(job: JobName) -> str:
     """Return the key of the `LeaderRecord`."""
     return f"/{job}/leader"

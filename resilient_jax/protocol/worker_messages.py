@@ -65,6 +65,10 @@ class SnapshotServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     endpoint: str
 
 
+class WorkerAdmitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to `AdmissionRequested`: the worker may report that it is ready."""
+
+
 class StopWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: the job is over for this worker; return from `rj.run`."""
 
@@ -92,6 +96,15 @@ class SnapshotServerRequested(msgspec.Struct, frozen=True, tag=True, kw_only=Tru
     """Request for a snapshot server on this host; each is answered by `SnapshotServerReady`."""
 
 
+class AdmissionRequested(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request to be let into the job with this script, as `describe_script` returns it.
+
+    Answered by `WorkerAdmitted`; an agent that may not let it in ends.
+    """
+
+    script: dict[str, str]
+
+
 class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An event for the host's event log."""
 
@@ -106,9 +119,12 @@ WorkerOrder = (
     | HoldTraining
     | LeaseRenewed
     | SnapshotServerReady
+    | WorkerAdmitted
     | StopWorker
 )
-WorkerMessage = WorkerReported | StepCommitted | Heartbeat | SnapshotServerRequested | EventOccurred
+AgentRequest = StepCommitted | SnapshotServerRequested | AdmissionRequested | EventOccurred
+"""What an agent handles itself, beside the report that it passes on."""
+WorkerMessage = WorkerReported | Heartbeat | AgentRequest
 
 WORKER_ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Decoder(WorkerOrder)
 WORKER_MESSAGE_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)

@@ -244,6 +244,7 @@ class Snapshotter:
             part_bytes=dict(cut.part_bytes),
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
+            num_copies=len(cut.replicated_on),
         )
         self._server.open_layout(layout, restored=self._restored, check=self._line.raise_if_ended)
         self._line.record_event(

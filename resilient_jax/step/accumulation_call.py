@@ -11,15 +11,11 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.step.assignment import (
-    AccumulationSpec,
-    ReplicaShape,
-    locate_replicas,
-    predict_widths_after_loss,
-)
-from resilient_jax.step.contributions import pad_progress_size
+from resilient_jax.step.accumulation_comparison import pad_digests_size
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
+from resilient_jax.step.contributions import pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
+from resilient_jax.step.reduction import AllReduce, ExactReduce
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +50,17 @@ class AccumulationCall:
         hosts.remove(self.process_index)
         chosen = {self.process_index, *hosts[: num_hosts - 1]}
         grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
-        devices_per_host = grid.local_mesh.size
         try:
-            # + 1: this host is no longer in `hosts`.
-            before = locate_replicas(range(len(hosts) + 1), self.replica_shape, devices_per_host)
-            after = locate_replicas(range(num_hosts), replica_shape_after, devices_per_host)
+            locate_replicas(range(num_hosts), replica_shape_after, grid.local_mesh.size)
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce = AllReduce(grid)
-        # The exchange of progress, and the trainer's decision whether to stop: both as a generation begins.
-        for size in (pad_progress_size(num_hosts * self.spec.num_units), 1):
+        # The exchanges of claims and of digests, and the decision whether to stop: all as a generation begins.
+        sizes = {pad_claims_size(num_hosts, self.spec.num_microbatches), pad_digests_size(num_hosts), 1}
+        for size in sorted(sizes):
             all_reduce.compile(np.zeros(size, np.int32), check)
-        if self.spec.is_pooled:
+        if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)
         else:
-            # The program takes `width` arrays: another width is another program.
-            for width in predict_widths_after_loss(self.spec, before, after):
-                OrderedAllReduce(grid).compile(self.spec.num_units, width, self.like, check)
+            ExactReduce(grid).compile(self.spec, self.like, check)
         return True

@@ -1,9 +1,7 @@
-"""Which host has which units of an accumulation, and which replica computes those that no host has. Pure."""
+"""Which host has which microbatches of a step, and which replica computes those that no host has. Pure."""
 
 import dataclasses
-import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -11,42 +9,29 @@ import numpy as np
 
 from resilient_jax.argument_checks import check_fields
 from resilient_jax.errors import CallerError
-from resilient_jax.step.quotas import count_units, distribute_units, microbatches_of_unit
+from resilient_jax.step.quotas import distribute_microbatches
 
 DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, by default."""
-MAX_WIDTHS: Final = 4
-"""Programs that are compiled ahead for one accumulation and the loss of a host."""
-MAX_HOSTS_FOR_ALL_LOSSES: Final = 8
-"""Up to this many hosts the loss of each is considered."""
+Reduction = Literal["exact", "fast"]
+"""How the totals of microbatches are added up; see `AccumulationOptions`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AccumulationSpec:
-    """What is accumulated. Partial sums of one specification are invalid for any other.
+    """What is accumulated. Totals of one specification are invalid for any other.
 
     Attributes:
         name: of the accumulation within the step.
         step: of the state that the gradients are taken at.
         num_microbatches: of the step.
-        unit_size: how many consecutive microbatches one host accumulates in one go.
-        is_pooled: whether all units of a replica are added into one total.
+        reduction: how they are added up.
     """
 
     name: str
     step: int
     num_microbatches: int
-    unit_size: int
-    is_pooled: bool
-
-    @property
-    def num_units(self) -> int:
-        """The number of units; the last may be smaller."""
-        return count_units(self.num_microbatches, self.unit_size)
-
-    def microbatches_of(self, unit: int) -> range:
-        """Return the indexes of the microbatches of a unit."""
-        return microbatches_of_unit(unit, self.num_microbatches, self.unit_size)
+    reduction: Reduction
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,23 +103,20 @@ class ReplicaShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AccumulationOptions:
-    """How `World.accumulate_microbatches` groups, assigns and reduces microbatches.
+    """How `World.accumulate_microbatches` assigns and adds up microbatches.
 
     Attributes:
-        unit_size: how many consecutive microbatches one host accumulates in one go. A reproducible accumulation keeps
-            every unit's total until the end: a smaller unit loses less in a failure and balances better, a larger one
-            takes less memory and traffic. The bits of the result depend on it.
-        reproducible: add in an order that depends on the indexes only: the same bits, whichever hosts are alive. Else
-            one all-reduce of each host's total: less memory and traffic, equal within rounding.
+        reduction: "exact": the sum of each element is that of its addends, in whatever order and wherever they are
+            computed: the same bits, whichever hosts are alive (see `step.exact_sum` for its bound). "fast": floats,
+            added on each host and by one all-reduce: less memory and traffic, equal within rounding.
         replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
-        balance_by_speed: assign units in proportion to measured speed; else evenly.
+        balance_by_speed: assign microbatches in proportion to measured speed; else evenly.
 
     Raises:
         CallerError: a value is of another type.
     """
 
-    unit_size: int = 1
-    reproducible: bool = True
+    reduction: Reduction = "exact"
     replica_shape: ReplicaShape = ReplicaShape()
     balance_by_speed: bool = False
 
@@ -196,103 +178,41 @@ def locate_replicas(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Which replica computes which units.
+    """Which replica computes which microbatches.
 
     Attributes:
         locations: of the replicas.
-        units_by_replica: the units that each replica computes.
-        owners: of each unit, the index of the host whose total is reduced.
+        by_replica: the indexes of the microbatches that each replica computes.
+        owners: of each microbatch, the index of the host whose total has it.
     """
 
     locations: tuple[ReplicaLocation, ...]
-    units_by_replica: tuple[tuple[int, ...], ...]
+    by_replica: tuple[tuple[int, ...], ...]
     owners: tuple[int, ...]
 
 
-def assign_units(
-    spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray, speeds: np.ndarray
+def assign_microbatches(
+    locations: tuple[ReplicaLocation, ...], claims: np.ndarray, speeds: np.ndarray
 ) -> Assignment:
-    """Assign complete units to a host that has them, units in progress to their replica, and all others by speed.
+    """Leave each microbatch with the host that has it, and assign all others by speed.
 
     Args:
-        spec: of the accumulation.
         locations: of the replicas.
-        progress: int[hosts, units], how many microbatches of each unit every host has accumulated.
+        claims: bool[hosts, microbatches], which microbatches are in the total of each host; at most one host has one.
         speeds: float[hosts], in any unit.
     """
-    owners = {}
-    for unit in range(spec.num_units):
-        # A unit is complete on each host whose progress equals its size; the first such host owns it.
-        complete = np.flatnonzero(progress[:, unit] == len(spec.microbatches_of(unit)))
-        if complete.size:
-            owners[unit] = int(complete[0])
-    missing = [unit for unit in range(spec.num_units) if unit not in owners]
-    replica_of_begun_unit = {}
-    for unit in missing:
-        # A unit in progress stays with the replica that is furthest: the most microbatches that all of its hosts have.
-        counts = [find_common_progress(progress, location, unit) for location in locations]
-        if max(counts):
-            replica_of_begun_unit[unit] = counts.index(max(counts))
-    assigned = distribute_units(missing, replica_speeds(locations, speeds), replica_of_begun_unit)
-    for location, units in zip(locations, assigned, strict=True):
-        for position, unit in enumerate(units):
-            # A replica's units are owned by its hosts in turn, so that each reduces about as many.
-            owners[unit] = location.host_indexes[position % len(location.host_indexes)]
+    num_microbatches = claims.shape[1]
+    owners = {int(index): int(host) for host, index in np.argwhere(claims)}
+    missing = [index for index in range(num_microbatches) if index not in owners]
+    by_replica = distribute_microbatches(missing, replica_speeds(locations, speeds))
+    for location, indexes in zip(locations, by_replica, strict=True):
+        # All hosts of a replica have its total; the first one brings it into the sum.
+        owners |= dict.fromkeys(indexes, location.host_indexes[0])
     return Assignment(
         locations=locations,
-        units_by_replica=assigned,
-        owners=tuple(owners[unit] for unit in range(spec.num_units)),
+        by_replica=by_replica,
+        owners=tuple(owners[index] for index in range(num_microbatches)),
     )
-
-
-def predict_widths_after_loss(
-    spec: AccumulationSpec, before: tuple[ReplicaLocation, ...], after: tuple[ReplicaLocation, ...]
-) -> set[int]:
-    """Return likely widths of the first reduction after a loss: the number of units of the host that owns the most.
-
-    The loss may come as the step begins, as it ends, or between, where one host may have accumulated all of its units
-    and another none. If there are many such widths, the smallest, which are the likeliest, are returned.
-
-    Args:
-        spec: of the accumulation.
-        before: the replicas of now.
-        after: the replicas that the remaining hosts can form.
-    """
-    num_hosts, num_left = _count_hosts(before), _count_hosts(after)
-    no_progress = np.zeros((num_hosts, spec.num_units), np.int32)
-    owners = assign_units(spec, before, no_progress, np.ones(num_hosts)).owners
-    sizes = np.array([len(spec.microbatches_of(unit)) for unit in range(spec.num_units)])
-    # Which hosts are lost matters only as far as the first ones own the most units and the last ones the fewest.
-    candidates = range(num_hosts)
-    if num_hosts > MAX_HOSTS_FOR_ALL_LOSSES:
-        candidates = (0, 1, num_hosts - 2, num_hosts - 1)
-    widths, uneven = set(), set()
-    for lost in itertools.combinations(candidates, num_hosts - num_left):
-        survivors = np.setdiff1d(np.arange(num_hosts), lost)
-        # int[survivors, units]: the size of a unit on its owner, else 0.
-        at_end = (survivors[:, None] == np.array(owners)) * sizes
-        widths |= {_find_width(spec, after, progress) for progress in (np.zeros_like(at_end), at_end)}
-        first = np.argmax((at_end > 0).sum(1))
-        uneven.add(_find_width(spec, after, np.where(np.arange(num_left)[:, None] == first, at_end, 0)))
-    # From the smallest width to that of the most uneven progress any may occur; MAX_WIDTHS of these are added.
-    smallest = min(widths)
-    return widths | set(range(smallest, min(max(uneven), smallest + MAX_WIDTHS - 1) + 1))
-
-
-def _find_width(spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray) -> int:
-    owners = assign_units(spec, locations, progress, np.ones(_count_hosts(locations))).owners
-    return max(Counter(owners).values())
-
-
-def _count_hosts(locations: tuple[ReplicaLocation, ...]) -> int:
-    return 1 + max(host for location in locations for host in location.host_indexes)
-
-
-def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: int) -> int:
-    """Return how many microbatches of a unit every host of a replica has; 0 if the hosts differ."""
-    counts = {int(count) for count in progress[list(location.host_indexes), unit]}
-    # Hosts that differ have totals of different microbatches: there is none that all of them could continue from.
-    return counts.pop() if len(counts) == 1 else 0
 
 
 def replica_speeds(locations: Sequence[ReplicaLocation], speeds: np.ndarray) -> list[float]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 HOST_AXIS, LOCAL_AXIS = "host", "local"
@@ -78,11 +79,11 @@ class HostGrid:
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
         found = _unpack(self.local_mesh, shapes)(flat)
-        return [_reshard_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
+        return [reshard_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
 
     def gather(self, rows: jax.Array) -> jax.Array:
-        """Return all rows of [hosts, n], sharded over both axes, as this host's own array sharded over n."""
-        return self.to_local(_gather(self.mesh)(rows))
+        """Return all rows of [hosts, n], sharded over both axes, as this host's own array sharded over n, computed."""
+        return self.to_local(collective_thread.run(_gather(self.mesh), rows))
 
     def compile_gather(self, rows: jax.ShapeDtypeStruct) -> None:
         """Compile what `gather` calls for such rows."""
@@ -118,7 +119,7 @@ def group_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-def _reshard_like(origin: object, total: jax.Array) -> jax.Array:
+def reshard_like(origin: object, total: jax.Array) -> jax.Array:
     """Return `total`, which is replicated over this host's row, with the sharding of `origin`."""
     if not isinstance(origin, jax.Array) or origin.sharding == total.sharding:
         return total

@@ -1,18 +1,21 @@
-"""Adds microbatches to running totals on this host's replicas: the part of an accumulation that needs no other host."""
+"""Computes microbatches on this host's replicas and adds them up: what needs no other host."""
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.contributions import Contributions, PartialSum
+from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.replicas import Replica
+from resilient_jax.step.running_total import add_to_total, start_total
 
 Tree = TypeVar("Tree")
 
@@ -34,8 +37,8 @@ class Microbatch:
     batch: Any = None
 
 
-AccumulateFunction = Callable[[Tree, Microbatch], Tree]
-"""Returns a running total with one microbatch added."""
+ComputeFunction = Callable[[Microbatch], Tree]
+"""Returns what is to be summed of one microbatch."""
 
 
 class BatchSource(Protocol):
@@ -55,6 +58,18 @@ class StepHooks(Protocol):
 
     def raise_if_ended(self) -> None:
         """Raise GenerationEnded if this generation has ended."""
+
+    def digest_state(self) -> np.ndarray:
+        """Return int32[words], the digest of the state that this step begins with."""
+        ...
+
+    def compare_states(self, digests: np.ndarray) -> None:
+        """Compare the digests of all hosts, int32[hosts, words]; do not return if this host's state is wrong."""
+        ...
+
+    def leave_job(self, why: str) -> NoReturn:
+        """End this host's part in the job, which goes on without it: its script is another than that of the others."""
+        ...
 
     def hit_failpoint(self, failpoint: FailPoint, index: int = ...) -> bool:
         """Let a test hold or break this host; return whether the values computed here are to be corrupted."""
@@ -86,58 +101,49 @@ class MicrobatchAccumulator:
 
     def __init__(
         self,
-        accumulate_fn: AccumulateFunction[Any],
+        compute_fn: ComputeFunction[Any],
         spec: AccumulationSpec,
         data: BatchSource | None,
         hooks: StepHooks,
         turns: CompilationTurns,
     ) -> None:
-        self._accumulate_fn = accumulate_fn
+        self._compute_fn = compute_fn
         self._spec = spec
         self._data = data
         self._hooks = hooks
         self._turns = turns
 
-    def accumulate_units(
-        self,
-        contributions: Contributions,
-        replica: Replica,
-        progress: Mapping[int, int],
-        zeros: Any,  # noqa: ANN401 - a tree
-        pool: int | None,
+    def accumulate(
+        self, contributions: Contributions, replica: Replica, indexes: Sequence[int], number: int
     ) -> None:
-        """Accumulate units on one replica; each microbatch is kept in `contributions` at once.
+        """Compute microbatches on one replica; each is kept in `contributions` at once.
 
         Args:
             contributions: of this host.
             replica: that computes.
-            progress: the units, with the number of microbatches of each that are accumulated already.
-            zeros: the total of no microbatches.
-            pool: the key of the pooled partial sum, if the accumulation is pooled; None: another host of the replica
-                keeps it.
+            indexes: of the microbatches.
+            number: of the replica's part in `contributions`. If it is there already it is continued, so that nothing is
+                to be merged.
         """
-        start = replica.to_replica(zeros)
-        if self._spec.is_pooled:
-            total = start
-            for unit in progress:
-                for index in self._spec.microbatches_of(unit):
-                    total = self._accumulate(replica, total, index)
-                # Kept after complete units only: `pooled_units` cannot tell that half of a unit is in the sum. The
-                # count is 0 because a pooled sum is no prefix of one unit.
-                if pool is not None:
-                    contributions.partial_sums[pool] = PartialSum(0, replica.to_local(total))
-                    contributions.pooled_units.add(unit)
-            return
-        for unit, count in progress.items():
-            total = start
-            if count:
-                total = _reshard_like(start, replica.to_replica(contributions.partial_sums[unit].total))
-            for index in self._spec.microbatches_of(unit)[count:]:
-                total = self._accumulate(replica, total, index)
-                count += 1
-                contributions.partial_sums[unit] = PartialSum(count, replica.to_local(total))
+        before = contributions.parts.get(number)
+        total = replica.to_replica(before.total) if before is not None else None
+        done = before.microbatches if before is not None else frozenset()
+        for index in indexes:
+            found = self._compute(replica, index)
+            with self._turns.take(f"{self._spec.name} total {total is None}", replica):
+                # Of a replica on several hosts `contributions` refer to this memory, and its programs may fail.
+                total = (
+                    start_total(self._spec, found)
+                    if total is None
+                    else add_to_total(total, found, donate=replica.is_on_one_host)
+                )
+            if not replica.is_on_one_host:  # one program with collectives at a time: see jax_runtime's README
+                jax.block_until_ready(total)
+            done |= {index}
+            is_first_host = replica.data_shard[0] == 0
+            contributions.parts[number] = Contribution(replica.to_local(total), done, is_first_host)
 
-    def _accumulate(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
+    def _compute(self, replica: Replica, index: int) -> Any:  # noqa: ANN401 - a tree
         step = self._spec.step
         # A replica on one host runs no collective that a peer's death would break: only this check ends its work.
         self._hooks.raise_if_ended()
@@ -145,25 +151,15 @@ class MicrobatchAccumulator:
         batch = self._data.get(step, index, replica.data_shard) if self._data is not None else None
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._turns.take(self._spec.name, replica):
-            total = self._accumulate_fn(total, microbatch)
+            if replica.is_on_one_host:
+                found = self._compute_fn(microbatch)
+            else:  # its programs have collectives
+                found = collective_thread.run(self._compute_fn, microbatch)
         if self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
-            total = jax.tree.map(_corrupt, total)
-        if replica.data_shard != (0, 1):
-            jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README
-        return total
+            found = jax.tree.map(_corrupt, found)
+        return found
 
 
 def _corrupt(leaf: jax.Array) -> jax.Array:
     """Return NaN wherever the dtype has it, as a faulty processor may."""
     return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-
-
-def _reshard_like(like: Tree, total: Tree) -> Tree:
-    """Return a total that was begun under another arrangement with the sharding that the program is compiled for."""
-
-    def reshard(origin: jax.Array, leaf: jax.Array) -> jax.Array:
-        if leaf.sharding == origin.sharding or not leaf.is_fully_addressable:
-            return leaf
-        return jax.device_put(leaf, origin.sharding)
-
-    return jax.tree.map(reshard, like, total)

@@ -1,12 +1,12 @@
 """The collective operations of one generation: all-reduces, and accumulations over microbatches that survive failures.
 
-An accumulation's microbatches are grouped into units and the units assigned to replicas. Every host computes the same
-assignment from the same progress, so no message is needed while no host fails. When a host dies, the train function is
-called again in the next generation and accumulates again in the same step:
+The microbatches of an accumulation are assigned to replicas. Every host computes the same assignment from the same
+claims, so no message is needed while no host fails. When a host dies, the train function is called again in the next
+generation and accumulates again in the same step:
 
-1. the hosts exchange how much of each unit they have accumulated (one small all-reduce),
-2. a complete unit belongs to the first host that has it, and the missing ones are reassigned,
-3. each host computes its units, and all reduce the totals.
+1. the hosts exchange which microbatches are in their totals (one small all-reduce),
+2. these stay where they are, and the missing ones are assigned anew,
+3. each host computes its own, and the totals are reduced.
 
 A host that dies after the reduction takes nothing with it: the others have the result.
 """
@@ -22,35 +22,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.state.state_digest import DIGEST_WORDS
+from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     Assignment,
     ReplicaLocation,
     ReplicaShape,
-    assign_units,
-    find_common_progress,
+    assign_microbatches,
     locate_replicas,
     replica_speeds,
 )
-from resilient_jax.step.contributions import Contributions, pad_progress_size
+from resilient_jax.step.contributions import Contributions, pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.microbatch_accumulator import (
-    AccumulateFunction,
     BatchSource,
     CompilationTurns,
+    ComputeFunction,
     MicrobatchAccumulator,
     StepHooks,
 )
-from resilient_jax.step.quotas import accept_disjoint_claims, distribute_units
-from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
+from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
+from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
+from resilient_jax.step.running_total import (
+    merge_totals,
+    reshard_total,
+    start_total,
+    start_total_of_hosts,
+)
 
 Tree = TypeVar("Tree")
 SPEED_EXCHANGE_INTERVAL_STEPS: Final = 16
 """Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
+COMPARISON_INTERVAL_STEPS: Final = 64
+"""Steps between two comparisons of the hosts' states, that of the initial state first. To digest a state reads it once,
+an update reads and writes it, and a step is more than its update: less than a thousandth of the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +112,9 @@ class Reducer:
         self._kept = kept
         self._hooks = hooks
         self._exchanged: set[str] = set()
-        """The accumulations whose progress the hosts have exchanged in this generation."""
+        """The accumulations of which the hosts have exchanged their claims in this generation."""
+        self._compared_step: int | None = None
+        """The last step in which the hosts have compared their states."""
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
         self._seconds: np.ndarray | None = None
@@ -138,8 +151,13 @@ class Reducer:
         return self._replicas[shape]
 
     def all_reduce(self, tree: Tree) -> Tree:
-        """Return the sum over hosts of each leaf."""
-        total = AllReduce(self._live.grid)(tree)
+        """Return the sum over hosts of each leaf, exact where these are floats."""
+        grid = self._live.grid
+        is_rounded = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(tree)]
+        if grid.num_hosts > 1 and any(is_rounded):
+            total = ExactReduce(grid)(start_total_of_hosts(tree), tree)
+        else:
+            total = AllReduce(grid)(tree)
         jax.block_until_ready(total)
         # Also after a collective that returned: the generation may have ended meanwhile, and this host must stop.
         self._hooks.raise_if_ended()
@@ -148,7 +166,7 @@ class Reducer:
     def accumulate_microbatches(
         self,
         spec: AccumulationSpec,
-        accumulate_fn: AccumulateFunction[Tree],
+        compute_fn: ComputeFunction[Tree],
         zeros: Tree,
         *,
         data: BatchSource | None,
@@ -156,63 +174,91 @@ class Reducer:
         balance_by_speed: bool,
     ) -> Tree:
         """See `World.accumulate_microbatches`."""
-        contributions = self._resume_contributions(spec, zeros)
+        contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
-        progress = self._exchange_progress(contributions)
+        if spec.name not in self._exchanged:
+            self._compare_accumulations(describe_accumulation(spec, replica_shape, zeros), spec)
+        claims = self._exchange_claims(contributions)
         # Decided by the step, which is the same on all hosts: in a collective all must take part.
         if balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0:
             self._exchange_speeds()
         speeds = self._speeds()
-        assignment = assign_units(spec, locations, progress, speeds)
+        assignment = assign_microbatches(locations, claims, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
-        accumulator = MicrobatchAccumulator(accumulate_fn, spec, data, self._hooks, self._turns)
-        self._compute(accumulator, contributions, replicas, assignment, progress, zeros)
-        self.owners = tuple(
-            assignment.owners[index // spec.unit_size] for index in range(spec.num_microbatches)
-        )
+        accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns)
+        self._compute(accumulator, contributions, replicas, assignment)
+        self.owners = assignment.owners
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        total = self._reduce(contributions, assignment, zeros)
+        total = self._reduce(contributions, zeros)
         jax.block_until_ready(total)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         return total
 
-    def _resume_contributions(self, spec: AccumulationSpec, zeros: Any) -> Contributions:  # noqa: ANN401 - a tree
+    def _resume_contributions(
+        self,
+        spec: AccumulationSpec,
+        zeros: Any,  # noqa: ANN401 - a tree
+        replica_shape: ReplicaShape,
+    ) -> Contributions:
         """Return what this host has accumulated of this very accumulation, on its devices."""
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
             kept = Contributions(spec)
-        # Before progress is exchanged: the other hosts will not compute what this one claims to have.
+        # Before claims are exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()
-        kept.move_to_devices(zeros)
-        self._kept[spec.name] = kept
-        return kept
+        self._kept[spec.name] = kept.move_to_devices(zeros, replica_shape)
+        return self._kept[spec.name]
 
-    def _exchange_progress(self, contributions: Contributions) -> np.ndarray:
-        """Return int32[hosts, units]: how many microbatches of each unit every live host has accumulated.
+    def _compare_accumulations(self, lines: list[str], spec: AccumulationSpec) -> None:
+        """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
+        live = self._live
+        num_hosts = len(live.process_indexes)
+        if num_hosts == 1:
+            return
+        found = find_differing_hosts(lines, live.host_index, num_hosts, self.all_reduce)
+        if found is None:
+            return
+        why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {found.why}"
+        if not found.has_majority:
+            raise CallerError(
+                f"{why}, and no more hosts do the one than the other. Every host must run the same"
+            )
+        if live.host_index in found.hosts:
+            self._hooks.leave_job(f"{why} as on most hosts")
 
-        Exchanged only at a generation's first accumulation of this name: in later steps all hosts start at 0.
+    def _exchange_claims(self, contributions: Contributions) -> np.ndarray:
+        """Return bool[hosts, microbatches]: which microbatches are in the totals of every live host.
+
+        Exchanged only at a generation's first accumulation of this name: in later steps no host has any. Beside them
+        hosts compare their states, every few steps.
         """
         spec, live = contributions.spec, self._live
-        progress = np.zeros((len(live.process_indexes), spec.num_units), np.int32)
-        if spec.name in self._exchanged:
+        is_first = spec.name not in self._exchanged
+        # Decided by the step, which is the same on all hosts: in a collective all must take part.
+        is_compared = spec.step % COMPARISON_INTERVAL_STEPS == 0 and spec.step != self._compared_step
+        table = np.zeros((len(live.process_indexes), spec.num_microbatches + DIGEST_WORDS), np.int32)
+        if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-            return progress
-        progress[live.host_index] = contributions.count_progress()
+            if not is_compared:
+                return table[:, :-DIGEST_WORDS] > 0
+        table[live.host_index, :-DIGEST_WORDS] = contributions.list_claims()
+        if is_compared and len(table) > 1:
+            table[live.host_index, -DIGEST_WORDS:] = self._hooks.digest_state()
         # Each host fills in its own row only, so the sum over hosts is the table of all rows.
-        padded = np.zeros(pad_progress_size(progress.size), np.int32)
-        padded[: progress.size] = progress.reshape(-1)
-        found = np.asarray(self.all_reduce(padded))[: progress.size].reshape(progress.shape)
+        padded = np.zeros(pad_claims_size(len(table), spec.num_microbatches), np.int32)
+        padded[: table.size] = table.reshape(-1)
+        found = np.asarray(self.all_reduce(padded))[: table.size].reshape(table.shape)
         self._exchanged.add(spec.name)
-        if spec.is_pooled:
-            # All hosts decide this from the same table, so a host whose
-            # claim is refused drops it without being told to.
-            accepted = accept_disjoint_claims([np.flatnonzero(row).tolist() for row in found])
-            found = np.where(np.array(accepted)[:, None], found, 0)
-            if not accepted[live.host_index]:
-                contributions.clear()
-        return found
+        if is_compared:
+            self._compared_step = spec.step
+            self._hooks.compare_states(found[:, -DIGEST_WORDS:])
+        # All hosts decide this from the same table, so a host whose
+        # claim is refused drops it without being told to.
+        accepted = accept_disjoint_claims(found[:, :-DIGEST_WORDS])
+        contributions.keep_accepted(accepted[live.host_index])
+        return accepted > 0
 
     def _speeds(self) -> np.ndarray:
         if self._seconds is None:
@@ -221,7 +267,7 @@ class Reducer:
 
     def _exchange_speeds(self) -> None:
         if not self._has_computed:
-            # Too slow to be assigned any unit: the host may have become faster, so it is measured again.
+            # Too slow to be assigned any microbatch: the host may have become faster, so it is measured again.
             self._own_seconds /= 2
         self._has_computed = False
         seconds = np.zeros(len(self._live.process_indexes), np.float32)
@@ -236,25 +282,16 @@ class Reducer:
         contributions: Contributions,
         replicas: dict[int, Replica],
         assignment: Assignment,
-        progress: np.ndarray,
-        zeros: Any,  # noqa: ANN401 - a tree
     ) -> None:
-        """Accumulate the units of this host's replicas, each replica on a thread of its own if there are several."""
+        """Compute the microbatches of this host's replicas, each on a thread of its own if there are several."""
         started_s = time.monotonic()
         calls = []
         for number, replica in replicas.items():
-            begun = {
-                unit: find_common_progress(progress, assignment.locations[number], unit)
-                for unit in assignment.units_by_replica[number]
-            }
-            # All hosts of a replica have its total. Pooled totals are summed over hosts, so only the first keeps it; of
-            # others the reduction takes each unit from its owner alone.
-            keeps_total = replica.data_shard[0] == 0 or not contributions.spec.is_pooled
-            # Below all keys there are, and another one for each replica of this call: nothing is overwritten.
-            pool = min([0, *contributions.partial_sums]) - 1 - len(calls) if keeps_total else None
-            calls.append(
-                functools.partial(accumulator.accumulate_units, contributions, replica, begun, zeros, pool)
-            )
+            # A replica on one host continues the total of the replica that was in its place. Of a replica on several
+            # hosts, some may have dropped it: a new part.
+            part = len(calls) if replica.is_on_one_host else 1 + max(contributions.parts, default=-1)
+            indexes = assignment.by_replica[number]
+            calls.append(functools.partial(accumulator.accumulate, contributions, replica, indexes, part))
         if len(calls) <= 1:
             for call in calls:
                 call()
@@ -264,30 +301,21 @@ class Reducer:
                 for done in [threads.submit(call) for call in calls]:
                     done.result()
         # Without this the time measured below could be that of dispatching only.
-        jax.block_until_ready([partial.total for partial in contributions.partial_sums.values()])
-        count = sum(
-            len(contributions.spec.microbatches_of(unit))
-            for number in replicas
-            for unit in assignment.units_by_replica[number]
-        )
+        jax.block_until_ready([part.total for part in contributions.parts.values()])
+        count = sum(len(assignment.by_replica[number]) for number in replicas)
         if count:
             self._own_seconds = (time.monotonic() - started_s) / count
             self._has_computed = True
 
-    def _reduce(self, contributions: Contributions, assignment: Assignment, zeros: Tree) -> Tree:
-        partial_sums = contributions.partial_sums
-        if contributions.spec.is_pooled:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, zeros)
-            totals = [jax.device_put(partial_sums[key].total, shardings) for key in sorted(partial_sums)]
-            # From zeros on: a host that has computed nothing takes part in the collective, too.
-            return AllReduce(self._live.grid)(functools.reduce(_add_trees, totals, zeros))
-        # Several hosts may have a complete unit, and all agree on its owner: it is added once.
-        own = {
-            unit: partial_sums[unit].total
-            for unit, owner in enumerate(assignment.owners)
-            if owner == self._live.host_index
-        }
-        return OrderedAllReduce(self._live.grid)(own, assignment.owners, zeros)
+    def _reduce(self, contributions: Contributions, zeros: Tree) -> Tree:
+        totals = [
+            reshard_total(part.total, zeros) for part in contributions.parts.values() if part.is_counted
+        ]
+        # A host that has computed nothing takes part in the collective, too.
+        total = merge_totals(totals) if totals else start_total(contributions.spec, zeros)
+        if contributions.spec.reduction == "fast":
+            return AllReduce(self._live.grid)(total)
+        return ExactReduce(self._live.grid)(total, zeros)
 
 
 def _announce_reads(
@@ -298,19 +326,14 @@ def _announce_reads(
     speeds: np.ndarray,
 ) -> None:
     """Announce what this host reads in this step, and in the next step if no host dies."""
-    next_units = distribute_units(list(range(spec.num_units)), replica_speeds(assignment.locations, speeds))
+    all_indexes = range(spec.num_microbatches)
+    next_step = distribute_microbatches(all_indexes, replica_speeds(assignment.locations, speeds))
 
     def list_reads(
-        step: int, units_by_replica: Sequence[Sequence[int]]
+        step: int, by_replica: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, int, tuple[int, int]]]:
         for number, replica in replicas.items():
-            for unit in units_by_replica[number]:
-                for index in spec.microbatches_of(unit):
-                    yield step, index, replica.data_shard
+            for index in by_replica[number]:
+                yield step, index, replica.data_shard
 
-    data.expect([*list_reads(spec.step, assignment.units_by_replica), *list_reads(spec.step + 1, next_units)])
-
-
-@jax.jit
-def _add_trees(one: Any, other: Any) -> Any:  # noqa: ANN401 - a tree
-    return jax.tree.map(jnp.add, one, other)
+    data.expect([*list_reads(spec.step, assignment.by_replica), *list_reads(spec.step + 1, next_step)])

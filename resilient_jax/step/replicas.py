@@ -50,6 +50,11 @@ class Replica:
         self._sharded = NamedSharding(self.mesh, P(self._examples_axis))
         self._local_replicated = NamedSharding(Mesh(np.array(local), ("local",)), P())
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all its devices are this host's, so that its programs wait for no other host."""
+        return len(self._devices) == len(self._local)
+
     def to_replica(self, tree: Tree) -> Tree:
         """Return local arrays, equal on all hosts of the replica, over its mesh; arrays already there stay."""
         return jax.tree.map(self._leaf_to_replica, tree)
@@ -124,7 +129,7 @@ class Replica:
                 "its replica has on this host. Change the microbatch's size or the devices per host"
             )
         # A replica on one host needs no global array: all of its devices are here.
-        if self.data_shard == (0, 1):
+        if self.is_on_one_host:
             return jax.device_put(rows, self._sharded)
         return jax.make_array_from_process_local_data(
             self._sharded, rows, (rows.shape[0] * self.data_shard[1], *rows.shape[1:])

@@ -95,7 +95,6 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
         grid = _grid(leaves[members[0][0]].sharding.mesh)
         row = _pack(grid.local_mesh)([_stack(leaves[position], grid) for position, _ in members])
         rows = row if is_here else grid.gather(_as_row(row, grid))
-        jax.block_until_ready(rows)
         joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
             found[position] = _replicate_over(leaf, local_sharding)

@@ -1,7 +1,7 @@
 """`World.value_and_grad`: the mean loss and gradient of a step's microbatches, as `jax.value_and_grad` gives one's.
 
-One program adds a microbatch's loss, gradient and auxiliary output to running sums of float32 or wider, on the mesh of
-a replica; a second one divides the sums by the number of microbatches. Both are kept for the process by the loss
+One program computes a microbatch's loss, gradient and auxiliary output, in float32 or wider, on the mesh of a replica;
+a second one divides the sums by the number of microbatches. Both are kept for the process by the loss
 function, and neither depends on which hosts are alive.
 """
 
@@ -21,7 +21,7 @@ from resilient_jax.data.function_data import FunctionData
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.errors import CallerError
-from resilient_jax.step.microbatch_accumulator import AccumulateFunction, BatchSource, Microbatch
+from resilient_jax.step.microbatch_accumulator import BatchSource, ComputeFunction, Microbatch
 from resilient_jax.step.random_keys import (
     KEY_NAMES,
     call_with_key,
@@ -100,7 +100,7 @@ class ValueAndGrad:
     Args:
         loss_fn: `loss_fn(params, batch, *args)`, with a parameter of `KEY_NAMES` for random numbers if it likes.
         batches: where microbatches come from.
-        accumulate: `accumulate(add, zeros)` returns the sum over all microbatches of the step.
+        accumulate: `accumulate(compute, zeros)` returns the sum over all microbatches of the step.
         num_microbatches: in a step.
         has_aux: as for `jax.value_and_grad`.
         seed: of the random numbers.
@@ -110,7 +110,7 @@ class ValueAndGrad:
         self,
         loss_fn: Callable[..., Any],
         batches: BatchSource,
-        accumulate: Callable[[AccumulateFunction[Tree], Tree], Tree],
+        accumulate: Callable[[ComputeFunction[Tree], Tree], Tree],
         *,
         num_microbatches: int,
         has_aux: bool,
@@ -142,7 +142,7 @@ class ValueAndGrad:
             jax.tree.map(lambda leaf: _make_zeros(leaf, sharding), like[0]),
             jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
         )
-        sums = self._accumulate(self._make_adder(programs, params, args), zeros)
+        sums = self._accumulate(self._make_computer(programs, params, args), zeros)
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like))
         # The count is an argument: another number of microbatches compiles nothing.
         value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
@@ -160,17 +160,16 @@ class ValueAndGrad:
         (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, self._example, jax.random.key(0))
         return loss, aux
 
-    def _make_adder(
+    def _make_computer(
         self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
-    ) -> AccumulateFunction[Tree]:
+    ) -> ComputeFunction[Tree]:
         arguments_by_mesh: dict[Mesh, Tree] = {}
 
-        def add(sums: Tree, microbatch: Microbatch) -> Tree:
+        def compute(microbatch: Microbatch) -> Tree:
             replica = microbatch.replica
             if replica.mesh not in arguments_by_mesh:  # two threads have two replicas
                 arguments_by_mesh[replica.mesh] = replica.to_replica((params, args))
-            return programs.add(
-                sums,
+            return programs.compute(
                 *arguments_by_mesh[replica.mesh],
                 replica.place_batch(microbatch.batch),
                 make_microbatch_id(microbatch.step, microbatch.index),
@@ -178,7 +177,7 @@ class ValueAndGrad:
                 mesh=replica.mesh.abstract_mesh,
             )
 
-        return add
+        return compute
 
 
 class _Programs:
@@ -186,7 +185,7 @@ class _Programs:
 
     def __init__(self, loss_fn: Callable[..., Any], key_name: str | None, has_aux: bool) -> None:
         self._loss_fn, self._key_name, self._has_aux = loss_fn, key_name, has_aux
-        self.add = jax.jit(self._add, static_argnames="mesh")
+        self.compute = jax.jit(self._compute, static_argnames="mesh")
         self.mean = jax.jit(self._mean, static_argnames="dtypes")
         # Jitted, so that its result's shapes, which are asked for in every step, are traced once.
         self.differentiate = jax.jit(self._differentiate)
@@ -200,9 +199,8 @@ class _Programs:
 
         return jax.value_and_grad(loss_of, has_aux=True)(params)
 
-    def _add(
+    def _compute(
         self,
-        sums: Tree,
         params: Tree,
         args: tuple[Tree, ...],
         batch: Tree,
@@ -212,9 +210,9 @@ class _Programs:
         mesh: AbstractMesh,
     ) -> Tree:
         found = self._differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
-        total = jax.tree.map(lambda summed, new: summed + new.astype(summed.dtype), sums, found)
+        wide = jax.tree.map(lambda leaf: leaf.astype(_widen(leaf.dtype)), found)
         # Without the constraint the compiler may shard results as batches are sharded.
-        return jax.lax.with_sharding_constraint(total, NamedSharding(mesh, P()))
+        return jax.lax.with_sharding_constraint(wide, NamedSharding(mesh, P()))
 
     @staticmethod
     def _mean(sums: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:

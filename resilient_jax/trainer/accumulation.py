@@ -1,4 +1,4 @@
-"""Accumulation of a step's microbatches: the function that adds one of them on a replica's mesh."""
+"""The function that computes a microbatch on a replica's mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,33 +14,32 @@ Tree = Any
 """A pytree of arrays."""
 
 
-def make_microbatch_adder(
-    accumulate: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
-) -> Callable[[Tree, Microbatch], Tree]:
-    """Return a function that adds one microbatch to the sums. It copies the variables to a replica's mesh once.
+def make_microbatch_function(
+    compute: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
+) -> Callable[[Microbatch], Tree]:
+    """Return a function of a microbatch. It copies the variables to a replica's mesh once.
 
     Args:
-        accumulate: the compiled program.
+        compute: the compiled program.
         variables: on this host's devices.
-        placement: of variables and sums.
+        placement: of variables and results.
         key_step: for the random keys, in place of the microbatch's step.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
-    def add(sums: Tree, microbatch: Microbatch) -> Tree:
+    def compute_on_replica(microbatch: Microbatch) -> Tree:
         replica = microbatch.replica
         if replica.mesh not in variables_by_mesh:  # two threads have two replicas
             variables_by_mesh[replica.mesh] = replica.to_replica(variables)
         step = microbatch.step if key_step is None else key_step
-        return accumulate(
-            sums,
+        return compute(
             variables_by_mesh[replica.mesh],
             replica.place_batch(microbatch.batch),
             make_microbatch_id(step, microbatch.index),
             placement=placement.with_mesh(replica.mesh.abstract_mesh),
         )
 
-    return add
+    return compute_on_replica
 
 
 def make_abstract(batch: Tree) -> Tree:

@@ -3,10 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
     """When to save the training state, in Orbax's format.

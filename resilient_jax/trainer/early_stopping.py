@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
 from resilient_jax.trainer.training_state import EarlyStoppingState
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopping:
     """When to stop before the last step.

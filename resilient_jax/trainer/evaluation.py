@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.data.array_rows import view_as_rows
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
@@ -27,6 +27,7 @@ Tree = Any
 """A pytree of arrays."""
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """What to evaluate, and how often. Its metrics have the prefix `eval_`.
@@ -134,11 +135,10 @@ class EvaluationSums(NamedTuple):
 
 
 class EvaluationProgram:
-    """The program that adds one microbatch's loss and metrics.
+    """The program that computes one microbatch's loss and metrics.
 
     Attributes:
-        accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> EvaluationSums`; see
-            `TrainStep`.
+        compute: `compute(variables, batch, microbatch_id, placement=) -> EvaluationSums`; see `TrainStep`.
         abstract_sums: the shapes of the sums.
     """
 
@@ -158,7 +158,7 @@ class EvaluationProgram:
             CallerError: the loss returns no scalar.
         """
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
-        self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
+        self.compute = jax.jit(self._compute, static_argnames="placement")
         microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
         with use_trace_mesh(make_trace_mesh(axis_names)):
             self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
@@ -171,9 +171,8 @@ class EvaluationProgram:
         )
         return EvaluationSums(*found)
 
-    def _accumulate(
+    def _compute(
         self,
-        sums: EvaluationSums,
         variables: Variables,
         batch: Tree,
         microbatch_id: jax.Array,
@@ -182,7 +181,7 @@ class EvaluationProgram:
     ) -> EvaluationSums:
         with use_trace_mesh(placement.mesh):
             found = self._compute_sums(variables, batch, microbatch_id)
-        return constrain_sharding(jax.tree.map(jnp.add, sums, found), placement)
+        return constrain_sharding(found, placement)
 
 
 def compute_metrics(sums: EvaluationSums, num_microbatches: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.assignment import AccumulationOptions, ReplicaShape
-from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
+from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_function
 from resilient_jax.trainer.evaluation import EvaluationProgram, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
@@ -50,12 +50,11 @@ class Evaluator:
         """Return the mean of each metric over all microbatches."""
         sums = world.accumulate_microbatches(
             self._num_microbatches,
-            make_microbatch_adder(self._program.accumulate, variables, placement, key_step=EVALUATION_STEP),
+            make_microbatch_function(self._program.compute, variables, placement, key_step=EVALUATION_STEP),
             make_zeros(self._program.abstract_sums, placement),
             data=self._data,
             options=AccumulationOptions(
-                unit_size=self._parallelism.unit_size,
-                reproducible=self._parallelism.reproducible,
+                reduction=self._parallelism.reduction,
                 replica_shape=replica_shape,
             ),
             name="evaluate",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import CallerError
-from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.step.assignment import Reduction, ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
@@ -29,13 +29,13 @@ class StateSharding(enum.StrEnum):
     """Every host has a shard of it."""
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
     """How microbatches are assigned to hosts and reduced (see `AccumulationOptions`), and how the state is kept.
 
     Attributes:
-        unit_size: how many consecutive microbatches one host accumulates at a time.
-        reproducible: reduce in an order that gives the same bits, whichever hosts are alive.
+        reduction: "exact": sums that have the same bits, whichever hosts are alive; "fast": one all-reduce of floats.
         replica_shape: the hosts of a replica, or the replicas of a host.
         balance_by_speed: assign more microbatches to faster hosts, as measured; else evenly.
         state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of
@@ -47,25 +47,23 @@ class Parallelism:
             clip, use `Numerics(clip_norm=)`, which keeps the bits.
 
     Raises:
-        CallerError: a value is of another type, `unit_size` is below 1, or `state` is neither of the two.
+        CallerError: a value is of another type, or `state` is neither of the two.
     """
 
-    unit_size: int = 1
-    reproducible: bool = True
+    reduction: Reduction = "exact"
     replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST
     balance_by_speed: bool = False
     state: StateSharding | str = StateSharding.REPLICATED
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.unit_size < 1:
-            raise CallerError(f"parallelism: found unit_size={self.unit_size}, expected at least 1")
         if self.state not in list(StateSharding):
             raise CallerError(
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """How the data is read.

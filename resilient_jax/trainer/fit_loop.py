@@ -18,7 +18,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.state.state_placement import place_initial_state
 from resilient_jax.step.assignment import AccumulationOptions
-from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
+from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_function
 from resilient_jax.trainer.arrangement import Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
@@ -33,7 +33,7 @@ from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.parameter_ema import find_ema_params
-from resilient_jax.trainer.progress_bar import ProgressBar
+from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
 from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
 from resilient_jax.trainer.step_report import JsonLog, StepReport
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 class FitLoop:
     """One `fit`: `run_generation` is called in every generation; all other state outlives generations."""
 
-    def __init__(self, config: FitConfig, progress_bar: ProgressBar | None) -> None:
+    def __init__(self, config: FitConfig, progress: ProgressBar | ProgressLines | None) -> None:
         self._config = config
-        self._progress_bar = progress_bar
+        self._progress = progress
         self._log: JsonLog | None = None
         self._data: Prefetcher | None = None
         self._programs: TrainStep | None = None
@@ -72,7 +72,7 @@ class FitLoop:
 
     def close(self) -> None:
         """End the threads and close the files."""
-        for closable in (self._data, self._evaluator, self._checkpointer, self._log, self._progress_bar):
+        for closable in (self._data, self._evaluator, self._checkpointer, self._log, self._progress):
             if closable is not None:
                 closable.close()
 
@@ -245,14 +245,13 @@ class FitLoop:
         config, parallelism, world = self._config, self._config.parallelism, layout.world
         accumulated = world.accumulate_microbatches(
             config.recipe.num_microbatches,
-            make_microbatch_adder(
-                programs.accumulate, layout.gather(variables), layout.arrangement.placement
+            make_microbatch_function(
+                programs.compute, layout.gather(variables), layout.arrangement.placement
             ),
             zeros,
             data=self._data,
             options=AccumulationOptions(
-                unit_size=parallelism.unit_size,
-                reproducible=parallelism.reproducible,
+                reduction=parallelism.reduction,
                 replica_shape=layout.arrangement.replica_shape,
                 balance_by_speed=parallelism.balance_by_speed,
             ),
@@ -286,8 +285,8 @@ class FitLoop:
         )
         if self._log is not None:
             self._log.write(report)
-        if self._progress_bar is not None:
-            self._progress_bar.show(report)
+        if self._progress is not None:
+            self._progress.show(report)
         for callback in self._config.callbacks:
             if callback(report) is True and self._stop is None:
                 self._stop = (report.step, f"a callback returned True after step {report.step}")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
 
 Tree = Any
@@ -26,6 +26,7 @@ class NonFinitePolicy(enum.StrEnum):
     """The step uses the microbatch as it is."""
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """The precision of a step, clipping, rematerialization, averaging, and what becomes of non-finite values.

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from resilient_jax.argument_checks import check_fields
+from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.planning.axes import AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.program_cost import ProgramCost
@@ -12,6 +12,7 @@ from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.topology import Topology
 
 
+@refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """Searches the fastest plan for the live hosts in every generation of a `Trainer`.

@@ -18,6 +18,7 @@ from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.replicas import build_replicas
+from resilient_jax.step.running_total import compile_merge, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.train_step import TrainStep
@@ -40,8 +41,7 @@ class SpeculativeCompiler:
             name="",
             step=0,
             num_microbatches=config.recipe.num_microbatches,
-            unit_size=config.parallelism.unit_size,
-            is_pooled=not config.parallelism.reproducible,
+            reduction=config.parallelism.reduction,
         )
         """A step's accumulation, for its shape."""
 
@@ -81,7 +81,7 @@ class SpeculativeCompiler:
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)
         has_compiled = False
         if _make_key(then) not in known:
-            compile_step(self._programs, then, devices, self._example, check)
+            compile_step(self._programs, then, devices, self._example, self._job, check)
             known.add(_make_key(then))
             has_compiled = True
         if (then.replica_shape, len(hosts)) not in known:
@@ -118,6 +118,7 @@ def compile_step(
     arrangement: Arrangement,
     devices: list[Device],
     example: Tree,
+    spec: AccumulationSpec,
     check: CancellationCheck,
 ) -> None:
     """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
@@ -128,14 +129,16 @@ def compile_step(
         check()
         there = placement.with_mesh(replica.mesh)
         rows = NamedSharding(replica.mesh, P(replica.mesh.axis_names[0]))
-        programs.accumulate.lower(
-            _shapes(programs.abstract_sums, there),
+        programs.compute.lower(
             _shapes(programs.abstract_state.variables, there),
             jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
             np.zeros(2, np.uint32),
             placement=there.with_abstract_mesh(),
         ).compile()
+        compile_totals(spec, _shapes(programs.abstract_sums, there), check)
     sums = _shapes(programs.abstract_sums, placement)
+    if len(seats) > 1:
+        compile_merge(spec, sums, check)
     check()
     measure = programs.summarize.lower(sums).compile()
     summary, _ = jax.tree.map(

@@ -1,6 +1,6 @@
 """The three programs of a step, and the one that makes the initial state.
 
-- *accumulate* adds one microbatch to the sums, on the mesh of one replica.
+- *compute* gives what is summed of one microbatch, on the mesh of one replica.
 - *summarize* computes the count, norm and means of the sums, on the devices of one host.
 - *update* divides the sums by the count, clips, and makes the next state with the sharding of the state: on the devices
   of one host, or, of a sharded state, each device its shards.
@@ -10,10 +10,10 @@ device or mesh is in them. The shape of the mesh is a static argument; the step 
 traced arguments. *summarize* and *update* are two programs even where both run on one host, so that rounding happens at
 the same places.
 
-Sums are never donated: a failure in the reduction falls back to them. *update* donates the committed state. On this
-host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between: either
-this host dies with both states, or it has the new one, and hosts that are behind fetch it. Lost shards of a sharded
-state come from a snapshot.
+Totals are not donated to the reduction: after a failure it falls back to them. *update* donates the committed state.
+On this host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between:
+either this host dies with both states, or it has the new one, and hosts that are behind fetch it. Lost shards of a
+sharded state come from a snapshot.
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ class TrainStep:
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host; `init(given)` with variables of the
             user's, see `match_variables`.
-        accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> MicrobatchSums`, where
-            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the sums.
+        compute: `compute(variables, batch, microbatch_id, placement=) -> MicrobatchSums` of one microbatch, where
+            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the result.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state.
@@ -102,7 +102,7 @@ class TrainStep:
         self._recipe = recipe
         self._example = example
         self.init = jax.jit(self._init)
-        self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
+        self.compute = jax.jit(self._compute, static_argnames="placement")
         self.summarize = jax.jit(self._summarize)
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
@@ -163,9 +163,8 @@ class TrainStep:
         )
         return loss, (metrics, after)
 
-    def _accumulate(
+    def _compute(
         self,
-        sums: MicrobatchSums,
         variables: Variables,
         batch: Tree,
         microbatch_id: jax.Array,
@@ -186,7 +185,8 @@ class TrainStep:
                 variables.params
             )
         finite = is_all_finite((loss, gradients, collections))
-        new = MicrobatchSums(gradients, collections, loss, metrics, jnp.zeros_like(sums.non_finite))
+        non_finite = jnp.zeros((self._recipe.num_microbatches,), jnp.float32)
+        new = MicrobatchSums(gradients, collections, loss, metrics, non_finite)
         new = jax.tree.map(widen, new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             skipped = jax.tree.map(jnp.zeros_like, new)
@@ -194,7 +194,7 @@ class TrainStep:
             new = jax.tree.map(lambda leaf, other: jnp.where(finite, leaf, other), new, skipped)
         new = new._replace(non_finite=new.non_finite.at[index].set(jnp.where(finite, 0, 1)))
         # Without the constraint the compiler may shard results as batches are sharded.
-        return constrain_sharding(jax.tree.map(jnp.add, sums, new), placement)
+        return constrain_sharding(new, placement)
 
     def _summarize(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
         """Return the means, sums / B, without the microbatches that are skipped."""

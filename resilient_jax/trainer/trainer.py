@@ -9,6 +9,7 @@ from typing import Any
 import optax
 from flax import nnx
 
+from resilient_jax.argument_checks import refuse_unknown_options
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
@@ -27,7 +28,7 @@ from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.option_groups import check_callbacks, check_log_directory, check_option_groups
 from resilient_jax.trainer.parameter_ema import track_ema
 from resilient_jax.trainer.planner import Planner
-from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
+from resilient_jax.trainer.progress_bar import open_progress
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.trainer.train_step import Recipe, check_optimizer
 from resilient_jax.trainer.variable_reductions import check_rules
@@ -38,11 +39,12 @@ MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
 
 
+@refuse_unknown_options
 class Trainer:
     """Trains a model on hosts any of which may die, with the same batches in the same order as if none had.
 
     A step is the mean over B = batch_size / microbatch_size microbatches, each computed by one replica. With
-    reproducible reductions the weights are bit for bit those of a run without failures. The guarantee ends where the
+    exact sums, the default, the weights are bit for bit those of a run without failures. The guarantee ends where the
     model, the loss or the data are not pure functions of their arguments.
 
     Constructing a trainer touches no device: models are given as functions, which `fit` calls.
@@ -178,7 +180,7 @@ class Trainer:
             raise CallerError(f"num_steps: found {num_steps}, expected 0 or more")
         loop = FitLoop(
             dataclasses.replace(self._config, num_steps=num_steps),
-            ProgressBar(num_steps) if is_progress_wanted() else None,
+            open_progress(num_steps),
         )
         find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None
         try:

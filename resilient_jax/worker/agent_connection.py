@@ -18,6 +18,7 @@ from resilient_jax.protocol.records import WorkerFailure, WorkerReport, WorkerSt
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     WORKER_ORDER_DECODER,
+    AdmissionRequested,
     EventOccurred,
     FormWorld,
     HoldTraining,
@@ -28,13 +29,23 @@ from resilient_jax.protocol.worker_messages import (
     SnapshotServerRequested,
     StepCommitted,
     StopWorker,
+    WorkerAdmitted,
     WorkerMessage,
     WorkerOrder,
     WorkerReported,
 )
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
 
-HandledOrder = Quiesce | Pause | RunToBoundary | FormWorld | HoldTraining | SnapshotServerReady | StopWorker
+HandledOrder = (
+    Quiesce
+    | Pause
+    | RunToBoundary
+    | FormWorld
+    | HoldTraining
+    | SnapshotServerReady
+    | WorkerAdmitted
+    | StopWorker
+)
 
 
 class GenerationEnded(BaseException):
@@ -72,13 +83,23 @@ class AgentConnection:
         """The step that must not start before a `RunToBoundary`, once paused."""
         self._boundary: int | None = None
         self._snapshot_server: str | None = None
+        self._is_admitted = False
         self._guard = GuardThread(host, self._connection, self, interrupt)
         self._guard.start()
 
     # For the main thread: its life between generations.
 
-    def report_ready(self, endpoint: str) -> None:
-        """Ask to join: from now on a `FormWorld` may arrive."""
+    def join_job(self, script: dict[str, str], endpoint: str) -> None:
+        """Wait until the job has let this worker in, or is over; from then on a `FormWorld` may arrive.
+
+        Args:
+            script: as `describe_script` returns it.
+            endpoint: where this worker serves its state.
+        """
+        with self._changed:
+            send_unless_closed(self._connection, AdmissionRequested(script=script))
+            while not self._is_admitted and self._stop is None:
+                self._changed.wait()
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
 
     def wait_for_order(self) -> FormWorld | StopWorker:
@@ -248,6 +269,8 @@ class AgentConnection:
                 self._is_interrupted = True
             elif isinstance(order, SnapshotServerReady):
                 self._snapshot_server = order.endpoint
+            elif isinstance(order, WorkerAdmitted):
+                self._is_admitted = True
             elif isinstance(order, HoldTraining):
                 self._is_interrupted = True
                 # An order that was not taken yet is void: the other hosts may go on without this one.

@@ -14,6 +14,8 @@ from typing import Any, Final, Protocol
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.worker_messages import (
     RESTART_EXIT_CODE,
@@ -140,20 +142,11 @@ class GuardThread:
             # and then the next sockets are the next world's.
             if self._must_interrupt():
                 self._interrupt()
-        self._handler.report_compiling(_is_compiling(threading.main_thread().ident))
+        is_compiling_now = is_compiling(threading.main_thread().ident) or collective_thread.is_compiling
+        self._handler.report_compiling(is_compiling_now)
 
 
 def send_unless_closed(connection: Connection[WorkerMessage, WorkerOrder], message: WorkerMessage) -> None:
     """Send a message; drop it if the agent is gone, which ends this process soon anyway."""
     with contextlib.suppress(ConnectionError):
         connection.send(message)
-
-
-def _is_compiling(thread: int | None) -> bool:
-    """Return whether the thread is inside JAX's compiler, judging by the files on its stack."""
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
-            return True
-        frame = frame.f_back
-    return False

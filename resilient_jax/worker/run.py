@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 
 from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.errors import CallerError, ConfigError, MessageError
@@ -29,6 +30,7 @@ from resilient_jax.worker.worker import TrainFunction, Worker
 from resilient_jax.worker.world import World
 
 _has_run = False
+_is_warned = False
 
 
 def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint | None = None) -> None:
@@ -75,6 +77,7 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
     descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
     encoded_settings = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if descriptor is None or encoded_settings is None:
+        _warn_of_early_arrays()
         _run_standalone(train_fn)
         return
     # Not set above: a script that runs without an agent may call this again.
@@ -117,6 +120,18 @@ def _check_arguments(train_fn: object, find_latest_checkpoint: object) -> None:
             f"run: found {describe_value(find_latest_checkpoint)} as find_latest_checkpoint, expected a function "
             "without parameters that returns a step or None"
         )
+
+
+def _warn_of_early_arrays() -> None:
+    """Warn, in the first run of a script without an agent, of what is refused under one."""
+    global _is_warned
+    if is_backend_initialized() and not _is_warned:
+        warnings.warn(
+            "JAX's devices are in use before rj.run or fit, which `resilient-jax launch` refuses: make arrays, keys "
+            "and models inside of the functions that are passed to it",
+            stacklevel=3,
+        )
+    _is_warned = True
 
 
 def _run_standalone(train_fn: TrainFunction) -> None:

@@ -6,47 +6,33 @@ returns it in the next generation, from this process's memory, from a snapshot, 
 
 import contextlib
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
+import numpy as np
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.events import Event, EventKind
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.state.flat_state import ShardingRule, flatten_state, make_abstract_state
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
+from resilient_jax.state.state_digest import NO_DIGEST, digest_state
 from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.observers import Observer
+from resilient_jax.worker.state_comparison import StateComparison
+from resilient_jax.worker.training_control import TrainingControl
 
 Tree = TypeVar("Tree")
-
-
-class TrainingControl(Protocol):
-    """What a session needs of the agent; `AgentConnection` is one, `StandaloneControl` another."""
-
-    def begin_step(self, step: int) -> None:
-        """Return when `step` may start; raise GenerationEnded if it may not."""
-        ...
-
-    def raise_if_ended(self) -> None:
-        """Raise GenerationEnded if the generation has ended."""
-        ...
-
-    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
-        """Report that `step` steps are committed."""
-        ...
-
-    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
-        """Write an event to the host's log and return it."""
-        ...
 
 
 class Session:
@@ -58,6 +44,7 @@ class Session:
         state_loss: what was lost, if the job must resume from a checkpoint.
         snapshotter: for snapshots to the hosts' memory; None without an agent.
         observers: called at each moment, in this order.
+        comparison: of the hosts' states; None for a host alone.
     """
 
     def __init__(
@@ -68,12 +55,16 @@ class Session:
         state_loss: StateLoss | None = None,
         snapshotter: Snapshotter | None = None,
         observers: Sequence[Observer] = (),
+        comparison: StateComparison | None = None,
     ) -> None:
         self._committed = committed
         self._control = control
         self._state_loss = state_loss
         self._snapshotter = snapshotter
         self._observers = tuple(observers)
+        self._comparison = comparison
+        self._restored: FlatState | None = None
+        """What the user's function began this generation with; until its first commit, which may have donated it."""
         self._step: int | None = None
         self._is_resumed = False
         self._reduced: set[str] = set()
@@ -121,6 +112,7 @@ class Session:
         jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
         self._committed.state = committed
+        self._restored = None
         self._committed.contributions.clear()
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
@@ -153,6 +145,22 @@ class Session:
         for observer in self._observers:
             observer.on_reduce(call, owners)
 
+    def digest_state(self) -> np.ndarray:
+        """Return the digest of the state that this step begins with, as `state_digest` does."""
+        state = self._restored or self._committed.state
+        return digest_state(state) if state is not None else np.array(NO_DIGEST, np.int32)
+
+    def compare_states(self, digests: np.ndarray) -> None:
+        """See `StateComparison.check`."""
+        if self._comparison is not None:
+            self._comparison.check(digests, self._committed.step)
+
+    def leave_job(self, why: str) -> NoReturn:
+        """End this process, and with it this host's part in the job."""
+        self._control.record_event(EventKind.SCRIPT_REFUSED, why=why)
+        # At once: to unwind would wait for peers that wait for this host.
+        os._exit(RESTART_EXIT_CODE)
+
     def raise_if_ended(self) -> None:
         """Raise GenerationEnded if the generation has ended."""
         self._control.raise_if_ended()
@@ -172,6 +180,12 @@ class Session:
 
     def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
         """See `World.restore_or_init`."""
+        state = self._restore_or_init(init_fn, sharding)
+        if self._comparison is not None:
+            self._restored = flatten_state(self._committed.step, state)
+        return state
+
+    def _restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
         self._control.raise_if_ended()
         # Even where the shapes are not needed: an error of the user's in `init_fn` must not wait for a failure.
         abstract = make_abstract_state(init_fn)

@@ -1,6 +1,8 @@
 """The worker's loop over generations: execute the agent's order, call the train function, report how it ended."""
 
+import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import time
@@ -37,7 +39,9 @@ from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
+from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
+from resilient_jax.worker.state_comparison import StateComparison
 from resilient_jax.worker.state_handover import StateHandover
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
@@ -131,11 +135,13 @@ class Worker:
             SystemExit: the job ended without this worker.
         """
         restore_normal_priority()
+        if not faulthandler.is_enabled():  # a crash in a library leaves its stack in the log of the host
+            faulthandler.enable(file=2)  # `sys.stderr` may be an object of the user's
         if death_pipe is not None and (problem := isolate_death_pipe(death_pipe)) is not None:
             self._agent.record_event(EventKind.DEATH_PIPE_DISABLED, why=problem)
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
-        self._agent.report_ready(self._server.endpoint)
+        self._agent.join_job(describe_script(), self._server.endpoint)
         is_done = False
         while True:
             self._poller.resume()
@@ -146,6 +152,7 @@ class Worker:
                     order.reason != "done" or not is_done
                 ):  # the script after `run` relies on `train_fn` having run
                     raise SystemExit(JOB_OVER_EXIT_CODE)
+                atexit.register(lambda: self._agent.record_event(EventKind.SCRIPT_ENDED))
                 return
             is_done, failure = self._run_generation(order, train_fn)
             self._record_event(EventKind.WORKER_IDLE, done=is_done)
@@ -285,6 +292,7 @@ class Worker:
             state_loss=info.state_loss,
             snapshotter=self._snapshotter,
             observers=observers,
+            comparison=StateComparison(info.hosts, order.host, self._agent) if len(info.hosts) > 1 else None,
         )
         reducer = Reducer(info.list_devices, info.process_index, self._committed.contributions, session)
         return World(info, session, self._agent, reducer, self._compiler), reducer

@@ -18,8 +18,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationOptions, AccumulationSpec, ReplicaShape
-from resilient_jax.step.quotas import count_units
-from resilient_jax.step.reducer import AccumulateFunction, Reducer
+from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
 from resilient_jax.worker.session import Session, TrainingControl
@@ -189,11 +188,12 @@ class World:
     # Reductions.
 
     def all_reduce(self, tree: Tree) -> Tree:
-        """Return the sum over live hosts of each leaf, by one all-reduce for each dtype.
+        """Return the sum over live hosts of each leaf, all of a dtype together.
 
         Device arrays give arrays of the same sharding; numpy arrays give numpy arrays, for comparing what the hosts
-        have found. Every live host must call it, with the same shapes. The order of summation depends on the
-        membership: results are equal within rounding, not bit for bit.
+        have found. Every live host must call it, with the same shapes. Floats are summed exactly, so the
+        bits of the result depend on what the hosts give and not on their order. A host sends 17 / 4 G (H - 1) / H for G
+        bytes of float32 on H hosts: meant for small arrays, where `accumulate_microbatches` is for gradients.
 
         Returns when the result is computed, so that a step that continues has been reduced on this host.
         """
@@ -210,7 +210,7 @@ class World:
     def accumulate_microbatches(
         self,
         num_microbatches: int,
-        accumulate_fn: AccumulateFunction[Tree],
+        compute_fn: ComputeFunction[Tree],
         zeros: Tree,
         *,
         data: object = None,
@@ -224,13 +224,14 @@ class World:
 
         Args:
             num_microbatches: how many microbatches the step has, however many hosts are alive.
-            accumulate_fn: returns a running total with one microbatch added. It must be the same function of the
-                committed state and `microbatch.index` on every host, and must not donate its total. Totals, given and
-                returned, are replicated over `microbatch.replica.mesh`. With several replicas on a host it is called on
-                a thread for each.
-            zeros: the total of no microbatches, on this host's devices; the result has the sharding of its leaves.
+            compute_fn: returns what is to be summed of one `Microbatch`: a tree of arrays on `microbatch.replica.mesh`,
+                replicated if the replica spans hosts. It must be the same function of the committed state and
+                `microbatch.index` on every host. With several replicas on a host it is called on a thread for each, and
+                for a replica on several hosts on a thread, too.
+            zeros: what it returns of nothing, on this host's devices; the result has the dtypes and shardings of its
+                leaves. Of floats of fewer than 32 bits the sum is rounded once.
             data: where `microbatch.batch` is read from, as for `value_and_grad`; None: nowhere.
-            options: how microbatches are grouped, assigned and reduced.
+            options: how microbatches are assigned and added up.
             name: the name of the accumulation; a step may have several, in the same order on every host.
 
         Raises:
@@ -241,14 +242,14 @@ class World:
             name=name,
             step=self._session.begin_accumulation(name),
             num_microbatches=num_microbatches,
-            unit_size=options.unit_size,
-            is_pooled=not options.reproducible,
+            reduction=options.reduction,
         )
         _check_zeros(zeros)
-        count_units(num_microbatches, options.unit_size)
+        if num_microbatches < 1:
+            raise CallerError(f"num_microbatches: found {num_microbatches}, expected at least 1")
         total = self._reducer.accumulate_microbatches(
             spec,
-            accumulate_fn,
+            compute_fn,
             zeros,
             data=None if data is None else open_batches(data),
             replica_shape=options.replica_shape,
@@ -290,7 +291,7 @@ class World:
             has_aux: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
                 metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`.
             seed: of the random numbers.
-            options: how microbatches are grouped, assigned and reduced.
+            options: how microbatches are assigned and added up.
             name: of the accumulation, if a step has several.
 
         Raises:
@@ -300,9 +301,9 @@ class World:
         check_loss_function(loss_fn)
         batches = open_batches(data)
 
-        def accumulate(add: AccumulateFunction[Any], zeros: Any) -> Any:  # noqa: ANN401 - a user's tree
+        def accumulate(compute: ComputeFunction[Any], zeros: Any) -> Any:  # noqa: ANN401 - a user's tree
             return self.accumulate_microbatches(
-                num_microbatches, add, zeros, data=batches, options=options, name=name
+                num_microbatches, compute, zeros, data=batches, options=options, name=name
             )
 
         return ValueAndGrad(

@@ -9,14 +9,14 @@ import jax
 
 from resilient_jax.errors import StateError
 from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.distributed import LeakCounts, WorldConnection, connect, disconnect
 from resilient_jax.jax_runtime.local_clique import form_local_clique
 from resilient_jax.jax_runtime.world_forming import interrupt_forming, is_detached
 from resilient_jax.protocol.worker_messages import FormWorld, WorkerSettings
 
-LOCAL_CLIQUE_GRACE_S: Final = 1.5
-"""gloo gives up within 0.5 s, with large arrays in flight; a main thread that has not unwound by then waits for
-something else."""
+UNWINDING_GRACE_S: Final = 0.5
+"""gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
 
 
 class WorldConnector:
@@ -27,11 +27,16 @@ class WorldConnector:
         self._connection: WorldConnection | None = None
         self._interrupting_since_s: float | None = None
         self._is_local_clique_broken = False
+        self._has_given_up = False
+        """Whether a thread was left behind in a collective of this world."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether a shrink in place is impossible: the local clique is broken, or the service was found dead."""
-        return self._is_local_clique_broken or is_detached()
+        """Whether a shrink in place is impossible.
+
+        The local clique is broken, a collective was given up, or the service was found dead.
+        """
+        return self._is_local_clique_broken or self._has_given_up or is_detached()
 
     def begin_generation(self) -> None:
         """Forget that the previous generation was interrupted."""
@@ -56,7 +61,7 @@ class WorldConnector:
         )
         self._connection = connection  # so that an interruption reaches the forming of the local clique
         self._connection = dataclasses.replace(connection, gloo=form_local_clique(connection.gloo))
-        self._is_local_clique_broken = False
+        self._is_local_clique_broken = self._has_given_up = False
         self._check_devices()
 
     def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
@@ -67,7 +72,7 @@ class WorldConnector:
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "leave is called in a world"
-        return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use)
+        return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use or self._has_given_up)
 
     @property
     def is_connected(self) -> bool:
@@ -78,8 +83,9 @@ class WorldConnector:
         """Break the main thread out of forming or of a collective; for the guard thread, which repeats it.
 
         The clique of the local devices is spared at first, because it survives a shrink. But if one device's part of a
-        program failed, another device may wait for it in that very clique: so that clique is broken, too, when the main
-        thread has not unwound soon; the next world must then be a new one.
+        program failed, another device may wait for it in that very clique; and gloo may wait for a connection that it
+        has closed. So that clique is broken, too, and the collective is given up, when the main thread has not unwound
+        soon; the next world must then be a new one.
         """
         now_s = time.monotonic()
         if self._interrupting_since_s is None:
@@ -89,10 +95,14 @@ class WorldConnector:
         if connection is None:
             return
         gloo = connection.gloo
-        if gloo.local_clique and now_s - self._interrupting_since_s > LOCAL_CLIQUE_GRACE_S:
+        is_late = now_s - self._interrupting_since_s > UNWINDING_GRACE_S
+        if is_late and gloo.local_clique:
             gloo = dataclasses.replace(gloo, local_clique=frozenset())
             self._is_local_clique_broken = True
         abort_collectives(gloo)
+        # Only gloo: a thread in NCCL keeps the device, which the next world needs.
+        if is_late and gloo.own_listeners and collective_thread.give_up():
+            self._has_given_up = True
 
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.

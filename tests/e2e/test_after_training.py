@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,10 @@ LAST_STEP = 2
 LEASE_S = 1.0
 
 
-def launch(work: Path, hosts: int, config: str = "") -> LocalJob:
+def launch(work: Path, hosts: int, config: str = "", words: Sequence[str] = ()) -> LocalJob:
     (work / "job.toml").write_text(config)
     return LocalJob(
-        [str(SCRIPT), str(work)],
+        [str(SCRIPT), str(work), *words],
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(work / "job.toml")],
@@ -52,6 +53,19 @@ def wait_working(work: Path, host: str) -> int:
 
 def let_end(work: Path, host: str) -> None:
     (work / f"end-{host}").touch()
+
+
+def test_a_crash_of_pythons_shutdown_is_no_failure_of_the_script(tmp_path: Path) -> None:
+    with launch(tmp_path, 2, words=["crash"]) as job:
+        for host in ("host-0", "host-1"):
+            wait_working(tmp_path, host)
+            let_end(tmp_path, host)
+        assert job.wait(60) == 0, job.read_tail()
+        output, events = job.read_output(), job.read_events()
+    codes = [event.detail["exit_code"] for event in events if event.kind is EventKind.WORKER_EXITED]
+    assert codes == [-signal.SIGSEGV] * 2
+    for host in ("host-0", "host-1"):
+        assert f"{host}: Python's shutdown was ended by SIGSEGV; the script had come to its end" in output
 
 
 def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_normally(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from agents import run_command, wait_until
 from launched import JOBS, run_launch
 from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
+from resilient_jax.cluster.generation_follower import RELAY_GRACE_S
 from resilient_jax.cluster.job_report import JobComponent, find_pids
 
 pytestmark = pytest.mark.timeout(200)
@@ -32,7 +34,7 @@ def test_ctrl_c_ends_all_processes_of_the_job(tmp_path: Path) -> None:
         tiny.job.process.send_signal(signal.SIGINT)
         assert tiny.job.wait(30) == 130, tiny.job.read_tail()
         tiny.check_nothing_left()
-        assert tiny.job.read_output().rstrip().endswith("the job ended: interrupted\ninterrupted")
+        assert tiny.job.read_output().rstrip().endswith("steps; none of the job's processes is left")
         assert "Traceback" not in tiny.job.read_output()
 
 
@@ -44,7 +46,7 @@ def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None
         tiny.check_nothing_left()
         tiny.check_steps()
         assert len(last_steps(tiny)) == 1, "all stop after the same step"
-        words = "the job ended: interrupted\nall hosts got a notice to leave; stopped after "
+        words = "\nall hosts got a notice to leave; stopped after "
         assert words in tiny.job.read_output(), tiny.job.read_tail()
         kinds = {event.kind for event in tiny.job.read_events()}
         assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.read_tail()
@@ -113,6 +115,27 @@ def test_a_job_whose_workers_all_die_too_often_ends(tmp_path: Path) -> None:
     assert ended.leftovers == []
 
 
+def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_path: Path) -> None:
+    """The array keeps the world's client, which ends the process when its connection is closed (SIGABRT)."""
+    forming_s = 8.0
+    config = CONFIG.replace("forming_timeout_s = 20.0", f"forming_timeout_s = {forming_s}")
+    with TinyJob(tmp_path, 2, config, ONE_DEVICE, words=["keep"]) as tiny:
+        report = tiny.wait_training(2)
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        assert report.generation is not None
+        report = tiny.wait_training(2, after_generation=report.generation.number)
+        leaks = [
+            event.detail["leaked_clients"] for event in tiny.job.read_events() if event.kind == "world.left"
+        ]
+        assert any(leaks), "the array keeps nothing, so this test shows nothing"
+        pids = list(find_pids(report, JobComponent.WORKER, "host-0"))
+        # So long the agent listens for an attempt to connect to the world that was left.
+        end_s = time.monotonic() + forming_s + RELAY_GRACE_S + 2.0
+        while time.monotonic() < end_s:
+            assert list(find_pids(tiny.read_report(), JobComponent.WORKER, "host-0")) == pids
+            time.sleep(0.2)
+
+
 def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{agent}/fd"))
@@ -125,6 +148,6 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
             assert report.generation is not None
             tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)
-        # An agent keeps a world's relay open for 30 s, for a worker that has not left it yet.
+        # An agent listens for a world's workers for 22 s more, for one that has not left it yet.
         wait_until("the old descriptors' end", lambda: descriptors() <= at_first, RECOVERY_S)
         tiny.finish()

@@ -52,7 +52,7 @@ def victims_of(report: JobReport, death: str) -> list[HostName]:
     return followers[:2] if death == "two workers" else followers[-1:]
 
 
-def live_through(tiny: TinyJob, place: str, death: str) -> None:
+def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 1) -> None:
     report = tiny.wait_training(HOSTS)
     assert report.generation is not None
     victims = victims_of(report, death)
@@ -60,8 +60,10 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
         case "before its first microbatch":
             tiny.hold(FailPoint.BEFORE_MICROBATCH, victims)
         case "between microbatches":
-            # The last microbatch of a unit of two: each host has at least one unit.
-            tiny.hold(FailPoint.BEFORE_MICROBATCH, victims[:1], index=last_index(tiny, victims[0]))
+            # Its last one: the host has several, unless a step has few.
+            tiny.hold(
+                FailPoint.BEFORE_MICROBATCH, victims[:1], index=last_index(tiny, victims[0], hosts_of_replica)
+            )
         case "in the reduction":
             tiny.hold(FailPoint.BEFORE_REDUCE, victims)  # all others wait inside
         case "after the reduction":
@@ -87,26 +89,32 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
     tiny.wait_training(HOSTS, after_generation=report.generation.number)
 
 
-def last_index(tiny: TinyJob, host: str) -> int:
-    """Return the last microbatch that a host computes in a step of the present generation.
+def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
+    """Return the last microbatch that a host's replica computes in a step of the present generation.
+
+    All hosts are alive, so the first ones are the first replica. Its first host is the owner of its microbatches.
 
     The log of a step is written after the step is reported, so the newest row may still be of a generation without it.
     """
+    hosts = members(tiny.wait_training(HOSTS))
+    owner = hosts[hosts.index(host) // hosts_of_replica * hosts_of_replica]
     end_s = time.monotonic() + RECOVERY_S
     while True:
         rows = [row for rows in tiny.logs().values() for row in rows]
         newest = max(rows, key=lambda row: row["step"])
-        indices = [index for index, owner in enumerate(newest["owners"]) if owner == host]
+        indices = [index for index, name in enumerate(newest["owners"]) if name == owner]
         if indices:
             return indices[-1]
-        assert time.monotonic() < end_s, f"{host} computes no microbatch:\n{tiny.job.read_tail()}"
+        assert time.monotonic() < end_s, (
+            f"the replica of {host} computes no microbatch:\n{tiny.job.read_tail()}"
+        )
         time.sleep(0.02)
 
 
 def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS, options=ONE_DEVICE, words=["hosts=2"]) as tiny:
         for place in PLACES:
-            live_through(tiny, place, "one worker")
+            live_through(tiny, place, "one worker", hosts_of_replica=2)
         live_through(tiny, "in the reduction", "a worker and the coordination service")
         tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
 
@@ -121,21 +129,20 @@ def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -
     incidents=st.lists(
         st.tuples(st.sampled_from(PLACES), st.sampled_from(DEATHS)), min_size=4, max_size=4, unique=True
     ),
-    unit=st.sampled_from([1, 3, 4]),  # 14 microbatches: with larger units some host would have none
 )
 def test_random_failures_leave_the_weights_unchanged(
-    incidents: list[tuple[str, str]], unit: int, tmp_path: Path
+    incidents: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     """One example, since it is a job; tests/unit/test_assignment.py runs many on the pure machine."""
     work = Path(tempfile.mkdtemp(dir=tmp_path))
-    with TinyJob(work, HOSTS, words=[f"unit={unit}"]) as tiny:
+    with TinyJob(work, HOSTS) as tiny:
         for place, death in incidents:
             live_through(tiny, place, death)
         tiny.finish(more_steps=10)
 
 
 def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2, words=["per_host=2", "unit=1"]) as tiny:
+    with TinyJob(tmp_path, 2, words=["per_host=2"]) as tiny:
         report = tiny.wait_training(2)
         assert report.generation is not None
         victim = next(host for host in members(report) if host != report.leader)
@@ -147,7 +154,7 @@ def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -
 
 
 def test_a_slow_host_gets_fewer_microbatches_and_the_bits_stay_the_same(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2, options=ONE_DEVICE, words=["unit=1", "slow=host-1"]) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE, words=["slow=host-1"]) as tiny:
         tiny.wait_training(2)
         wait_until("two measurements", lambda: tiny.step() > 36, RECOVERY_S)
         tiny.finish(more_steps=5)

@@ -1,11 +1,11 @@
-"""All-reduces over hosts, compared with numpy."""
+"""Sums over hosts, compared with those of one host and of numpy."""
 
 from pathlib import Path
 
 from launched import JOBS, run_launch
 
 
-def test_ordered_sums_equal_those_of_numpy_bit_for_bit(tmp_path: Path) -> None:
+def test_exact_sums_of_three_hosts_have_the_bits_of_one(tmp_path: Path) -> None:
     ended = run_launch(
         [str(JOBS / "sums.py")], tmp_path / "run", hosts=3, options=["--devices-per-host", "2"]
     )

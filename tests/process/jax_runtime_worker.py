@@ -2,7 +2,7 @@
 
 Orders are JSON lines on stdin, executed in order on the main thread, each answered by a JSON line on stdout. The
 reading thread acts as the guard: it executes `interrupt` at once, and repeats the interruption every 20 ms until the
-main thread has answered its current order.
+main thread has answered its current order. A collective of `exchange` that has not returned by then is given up.
 """
 
 import json
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime import distributed, world_forming
 from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.gloo import GlooSockets
@@ -31,6 +32,7 @@ from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
 """Taken to interrupt and to answer, so that no interruption hits the next order."""
+GIVE_UP_AFTER_S = 0.5
 answered = 0
 state: dict = {
     "connection": None,
@@ -55,6 +57,7 @@ def guard() -> None:
 
 
 def interrupt(while_answered: int) -> None:
+    began = time.monotonic()
     while True:
         with interrupting:
             if answered != while_answered:
@@ -62,6 +65,8 @@ def interrupt(while_answered: int) -> None:
             world_forming.interrupt_forming()
             if state["connection"] is not None:
                 abort_collectives(state["connection"].gloo)
+            if time.monotonic() - began > GIVE_UP_AFTER_S:
+                collective_thread.give_up()
         time.sleep(0.02)
 
 
@@ -145,6 +150,25 @@ def reduce(without: int | None = None) -> dict:
     """Return the sum of 1, 2, ... over the devices of all processes but `without`."""
     devices = [device for device in jax.devices() if device.process_index != without]
     return {"total": total(array_over(devices), devices)}
+
+
+def exchange(elements: int) -> dict:
+    """Send `elements` floats from each device to each device; return the sum over the shards of this process."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+
+    def swap(rows: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(rows, "d", 0, 0, tiled=True)
+
+    swap_all = jax.jit(jax.shard_map(swap, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+    rows = jax.make_array_from_callback(
+        (len(jax.devices()) ** 2, elements),
+        NamedSharding(mesh, P("d")),
+        lambda index: np.ones((len(jax.devices()), elements), np.float32),
+    )
+    found = collective_thread.run(swap_all, rows)
+    return {
+        "sum": sum(float(np.asarray(shard.data).sum(dtype=np.float64)) for shard in found.addressable_shards)
+    }
 
 
 def keep() -> None:
@@ -312,6 +336,7 @@ ORDERS = {
         register_and,
         publish_and,
         reduce,
+        exchange,
         keep,
         reduce_kept,
         rotate,

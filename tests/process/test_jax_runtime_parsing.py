@@ -8,7 +8,7 @@ import pytest
 from resilient_jax.jax_runtime.clique_interruption import UNREADABLE_VALUE, find_missing_keys, parse_rank
 from resilient_jax.jax_runtime.failures import FormingInterrupted, is_collective_failure
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
-from resilient_jax.jax_runtime.worker_environment import make_worker_environment
+from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 
 FAILURES = [
     "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",
@@ -60,6 +60,17 @@ def test_the_users_flags_take_precedence_and_ours_are_added() -> None:
     ]
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/c"
     assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
+
+
+def test_a_users_tunables_of_malloc_are_kept() -> None:
+    def find(platform: Platform, base: dict[str, str]) -> str | None:
+        return make_worker_environment(
+            platform=platform, devices_per_host=None, cache_dir=None, collective_timeout_s=3.0, base=base
+        ).get("GLIBC_TUNABLES")
+
+    assert find("cpu", {}) == "glibc.malloc.hugetlb=1"
+    assert find("gpu", {}) is None
+    assert find("cpu", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,37 +84,63 @@ def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_connection
     os.close(memory)
 
 
-@pytest.mark.parametrize("free", range(12))
-def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_path: Path) -> None:
-    async def start() -> None:
-        ours, theirs = socket.socketpair()
-        before = set(os.listdir("/proc/self/fd"))
-        started: WorkerProcess | None = None
-        with ours:
-            number = theirs.detach()
-            try:
-                with free_descriptors(free):
-                    started = WorkerProcess.start(
-                        Incarnation(1),
-                        ["-c", f"import time; open({str(tmp_path / 'ran')!r}, 'w').close(); time.sleep(60)"],
-                        dict(os.environ),
-                        WorkerSettings(
-                            job="job", host=HostName("host-0"), address="127.0.0.1", token="token"
-                        ),
-                        SystemClock(),
-                        socket.socket(fileno=number),
-                    )
-            except OSError:
-                left = set(os.listdir("/proc/self/fd")) - before
-                assert left == set(), "descriptors were left behind"
-                assert children() == []
-            if started is not None:
-                with started.child.process:
-                    await started.child.kill_and_wait()
-                started._connection.close()
-                os.close(started._death_pipe)
+def test_a_worker_that_cannot_be_started_leaves_nothing_behind() -> None:
+    # A process of its own: no thread of another test opens or closes descriptors meanwhile.
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_out_of_descriptors as t; t.start_workers_without_descriptors()"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused", "started"], "both happened, in this order"
 
-    asyncio.run(start())
+
+def start_workers_without_descriptors() -> None:
+    """Start a worker with 0, 1, 2, … free descriptors; print "refused" and "started", each once."""
+    was_started = [asyncio.run(start_worker_with(free)) for free in range(20)]
+    assert was_started == sorted(was_started), was_started
+    print(*dict.fromkeys("started" if started else "refused" for started in was_started))
+
+
+async def start_worker_with(free: int) -> bool:
+    """Start a worker with so many free descriptors, and end it; return False if it could not be started."""
+    ours, theirs = socket.socketpair()
+    before = describe_descriptors()
+    with ours:
+        number = theirs.detach()
+        settings = WorkerSettings(job="job", host=HostName("host-0"), address="127.0.0.1", token="token")
+        try:
+            with free_descriptors(free):
+                worker = WorkerProcess.start(
+                    Incarnation(1),
+                    ["-c", "import time; time.sleep(60)"],
+                    dict(os.environ),
+                    settings,
+                    SystemClock(),
+                    socket.socket(fileno=number),
+                )
+        except OSError:
+            now = describe_descriptors()
+            left = {number: target for number, target in now.items() if number not in before}
+            assert left == {}, f"with {free} free descriptors, some were left behind"
+            assert children() == []
+            return False
+        with worker.child.process:
+            await worker.child.kill_and_wait()
+        worker._connection.close()
+        os.close(worker._death_pipe)
+        return True
+
+
+def describe_descriptors() -> dict[int, str]:
+    """Return what each open descriptor of this process refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def children() -> list[str]:

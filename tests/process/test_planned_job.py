@@ -49,14 +49,14 @@ def ending(job):
 
 
 def run_and_kill(work, *words):
-    """Kill a worker in the reduction of step 3; return the first two plans of another host, and the ending."""
+    """Kill a worker in the reduction of step 3; return the plans of another host, and the ending."""
     with launch(work, *words, cache=work.parent / "compile-cache") as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
         job.kill(JobComponent.WORKER, "host-1")
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
-        return plans_of(job, "host-0")[:2], ending(job)
+        return plans_of(job, "host-0"), ending(job)
 
 
 def run_undisturbed(work, *words):
@@ -73,7 +73,9 @@ def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp
         "a state that is cut over a host's devices is saved"
     )
     plans, (_, loss) = run_and_kill(tmp_path / "killed")
-    assert plans == ["replica 4 x fsdp 2", "replica 6"]
+    # Before three hosts train there may be two: a survivor that gloo keeps waiting is left out and comes back.
+    assert plans[0] == "replica 4 x fsdp 2"
+    assert "replica 6" in plans
     # Other axes, other orders of addition: equal within rounding.
     assert loss == pytest.approx(expected, rel=1e-4)
 
@@ -82,7 +84,8 @@ def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
     plans, found = run_and_kill(tmp_path / "killed", "--named")
-    assert plans == ["replica 4 x tensor 2", "replica 3 x tensor 2"]
+    assert plans[0] == "replica 4 x tensor 2"
+    assert "replica 3 x tensor 2" in plans
     assert found == expected
 
 

@@ -100,6 +100,26 @@ def test_when_the_service_resets_its_connection_the_workers_side_stays_open():
     run(main)
 
 
+def test_a_relay_that_no_longer_listens_keeps_the_workers_connection():
+    async def main():
+        async with relayed() as (_, relay, reader, writer):
+            writer.write(b"hello\n")
+            await reader.readline()
+            relay.stop_listening()
+            with contextlib.suppress(ConnectionError):
+                late, _ = await connect(relay)
+                assert await late.read() == b""
+            assert await is_silent(reader)
+            writer.write(b"still there\n")
+            assert await reader.readline() == b"still there\n"
+            assert relay.has_connections
+            writer.close()
+            while relay.has_connections:  # noqa: ASYNC110 - `run` has the deadline
+                await asyncio.sleep(0.01)
+
+    run(main)
+
+
 def test_without_a_service_the_workers_connection_is_silent():
     async def main():
         with socket.socket() as unused:

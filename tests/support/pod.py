@@ -42,8 +42,8 @@ class Pod:
         for agent in self.agents.values():
             agent.__exit__()
 
-    def start(self, host: str) -> None:
-        """Start a host's agent, for the first time or again."""
+    def start(self, host: str, words: Sequence[str] = ()) -> None:
+        """Start a host's agent, for the first time or again; `words` are further arguments of the script."""
         site = self._sites[host]
         options = {
             "--store": self._store,
@@ -56,9 +56,11 @@ class Pod:
             "--platform": "cpu",
             "--devices-per-host": "1",
         }
-        words = [word for pair in options.items() for word in pair]
+        flags = [word for pair in options.items() for word in pair]
         self.agents[host] = HandStartedAgent(
-            [*words, str(SCRIPT), str(self.work)], self.work / f"{host}.out", prefix=site.command_prefix
+            [*flags, str(SCRIPT), str(self.work), *words],
+            self.work / f"{host}.out",
+            prefix=site.command_prefix,
         )
 
     def report(self) -> JobReport | None:

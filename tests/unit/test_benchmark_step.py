@@ -14,14 +14,13 @@ from benchmarks.step.figures import (
     WorkerKill,
     count_redone,
     count_work,
-    fast_cost,
     find_missing,
-    max_units_per_host,
-    overhead,
-    reproducible_cost,
+    overheads,
+    sent_bytes,
 )
 from benchmarks.step.redone_work import KillCampaign
-from benchmarks.step.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, LoopTimes
+from benchmarks.step.step_times import BARE, EXACT_SMALL, FAST, LOOPS, LoopTimes, ProcessMemory
+from benchmarks.step.sum_errors import measure_sum_errors
 
 from resilient_jax.errors import CallerError
 
@@ -62,24 +61,26 @@ def test_steps_that_were_not_committed_do_not_count() -> None:
     assert count_redone({**BEST, 13: all_of(2, [0, 0])}, 2) == count_redone(BEST, 2)
 
 
-def test_overhead_is_the_ratio_of_medians_minus_one() -> None:
-    assert overhead([1.0, 1.02, 50.0], [0.9, 1.0, 1.1]) == pytest.approx(0.02)
+def test_overheads_are_ratios_of_medians_minus_one_for_each_pair_of_windows() -> None:
+    found = overheads([[3.0], [1.0, 1.02, 50.0]], [[2.0], [0.9, 1.0, 1.1]])
+    assert found == pytest.approx([0.02, 0.5])
 
 
-@pytest.mark.parametrize(("unit", "units"), [(1, 4), (2, 2), (4, 1), (5, 1), (16, 1)])
-def test_the_largest_number_of_units_of_a_host_rounds_up(unit: int, units: int) -> None:
-    assert max_units_per_host(16, unit, 4) == units
+def test_an_exact_sum_sends_nine_bytes_an_element_and_gathers_four() -> None:
+    assert sent_bytes(1000, 4, exact=False) == 1500
+    assert sent_bytes(1000, 4, exact=True) == 750 * 13 / 4
 
 
-def test_a_reproducible_sum_of_one_unit_per_host_sends_as_much_as_an_all_reduce() -> None:
-    assert reproducible_cost(1000, 1, 4).sent_bytes == fast_cost(1000, 4).sent_bytes == 1500
-    assert reproducible_cost(1000, 4, 4).sent_bytes == 3750
-    assert reproducible_cost(1000, 4, 4).held_bytes == 8000
+def test_an_exact_sum_has_smaller_errors_than_a_float32_sum_in_order() -> None:
+    errors = measure_sum_errors(16)
+    assert 0 < errors.exact < errors.ordered
+    assert errors.largest_exact < errors.largest_ordered
 
 
 def test_figures_compare_each_loop_with_its_counterpart() -> None:
-    seconds = {loop: 1.0 for loop in LOOPS} | {BARE: 2.0, FAST: 2.5, REPRODUCIBLE[2]: 1.25}
-    times = {loop: LoopTimes(times_s=[found]) for loop, found in seconds.items()}
+    seconds = {loop: 1.0 for loop in LOOPS} | {BARE: 2.0, FAST: 2.5, EXACT_SMALL: 1.25}
+    memory = [ProcessMemory(peak_rss_mib=100.0, tree_bytes=40)]
+    times = {loop: LoopTimes(windows=[[found]], memory=memory) for loop, found in seconds.items()}
     campaign = KillCampaign(
         steps=2,
         kills=(KILL, KILL),
@@ -88,9 +89,11 @@ def test_figures_compare_each_loop_with_its_counterpart() -> None:
         digest="a",
         undisturbed="a",
     )
-    figures = make_figures(times, campaign)
+    figures = make_figures(times, campaign, measure_sum_errors(2))
     assert math.isclose(figures.fast_overhead, 0.25)
-    assert figures.reproducible_overhead == {"1": 0.0, "2": 0.25, "4": 0.0}
+    assert math.isclose(figures.exact_overhead, 0.25)
+    assert math.isclose(figures.exact_overhead_one_microbatch, -0.6)
+    assert (figures.exact_memory_ratio, figures.exact_traffic_ratio) == (1.0, 1.625)
     assert (figures.lost_microbatches, figures.redone_microbatches) == (4.0, 4.5)
     assert figures.bitwise_equal
 

@@ -1,10 +1,14 @@
-"""`resilient-jax --help`: commands grouped by task, with a first example."""
+"""The command line teaches: `--help` with a first example, and what is meant by a wrong option."""
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 from resilient_jax.cli.main import COMMANDS
+from resilient_jax.cli.options import check_script, note_misplaced_options
+from resilient_jax.errors import CallerError
 
 
 def test_help_groups_the_commands_by_task_and_begins_with_an_example() -> None:
@@ -23,3 +27,18 @@ def test_help_groups_the_commands_by_task_and_begins_with_an_example() -> None:
         assert len(listed) == 1, f"{name} in\n{shown}"
         assert max(heading for heading in headings if heading < listed[0]) == group, f"{name} in\n{shown}"
     assert shown.index("resilient-jax launch --hosts 4") < shown.index("╭─"), "the example comes first"
+
+
+@pytest.mark.parametrize("option", ["--num-hosts", "--num-hosts=4", "--host"])
+def test_an_unknown_option_before_the_script_is_no_script(option: str) -> None:
+    with pytest.raises(
+        CallerError, match=r"option --\S*host\S*: found no such option.* Did you mean '--hosts'"
+    ):
+        check_script([option, "4", "train.py"], ["--hosts", "--devices-per-host", "--run-dir"])
+
+
+def test_an_option_of_ours_after_the_script_gets_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+    note_misplaced_options(["train.py", "--hosts=2", "--steps", "7", "--hosts", "3"], ["--hosts", "--config"])
+    assert capfd.readouterr().out == (
+        "note: --hosts after the script goes to the script; options of `resilient-jax` precede it\n"
+    )

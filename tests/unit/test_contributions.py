@@ -1,19 +1,18 @@
-"""Partial sums are kept for the next generation if their computation succeeded."""
+"""Totals are kept for the next generation if their computation succeeded."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.contributions import Contributions, PartialSum
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
+from resilient_jax.step.contributions import Contribution, Contributions
+from resilient_jax.step.running_total import start_total
 from tests.support.eight_devices import eight_devices as eight_devices
 
-
-def job(*, pooled=False):
-    return AccumulationSpec(name="train", step=3, num_microbatches=4, unit_size=1, is_pooled=pooled)
+SPEC = AccumulationSpec(name="train", step=3, num_microbatches=4, reduction="exact")
 
 
 def whole():
@@ -54,18 +53,43 @@ def forget_the_failure():
 
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
-def test_an_unusable_partial_sum_is_dropped_and_the_others_stay(lost):
-    kept = Contributions(
-        job(), {0: PartialSum(1, whole()), 1: PartialSum(1, lost()), 2: PartialSum(1, whole())}
-    )
+def test_only_a_total_that_cannot_be_read_is_dropped(lost):
+    kept = Contributions(SPEC, {0: make_part({0}), 1: Contribution(lost(), frozenset({1}))})
     kept.move_to_host()
-    assert kept.count_progress().tolist() == [1, 0, 1, 0]
-    assert isinstance(kept.partial_sums[0].total["w"], np.ndarray)
+    assert list(kept.parts) == [0]
+    assert kept.list_claims().tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("lost", [donated, never_computed])
-def test_all_pooled_partial_sums_are_dropped_because_the_units_of_the_unusable_one_are_unknown(lost):
-    kept = Contributions(job(pooled=True), {-1: PartialSum(0, whole()), -2: PartialSum(0, lost())}, {0, 1})
-    kept.drop_unusable()
-    assert not kept.partial_sums
-    assert kept.count_progress().tolist() == [0, 0, 0, 0]
+def test_totals_are_moved_to_the_host_and_back_with_their_bits():
+    total = start_total(SPEC, {"w": jnp.arange(3.0), "count": jnp.int32(2)})
+    kept = Contributions(SPEC, {0: Contribution(total, frozenset({1, 3}))})
+    bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(total)]
+    kept.move_to_host()
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(kept.parts[0].total))
+    kept = kept.move_to_devices({"w": jnp.zeros(3), "count": jnp.int32(0)}, ReplicaShape())
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(kept.parts[0].total))
+    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(kept.parts[0].total)] == bits
+    assert kept.list_claims().tolist() == [0, 1, 0, 1]
+
+
+def test_totals_of_replicas_of_another_shape_are_resharded(eight_devices):
+    two, four = (Mesh(np.array(eight_devices[:count]), ("fsdp",)) for count in (2, 4))
+    total = start_total(SPEC, {"w": jax.device_put(jnp.arange(8.0), NamedSharding(two, P("fsdp")))})
+    like = {"w": jax.device_put(jnp.zeros(8), NamedSharding(four, P("fsdp")))}
+    kept = Contributions(SPEC, {0: Contribution(total, frozenset({1}))})
+    same = kept.move_to_devices(like, ReplicaShape())
+    assert jax.tree.leaves(same.parts[0].total) == jax.tree.leaves(total)
+    moved = kept.move_to_devices(like, ReplicaShape(per_host=2))
+    assert {leaf.sharding for leaf in jax.tree.leaves(moved.parts[0].total)} == {like["w"].sharding}
+    assert moved.move_to_devices(like, ReplicaShape(per_host=2)).replica_shape == ReplicaShape(per_host=2)
+
+
+def test_parts_whose_claims_are_refused_are_dropped_and_the_others_count():
+    kept = Contributions(SPEC, {0: make_part({0}), 4: make_part({1, 2}), 5: make_part({3}, is_counted=False)})
+    assert kept.list_claims().tolist() == [1, 2, 2, 3]
+    kept.keep_accepted(np.array([1, 0, 0, 3]))
+    assert {number: part.is_counted for number, part in kept.parts.items()} == {0: True, 5: True}
+
+
+def make_part(indexes, **fields):
+    return Contribution(whole(), frozenset(indexes), **fields)

@@ -1,5 +1,6 @@
 """README and pages: links and pictures exist, names and options too, the first example trains."""
 
+import ast
 import functools
 import re
 from collections.abc import Iterator
@@ -153,7 +154,8 @@ def test_first_example_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) 
     """On one host, as `python train.py`."""
     example = PYTHON.findall(README.read_text())[0]
     exec(compile(example, str(README), "exec"), {"__name__": "__main__"})
-    assert float(capsys.readouterr().out.split()[-1]) < 0.1
+    metrics = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
+    assert metrics["loss"] < 0.1
 
 
 @pytest.mark.parametrize("name", make_reference.PAGES)

@@ -472,9 +472,12 @@ def test_a_lost_state_stops_the_job():
     outcome = job.generation.outcome
     assert outcome is not None
     assert outcome.kind is JobOutcomeKind.STATE_LOST
-    assert (
-        "were lost at once, after 5 committed steps or more; there is no complete snapshot" in outcome.message
+    assert outcome.message.startswith(
+        "too many of the hosts that held the training state were lost at once, after 5 committed steps or more: there "
+        "is no complete snapshot"
     )
+    assert "snapshot_parity" in outcome.message
+    assert "rj.Checkpoints" in outcome.message
 
 
 def test_a_job_restarts_from_a_lost_state_only_if_the_policy_is_restart():

@@ -7,14 +7,18 @@ import pytest
 
 from resilient_jax.cluster.run_directory import (
     CONTACT_FILE,
+    EndedJob,
     JobContact,
     claim_directory,
     create_numbered_directory,
     read_contact,
+    read_ended_job,
     remove_contact,
     write_contact,
+    write_ended_job,
 )
-from resilient_jax.errors import CallerError, LogUnwritable
+from resilient_jax.errors import CallerError, ConfigError, LogUnwritable
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 OURS = JobContact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
 THEIRS = JobContact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
@@ -58,3 +62,29 @@ def test_a_job_removes_only_its_own_contact(tmp_path: Path) -> None:
     remove_contact(tmp_path, THEIRS)
     assert list(tmp_path.iterdir()) == []
     remove_contact(tmp_path, THEIRS)
+
+
+def test_the_end_of_a_job_is_kept_until_the_next_begins(tmp_path: Path) -> None:
+    outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
+    ended = EndedJob(job="job", outcome=outcome, step=3, metrics={}, wall_s=0.0)
+    assert read_ended_job(tmp_path) is None
+    write_ended_job(tmp_path, ended)
+    assert read_ended_job(tmp_path) == ended
+    write_contact(tmp_path, OURS)
+    remove_contact(tmp_path, OURS)
+    assert read_ended_job(tmp_path) is None
+
+
+def test_a_damaged_end_of_a_job_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job_end.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"job_end\.json: cannot be read .* expected what `launch` wrote there"
+    ):
+        read_ended_job(tmp_path)
+
+
+def test_without_a_folder_the_end_of_a_job_is_not_written(tmp_path: Path) -> None:
+    outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
+    ended = EndedJob(job="job", outcome=outcome, step=3, metrics={}, wall_s=0.0)
+    write_ended_job(tmp_path / "absent", ended)
+    assert read_ended_job(tmp_path / "absent") is None

@@ -1,17 +1,26 @@
-"""`resilient-jax status` prints a table of a running job without truncated words."""
+"""`resilient-jax status` prints a table of a running job without truncated words, or how the last one ended."""
 
 import io
 import sys
+import time
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
-from resilient_jax.protocol.records import CoordinationServiceStatus, HostStatus, WorkerStatus
+from resilient_jax.protocol.records import (
+    CoordinationServiceStatus,
+    HostStatus,
+    JobOutcome,
+    JobOutcomeKind,
+    WorkerStatus,
+)
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
@@ -81,3 +90,41 @@ def test_no_word_is_truncated_in_a_narrow_terminal():
     status.print_report(Console(file=shown, width=20), REPORT)
     assert [word for word in WHOLE if word != HOST and word not in shown.getvalue()] == []
     assert "…" not in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("num_copies", "parity", "said"), [(0, 1, "1 of 2"), (1, 1, "1 of 2"), (2, 0, "1 of 2"), (0, 0, "0 of 2")]
+)
+def test_the_losses_that_a_state_survives_count_copies_and_parity(num_copies, parity, said):
+    groups = (ParityGroup(hosts=HOSTS, parity=parity),)
+    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups, num_copies=num_copies)
+    host = msgspec.structs.replace(REPORT.hosts[0], snapshots=(snapshot,))
+    shown = io.StringIO()
+    status.print_report(Console(file=shown, width=300), msgspec.structs.replace(REPORT, hosts=(host,)))
+    assert f"survives the loss of {said} hosts" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0), "exit code 0 | step 7 | loss 0.25000\ndone\n"),
+        (
+            JobOutcome(kind=JobOutcomeKind.STATE_LOST, exit_code=85, message="too many hosts"),
+            "exit code 85 | step 7 | loss 0.25000\nthe job ended: state_lost\ntoo many hosts\n",
+        ),
+    ],
+)
+def test_of_a_job_that_is_over_the_end_is_shown(outcome, said, tmp_path, monkeypatch, capfd):
+    ended = EndedJob(job="first", outcome=outcome, step=7, metrics={"loss": 0.25}, wall_s=time.time() - 5)
+    write_ended_job(tmp_path, ended)
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    shown = capfd.readouterr().out
+    assert end.value.code == ExitCode.DONE
+    assert shown.startswith("job first: ended ")
+    assert shown.endswith(said)
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert msgspec.json.decode(capfd.readouterr().out, type=EndedJob) == ended

@@ -198,7 +198,6 @@ def test_a_log_directory_that_is_missing_is_created(tmp_path):
         (rj.Numerics, {"compute_dtype": jnp.float16}, "compute_dtype: found float16, expected jnp.bfloat16"),
         (rj.Numerics, {"ema_decay": 1.0}, "ema_decay: found 1.0, expected a number from 0 up to but not 1"),
         (rj.Parallelism, {"replica_shape": 2}, "found replica_shape=2 (int), expected ReplicaShape"),
-        (rj.Parallelism, {"unit_size": 0}, "parallelism: found unit_size=0, expected at least 1"),
         (
             rj.ReadOptions,
             {"shuffle": "yes"},
@@ -211,7 +210,11 @@ def test_a_log_directory_that_is_missing_is_created(tmp_path):
             "Planner: found topology=3 (int), expected Topology or Path or a string",
         ),
         (rj.ReplicaShape, {"hosts": "2"}, "ReplicaShape: found hosts='2' (str), expected an integer"),
-        (rj.AccumulationOptions, {"unit_size": 2.0}, "AccumulationOptions: found unit_size=2.0 (float)"),
+        (
+            rj.AccumulationOptions,
+            {"reduction": "ordered"},
+            "AccumulationOptions: found reduction='ordered' (str)",
+        ),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else "",
 )
@@ -226,6 +229,30 @@ def test_a_group_of_options_takes_numpy_numbers_and_what_the_field_calls_a_numbe
     rj.Numerics(clip_norm=1, compute_dtype="bfloat16")
     rj.ReplicaShape(per_host="devices", axes=(("data", 2),))
     rj.Planner(topology="meshes/mine.toml", axis_sizes={"tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: make_trainer(microbatchsize=8),
+            "Trainer: .* Did you mean microbatch_size",
+        ),
+        (
+            lambda: rj.Checkpoints(directory="d", interval_steps=3),  # pyright: ignore[reportCallIssue]
+            "Checkpoints: found no option interval_steps.* Did you mean save_interval_steps",
+        ),
+        (lambda: rj.Parallelism(sharded=True), "Did you mean state"),  # pyright: ignore[reportCallIssue]
+        (lambda: rj.Numerics(gradient_clip=1.0), "Remove it"),  # pyright: ignore[reportCallIssue]
+        (
+            lambda: rj.Checkpoints("d"),  # pyright: ignore[reportCallIssue]
+            r"found 'd' \(str\) without a name, expected every option by its name: Checkpoints\(directory=",
+        ),
+    ],
+)
+def test_unknown_options_and_options_without_a_name_are_refused(make, said):
+    with pytest.raises(CallerError, match=said):
+        make()
 
 
 @pytest.mark.parametrize("num_steps", ["10", 1.5, None, True])

@@ -1,6 +1,6 @@
 """The job of the resilience benchmark as a loop on `world`: `resilient_job.py FOLDER`, under `launch`.
 
-It has the model, batch and update of `restart_job.py`. With reproducible sums, the weights after any failures can be
+It has the model, batch and update of `restart_job.py`. With exact sums, the weights after any failures can be
 compared bit for bit with those of an undisturbed run.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.jobs.transformer import (
     MICROBATCHES,
     OPTIMIZER,
     Params,
-    accumulate,
+    differentiate,
     init_params,
     tokens_of,
     zeros_like,
@@ -47,16 +47,16 @@ class Job:
         for step in world.steps(file["steps"]):
             faults.arm(attempt, step, world.hosts, recorder.steps_s)
 
-            def add(total: Params, microbatch: rj.Microbatch, params: Params = state[0]) -> Params:
+            def compute(microbatch: rj.Microbatch, params: Params = state[0]) -> Params:
                 first = microbatch.index * size
                 rows = [tokens_of(microbatch.step, first + row) for row in range(size)]
-                return accumulate(total, params, np.concatenate(rows))
+                return differentiate(params, np.concatenate(rows))
 
             loss, gradients = world.accumulate_microbatches(
                 SEQUENCES // size,
-                add,
+                compute,
                 zeros,
-                options=rj.AccumulationOptions(unit_size=file["unit"], reproducible=file["reproducible"]),
+                options=rj.AccumulationOptions(reduction=file["reduction"]),
             )
             state = apply(state, gradients, SEQUENCES // size)
             world.commit(state, loss=float(loss) * size / SEQUENCES)

@@ -1,6 +1,6 @@
 """The job of the step benchmark: the stall benchmark's transformer, in the trainer or in a plain loop.
 
-    step_job.py trainer STEPS OUT [fast] [microbatch=N] [unit=N] [log]      `rj.Trainer`
+    step_job.py trainer STEPS OUT [fast] [microbatch=N] [log]      `rj.Trainer`
     step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, without a framework
     step_job.py curve STEPS OUT      `rj.Trainer` with a small model on real text, whose loss falls
 
@@ -117,7 +117,7 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
             data=batch,
             batch_size=SEQUENCES,
             microbatch_size=size,
-            parallelism=rj.Parallelism(unit_size=sizes.get("unit", 1), reproducible="fast" not in words),
+            parallelism=rj.Parallelism(reduction="fast" if "fast" in words else "exact"),
             callbacks=[after_step],
         ).fit(steps)
     finally:

@@ -69,6 +69,11 @@ def accumulate(
 
 
 @jax.jit
+def differentiate(params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
+    return jax.value_and_grad(loss_of)(params, tokens)
+
+
+@jax.jit
 def apply(state: tuple[Params, optax.OptState], gradients: Params) -> tuple[Params, optax.OptState]:
     params, optimizer = state
     updates, optimizer = OPTIMIZER.update(jax.tree.map(lambda g: g / MICROBATCHES, gradients), optimizer)

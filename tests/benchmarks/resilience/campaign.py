@@ -163,7 +163,7 @@ class ResilienceCampaign:
             width=self.scale.width,
             layers=self.scale.layers,
             microbatch=MICROBATCH,
-            reproducible=kind != FAST,
+            reduction="fast" if kind == FAST else "exact",
         )
 
     # Without failures.

@@ -85,8 +85,8 @@ def resilience(
     Rates that would take too many steps are run shorter, with one failure, and padded
     with steps at the system's own pace; the table shows how many.
 
-    Ours runs twice: with reproducible sums, whose weights do not depend on which hosts
-    survive, and with fast ones (rj.Parallelism(reproducible=False)).
+    Ours runs twice: with exact sums, whose weights do not depend on which hosts
+    survive, and with fast ones (rj.Parallelism(reduction="fast")).
 
     stall: from SIGKILL to the end of the next step, that step included. goodput: the
     productive share of time; see tests/benchmarks/resilience/timeline.py for the

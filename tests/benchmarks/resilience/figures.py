@@ -25,7 +25,7 @@ from resilient_jax.errors import InternalError
 
 OURS: Final = "resilient_jax"
 FAST: Final = "ours, fast sums"
-"""This package without reproducible reduction: the weights depend, within rounding, on which hosts survived."""
+"""This package with float sums: the weights depend, within rounding, on which hosts survived."""
 OUR_SYSTEMS: Final = (OURS, FAST)
 BARE: Final = "bare JAX"
 """The baseline's loop, without checkpoints and failures."""
@@ -124,7 +124,7 @@ class ResilienceFigures(msgspec.Struct, frozen=True, kw_only=True):
         effective_throughput_ratio: ours over the best baseline, at one failure in 50 steps.
         effective_throughput_ratios: the same by rate; the median over schedules.
         throughput_spread: the same with range and number of schedules.
-        fast_throughput_ratios: by rate, of ours without reproducible sums.
+        fast_throughput_ratios: by rate, of ours with fast sums.
         goodput: of ours at one failure in 100 steps.
         goodputs: of ours, by rate.
         baseline_goodput: of the best baseline at one failure in 100 steps.

@@ -43,8 +43,7 @@ class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
         width: of the model.
         layers: of the model.
         microbatch: sequences per microbatch, of ours.
-        unit: microbatches that a host adds up in one unit, of ours.
-        reproducible: whether the sums of ours are reproducible.
+        reduction: of ours, "exact" or "fast".
         every: checkpoint interval of the baseline in steps; 0: no checkpoints.
         phase: the baseline saves when the number of finished steps, modulo `every`, is this.
         heartbeat_s: of the baseline; null: JAX's default.
@@ -57,8 +56,7 @@ class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     layers: int
     microbatch: int
-    unit: int = 1
-    reproducible: bool = True
+    reduction: str = "exact"
     every: int = 0
     phase: int = 0
     heartbeat_s: int | None = SHORT_HEARTBEAT_S

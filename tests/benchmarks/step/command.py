@@ -13,25 +13,20 @@ from benchmarks.paths import JOBS
 from benchmarks.plotting import check_can_plot, run_plot_script
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import COMPILING_STEPS, HOSTS
-from benchmarks.step.figures import (
-    ReductionCost,
-    StepFigures,
-    fast_cost,
-    max_units_per_host,
-    overhead,
-    reproducible_cost,
-)
+from benchmarks.step.figures import StepFigures, overheads, sent_bytes
 from benchmarks.step.loss_curve import record_curve
 from benchmarks.step.redone_work import MICROBATCHES, KillCampaign, run_kill_campaign
 from benchmarks.step.step_times import (
     BARE,
+    EXACT,
+    EXACT_SMALL,
     FAST,
     FAST_SMALL,
-    REPRODUCIBLE,
     Loop,
     LoopTimes,
     measure_steps,
 )
+from benchmarks.step.sum_errors import SumErrors, measure_sum_errors
 from resilient_jax.errors import CallerError
 
 MIB = 2**20
@@ -41,7 +36,7 @@ def step(
     steady_steps: Annotated[
         int, typer.Option(help=f"Steps of each undisturbed window; the first {COMPILING_STEPS} compile.")
     ] = 20,
-    windows: Annotated[int, typer.Option(help="Windows of each of the six loops, in turn.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows of each of the five loops, in turn.")] = 3,
     kills: Annotated[int, typer.Option(help="Workers to kill, one after the other.")] = 4,
     plot: Annotated[
         Path | None,
@@ -60,8 +55,17 @@ def step(
     fast_overhead: the trainer with fast sums and microbatches of 4 sequences, one per
     host, over a data-parallel jax.jit step of the same model without this package.
 
-    reproducible_overhead: reproducible sums over fast ones, both with microbatches of
-    1 sequence, by unit size: the number of microbatches that a host adds up per unit.
+    exact_overhead: exact sums over fast ones, both with microbatches of 1 sequence, 4
+    per host; exact_overhead_one_microbatch: with microbatches of 4 sequences, 1 per host.
+    These are medians over pairs of windows; exact_spread, fast_spread: the least and the
+    largest of a pair.
+
+    exact_memory_ratio: peak memory of a worker, exact over fast sums.
+
+    exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula.
+
+    error_ratio: median relative error of exact sums of 16 float32 numbers, over that of
+    float32 sums in order; both beside math.fsum.
 
     lost_microbatches, redone_microbatches: per kill. A worker is killed after it has
     computed its microbatches and before it enters the sum. Its microbatches are lost;
@@ -91,24 +95,31 @@ def step(
         times = measure_steps(script, work, steady_steps, windows, console)
         console.print("redone work: kills, each after all hosts train again")
         campaign = run_kill_campaign(script, work, kills, console)
+        errors = measure_sum_errors(MICROBATCHES)
         if plot is not None:
             console.print("loss curve: half of the hosts die at one step")
             run_plot_script(drawing, record_curve(script, work), work, plot)
             console.print(f"  {plot}")
-    figures = make_figures(times, campaign)
-    for table in (_times_table(times), _work_table(campaign), _summary_table(figures, campaign)):
+    figures = make_figures(times, campaign, errors)
+    for table in (_times_table(times), _work_table(campaign), _summary_table(figures, campaign, errors)):
         console.print(table)
     print_json_line(figures)
 
 
-def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign) -> StepFigures:
+def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign, errors: SumErrors) -> StepFigures:
     """Return the figures of the line of JSON."""
-    fast_s = times[FAST_SMALL].times_s
+    fast = overheads(times[FAST].windows, times[BARE].windows)
+    exact = overheads(times[EXACT_SMALL].windows, times[FAST_SMALL].windows)
+    one_microbatch = overheads(times[EXACT].windows, times[FAST].windows)
     return StepFigures(
-        fast_overhead=overhead(times[FAST].times_s, times[BARE].times_s),
-        reproducible_overhead={
-            str(unit): overhead(times[loop].times_s, fast_s) for unit, loop in REPRODUCIBLE.items()
-        },
+        fast_overhead=round(statistics.median(fast), 4),
+        fast_spread=(fast[0], fast[-1]),
+        exact_overhead=round(statistics.median(exact), 4),
+        exact_spread=(exact[0], exact[-1]),
+        exact_overhead_one_microbatch=round(statistics.median(one_microbatch), 4),
+        exact_memory_ratio=round(times[EXACT_SMALL].peak_rss_mib / times[FAST_SMALL].peak_rss_mib, 4),
+        exact_traffic_ratio=round(sent_bytes(1, HOSTS, exact=True) / sent_bytes(1, HOSTS, exact=False), 4),
+        error_ratio=errors.ratio,
         redone_microbatches=round(campaign.redone / len(campaign.kills), 3),
         lost_microbatches=round(campaign.lost / len(campaign.kills), 3),
         bitwise_equal=campaign.is_equal,
@@ -118,31 +129,23 @@ def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign) -> Ste
 
 
 def _times_table(times: Mapping[Loop, LoopTimes]) -> Table:
-    """Return the table of step times, bytes of the sums by formula, and measured memory."""
-    table = Table(title=f"a step on {HOSTS} hosts; a sum's bytes a host by formula, peak memory as measured")
+    """Return the table of step times, bytes that a sum sends by formula, and measured memory."""
+    table = Table(title=f"a step on {HOSTS} hosts; what a host sends by formula, peak memory as measured")
     table.add_column("loop")
-    for name in ("median s", "5 % to 95 %", "n", "sent MiB", "held MiB", "peak RSS MiB"):
+    for name in ("median s", "5 % to 95 %", "n", "sent MiB", "peak RSS MiB"):
         table.add_column(name, justify="right")
     for loop, found in times.items():
-        cost = _cost_of(loop, found.memory[0].tree_bytes)
+        sent = sent_bytes(found.memory[0].tree_bytes, HOSTS, exact=loop in (EXACT, EXACT_SMALL))
         low, *_, high = statistics.quantiles(found.times_s, n=20, method="inclusive")
         table.add_row(
             loop.name,
             f"{found.step_s:.3f}",
             f"{low:.3f} to {high:.3f}",
             str(len(found.times_s)),
-            f"{cost.sent_bytes / MIB:.0f}" if cost is not None else "",
-            f"{cost.held_bytes / MIB:.0f}" if cost is not None else "",
+            "" if loop.bare else f"{sent / MIB:.0f}",
             f"{found.peak_rss_mib:.0f}",
         )
     return table
-
-
-def _cost_of(loop: Loop, tree_bytes: int) -> ReductionCost | None:
-    for unit, one in REPRODUCIBLE.items():
-        if loop == one:
-            return reproducible_cost(tree_bytes, max_units_per_host(MICROBATCHES, unit, HOSTS), HOSTS)
-    return None if loop.bare else fast_cost(tree_bytes, HOSTS)
 
 
 def _work_table(campaign: KillCampaign) -> Table:
@@ -157,13 +160,36 @@ def _work_table(campaign: KillCampaign) -> Table:
     return table
 
 
-def _summary_table(figures: StepFigures, campaign: KillCampaign) -> Table:
+def _summary_table(figures: StepFigures, campaign: KillCampaign, errors: SumErrors) -> Table:
     table = Table("figure", "value", "aim", title=figures.machine)
-    table.add_row("fast sums over a jax.jit loop", f"{100 * figures.fast_overhead:.1f} %", "2 %")
-    for unit, found in figures.reproducible_overhead.items():
-        table.add_row(f"reproducible over fast sums, unit {unit}", f"{100 * found:.1f} %", "-")
+    table.add_row(
+        "fast sums over a jax.jit loop", _percent(figures.fast_overhead, figures.fast_spread), "2 %"
+    )
+    table.add_row(
+        "exact over fast sums, 4 microbatches a host",
+        _percent(figures.exact_overhead, figures.exact_spread),
+        "5 %",
+    )
+    table.add_row(
+        "exact over fast sums, 1 microbatch a host",
+        f"{100 * figures.exact_overhead_one_microbatch:.1f} %",
+        "5 %",
+    )
+    table.add_row("peak memory, exact over fast", f"{figures.exact_memory_ratio:.2f}", "1.25")
+    table.add_row("bytes sent, exact over fast", f"{figures.exact_traffic_ratio:.2f}", "2")
+    table.add_row("median relative error, exact over float32", f"{figures.error_ratio:.2f}", "1")
+    table.add_row(
+        "largest relative error, exact and float32",
+        f"{errors.largest_exact:.1e}, {errors.largest_ordered:.1e}",
+        "-",
+    )
     table.add_row("microbatches lost, a kill", f"{figures.lost_microbatches:g}", "-")
     table.add_row("microbatches redone, a kill", f"{figures.redone_microbatches:g}", "as many")
     table.add_row(f"SHA-256 after {campaign.steps} steps with kills", campaign.digest, "the next")
     table.add_row("SHA-256 undisturbed, on one host", campaign.undisturbed, "-")
     return table
+
+
+def _percent(median: float, spread: tuple[float, float]) -> str:
+    low, high = spread
+    return f"{100 * median:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,8 +1,6 @@
 """Figures of the step benchmark from its measurements. Pure.
 
-G is the size of one tree of gradients in bytes, H the number of hosts, M the largest number of units of a host. In a
-reproducible sum a host sends (M + 1) G (H - 1) / H bytes and needs memory for 2 M G; see
-`resilient_jax/step/reduction.py`.
+What a sum sends is a formula, of G bytes of gradients on H hosts; see `resilient_jax/step/reduction.py`.
 """
 
 import collections
@@ -21,7 +19,13 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fast_overhead: of the trainer with fast sums, over a plain `jax.jit` data-parallel loop; 0.02 is 2 %.
-        reproducible_overhead: over fast sums, by unit size.
+        fast_spread: the least and the largest of its windows.
+        exact_overhead: of exact sums over fast ones, each host adding up four microbatches of one sequence.
+        exact_spread: the least and the largest of its windows.
+        exact_overhead_one_microbatch: the same, of one microbatch of four sequences.
+        exact_memory_ratio: peak memory of a worker, exact over fast.
+        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula.
+        error_ratio: median relative error of an exact sum over that of a float32 sum in order.
         redone_microbatches: computed again, per kill.
         lost_microbatches: that the killed workers had computed, per kill; the least that must be redone.
         bitwise_equal: whether the weights after all kills are those of an undisturbed run on one host.
@@ -29,7 +33,13 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fast_overhead: float
-    reproducible_overhead: dict[str, float]
+    fast_spread: tuple[float, float]
+    exact_overhead: float
+    exact_spread: tuple[float, float]
+    exact_overhead_one_microbatch: float
+    exact_memory_ratio: float
+    exact_traffic_ratio: float
+    error_ratio: float
     redone_microbatches: float
     lost_microbatches: float
     bitwise_equal: bool
@@ -67,21 +77,16 @@ class RedoneWork:
     missing: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReductionCost:
-    """Bytes that a sum over hosts sends from, and needs on, each host."""
+def overheads(ours_s: Sequence[Sequence[float]], theirs_s: Sequence[Sequence[float]]) -> list[float]:
+    """Return by how much our median step exceeds theirs, as a fraction of theirs, for each pair of windows; ascending.
 
-    sent_bytes: float
-    held_bytes: float
-
-
-def overhead(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
-    """Return by how much our median step exceeds theirs, as a fraction of theirs.
-
-    >>> overhead([1.0, 1.1, 9.0], [1.0])
-    0.1
+    >>> overheads([[1.0, 1.1, 9.0], [3.0]], [[1.0], [2.0]])
+    [0.1, 0.5]
     """
-    return round(statistics.median(ours_s) / statistics.median(theirs_s) - 1, 4)
+    return sorted(
+        round(statistics.median(ours) / statistics.median(theirs) - 1, 4)
+        for ours, theirs in zip(ours_s, theirs_s, strict=True)
+    )
 
 
 def count_work(
@@ -119,21 +124,9 @@ def find_missing(
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 
 
-def max_units_per_host(microbatches: int, unit: int, hosts: int) -> int:
-    """Return M, the largest number of units of a host when units are distributed evenly."""
-    units = -(-microbatches // unit)
-    return -(-units // hosts)
-
-
-def reproducible_cost(tree_bytes: int, units_a_host: int, hosts: int) -> ReductionCost:
-    """Return the cost of a reproducible sum: (M + 1) G (H - 1) / H bytes sent, 2 M G in memory."""
-    sent_bytes = (units_a_host + 1) * tree_bytes * (hosts - 1) / hosts
-    return ReductionCost(sent_bytes=sent_bytes, held_bytes=2.0 * units_a_host * tree_bytes)
-
-
-def fast_cost(tree_bytes: int, hosts: int) -> ReductionCost:
-    """Return the cost of one all-reduce: 2 G (H - 1) / H bytes sent, G in memory."""
-    return ReductionCost(sent_bytes=2 * tree_bytes * (hosts - 1) / hosts, held_bytes=float(tree_bytes))
+def sent_bytes(tree_bytes: int, hosts: int, *, exact: bool) -> float:
+    """Return the bytes that a host sends in a sum of float32: 2 G (H - 1) / H, or 13 / 4 G (H - 1) / H if exact."""
+    return (9 / 4 + 1 if exact else 2) * tree_bytes * (hosts - 1) / hosts
 
 
 def are_equal(words: Iterable[str]) -> bool:

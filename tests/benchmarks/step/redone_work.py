@@ -33,7 +33,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 MICROBATCHES = 16
 AHEAD_STEPS = 3
 """An order must be for a step that no host has reached, and reports are slightly out of date."""
-JOB_ARGUMENTS = ("microbatch=1", "unit=1", "log")
+JOB_ARGUMENTS = ("microbatch=1", "log")
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -13,8 +13,6 @@ from rich.console import Console
 from benchmarks.runs import read_times, run_bare, run_undisturbed
 from resilient_jax.errors import InternalError
 
-UNITS: Final = (1, 2, 4)
-"""Unit sizes to measure: with 16 microbatches on 4 hosts, a host has 4, 2 or 1 units."""
 SMALL: Final = "microbatch=1"
 
 
@@ -35,12 +33,10 @@ class Loop:
 
 BARE: Final = Loop(name="bare", arguments=("bare",), bare=True)
 FAST: Final = Loop(name="fast", arguments=("trainer", "fast", "microbatch=4"))
+EXACT: Final = Loop(name="exact", arguments=("trainer", "microbatch=4"))
 FAST_SMALL: Final = Loop(name="fast, 1 sequence a microbatch", arguments=("trainer", "fast", SMALL))
-REPRODUCIBLE: Final = {
-    unit: Loop(name=f"reproducible, unit {unit}", arguments=("trainer", SMALL, f"unit={unit}"))
-    for unit in UNITS
-}
-LOOPS: Final = (BARE, FAST, FAST_SMALL, *REPRODUCIBLE.values())
+EXACT_SMALL: Final = Loop(name="exact, 1 sequence a microbatch", arguments=("trainer", SMALL))
+LOOPS: Final = (BARE, FAST, EXACT, FAST_SMALL, EXACT_SMALL)
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +53,20 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(slots=True)
 class LoopTimes:
-    """Measurements of one loop, from all windows."""
+    """Measurements of one loop.
 
-    times_s: list[float] = dataclasses.field(default_factory=list)
+    Attributes:
+        windows: step times in seconds, of each window.
+        memory: of each process of each window.
+    """
+
+    windows: list[Sequence[float]] = dataclasses.field(default_factory=list)
     memory: list[ProcessMemory] = dataclasses.field(default_factory=list)
+
+    @property
+    def times_s(self) -> list[float]:
+        """The step times of all windows."""
+        return [time_s for window in self.windows for time_s in window]
 
     @property
     def step_s(self) -> float:
@@ -85,7 +91,7 @@ def measure_steps(
         times_s = read_times(folder)
         if not times_s:
             raise InternalError(f"{folder}: found no step times of the loop {loop.name}, expected some")
-        found[loop].times_s += times_s
+        found[loop].windows.append(times_s)
         found[loop].memory += _read_memory(folder)
         console.print(f"  window {window + 1}, {loop.name}: {statistics.median(times_s):.3f} s a step")
     return found

@@ -1,9 +1,12 @@
 """A script that trains three steps, then works until the file end-HOST exists in the folder of its argument.
 
-Its last work is a program that JAX compiles, as an evaluation of the trained model would be.
+With `crash` as a second argument the process crashes after its script, as a library may at Python's shutdown. Its last
+work is a program that JAX compiles, as an evaluation of the trained model would be.
 """
 
+import atexit
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,8 @@ import resilient_jax as rj
 
 folder = Path(sys.argv[1])
 hosts: list[str] = []
+if sys.argv[2:] == ["crash"]:
+    atexit.register(os.kill, os.getpid(), signal.SIGSEGV)  # the first registered is the last called
 
 
 def train(world: rj.World) -> None:

@@ -51,8 +51,8 @@ def loss_of(params: Any, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def accumulate(total: Any, params: Any, rows: jax.Array) -> Any:
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+def differentiate(params: Any, rows: jax.Array) -> Any:
+    return jax.value_and_grad(loss_of)(params, rows)
 
 
 @jax.jit
@@ -98,15 +98,13 @@ def train(world: rj.World) -> None:
                 restored = ""
             params = replicate_tree(state["params"], whole)
 
-            def add(total: Any, microbatch: rj.Microbatch, params: Any = params) -> Any:
+            def compute(microbatch: rj.Microbatch, params: Any = params) -> Any:
                 key = (microbatch.step, microbatch.index)
                 rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
                 replica = microbatch.replica
-                return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
+                return differentiate(replica.to_replica(params), replica.place_batch(rows))
 
-            _, gradients = world.accumulate_microbatches(
-                MICROBATCHES, add, zeros, options=rj.AccumulationOptions(unit_size=2)
-            )
+            _, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros)
             state = update(state, shard_tree(gradients, rule))
             world.commit(state)
             world.snapshot(state)

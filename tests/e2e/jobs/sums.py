@@ -1,6 +1,8 @@
-"""A job that compares sums over hosts with numpy, on every host; exits with 0 if all are equal."""
+"""A job that compares sums over hosts with those of one host and of numpy; exits with 0 if all are as they should."""
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +11,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
+from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
+from resilient_jax.step.reduction import AllReduce, ExactReduce
+from resilient_jax.step.running_total import add_to_total, start_total
 
 SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "empty": (0, 4)}
-DTYPES = (np.float32, jnp.bfloat16, np.int32)
+DTYPES = (np.float32, jnp.bfloat16, np.complex64, np.int32)
 OWNERS = ((0,), (2,), (0, 1, 2), (2, 0, 2, 1, 1, 2, 2), (1, 1, 1))
+"""Of each microbatch, the host that has it."""
 
 
-def part_of(unit: int) -> dict[str, np.ndarray]:
-    """Return elements of very different magnitude: any other order of summation gives other bits."""
-    random = np.random.default_rng(unit)
+def part_of(microbatch: int) -> dict[str, np.ndarray]:
+    """Return elements of very different magnitude: floats in any other order would give other bits."""
+    random = np.random.default_rng(microbatch)
     return {
         f"{name} {np.dtype(dtype).name}": (
             random.standard_normal(shape) * 10.0 ** random.integers(-3, 4, shape)
@@ -28,13 +33,16 @@ def part_of(unit: int) -> dict[str, np.ndarray]:
     }
 
 
-def add_in_order(parts: list[np.ndarray]) -> np.ndarray:
-    """Return the sum in order; narrow floats are added in float32 and rounded once."""
-    wide = np.float32 if parts[0].dtype == jnp.bfloat16 else parts[0].dtype
-    total = parts[0].astype(wide)
-    for part in parts[1:]:
-        total = total + part.astype(wide)
-    return np.asarray(total).astype(parts[0].dtype)
+def add_parts(parts: list[np.ndarray]) -> np.ndarray:
+    """Return the sum in float64."""
+    wide = (
+        np.int64
+        if parts[0].dtype == np.int32
+        else np.complex128
+        if parts[0].dtype == np.complex64
+        else np.float64
+    )
+    return np.sum([part.astype(wide) for part in parts], axis=0)
 
 
 def train(world: rj.World) -> None:
@@ -43,22 +51,39 @@ def train(world: rj.World) -> None:
     whole = NamedSharding(world.local_mesh("data"), P())
     here = jax.local_devices()[0]
     for owners, place in itertools.product(OWNERS, (whole, here)):
-        mine = {
-            unit: jax.device_put(part_of(unit), place)
-            for unit, owner in enumerate(owners)
-            if owner == world.host_index
-        }
+        spec = AccumulationSpec(name="", step=0, num_microbatches=len(owners), reduction="exact")
         like = jax.device_put(part_of(0), place)
-        total = OrderedAllReduce(grid)(mine, owners, like)
-        for name, found in total.items():
-            expected = add_in_order([part_of(unit)[name] for unit in range(len(owners))])
-            assert found.dtype == expected.dtype, (name, found.dtype)
-            assert found.sharding == like[name].sharding, name
-            assert np.asarray(found).tobytes() == expected.tobytes(), (owners, name, found, expected)
+        mine = [index for index, owner in enumerate(owners) if owner == world.host_index]
+        alone = total_of(spec, range(len(owners)), like)
+        found = ExactReduce(grid)(total_of(spec, mine, like), like)
+        expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like)
+        for name, leaf in found.items():
+            assert leaf.dtype == like[name].dtype, (name, leaf.dtype)
+            assert leaf.sharding == like[name].sharding, name
+            assert np.asarray(leaf).tobytes() == np.asarray(expected[name]).tobytes(), (owners, name)
+            exact = add_parts([part_of(index)[name] for index in range(len(owners))])
+            relative = 2.0**-8 if "bfloat16" in name else 2.0**-22
+            error = np.abs(np.asarray(leaf).astype(exact.dtype) - exact)
+            assert np.all(
+                error <= relative * sum(np.abs(part_of(index)[name]) for index in range(len(owners)))
+            ), name
+    cancelling = np.array([3e7, -3e7, 0.5], np.float32)[world.host_index]
+    for value in (cancelling, jnp.asarray(cancelling)):
+        assert world.all_reduce({"sum": value, "count": np.int32(1)}) == {"sum": 0.5, "count": 3}
+    assert world.all_reduce({"python": 0.5, "wide": np.float64(0.25)}) == {"python": 1.5, "wide": 0.75}
     summed = AllReduce(grid)(jax.device_put(part_of(world.host_index), here))
-    for name, found in summed.items():
-        expected = add_in_order([part_of(host)[name] for host in range(3)])
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected.astype(np.float64), rtol=2e-2)
+    for name, leaf in summed.items():
+        exact = add_parts([part_of(host)[name] for host in range(3)])
+        np.testing.assert_allclose(np.asarray(leaf).astype(exact.dtype), exact, rtol=2e-2)
+
+
+def total_of(spec: AccumulationSpec, microbatches: Iterable[int], like: dict[str, jax.Array]) -> Any:
+    """Return the total of these microbatches, placed as `like`."""
+    total = start_total(spec, jax.tree.map(jnp.zeros_like, like))
+    for index in microbatches:
+        part = {name: jax.device_put(leaf, like[name].sharding) for name, leaf in part_of(index).items()}
+        total = add_to_total(total, part, donate=True)
+    return total
 
 
 if __name__ == "__main__":

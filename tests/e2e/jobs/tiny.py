@@ -1,7 +1,8 @@
 """A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
-Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS] [slow=HOST]. With a slow host microbatches
-are assigned by speed. The harness writes orders to WORK_DIR:
+Usage: tiny.py WORK_DIR [fast] [keep] [hosts=N | per_host=N] [pace=SECONDS] [slow=HOST]. With a slow host
+microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. The harness
+writes orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
 - `compile`: a step in which all hosts compile for about a second; a host that begins to compile writes
   `compiling-<host>-<step>`.
@@ -34,9 +35,8 @@ from resilient_jax.data.prefetcher import Prefetcher
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
-REPRODUCIBLE = "fast" not in sys.argv
+REDUCTION = "fast" if "fast" in sys.argv else "exact"
 REPLICAS = rj.ReplicaShape(hosts=int(WORDS.get("hosts", 1)), per_host=int(WORDS.get("per_host", 1)))
-UNIT = int(WORDS.get("unit", 2))
 SIZE, MICROBATCHES, ROWS = 24, 14, 8
 NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
@@ -48,6 +48,7 @@ it."""
 ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
 traces = 0
+kept: list[jax.Array] = []
 
 SLOW_S = 0.06
 """Added to each microbatch, which takes some milliseconds, or more on a busy machine."""
@@ -72,10 +73,10 @@ def loss_of(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def accumulate(total: tuple, params: dict[str, jax.Array], rows: jax.Array) -> tuple:
+def differentiate(params: dict[str, jax.Array], rows: jax.Array) -> tuple:
     global traces
-    traces += 1  # runs only while `accumulate` is traced
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+    traces += 1  # runs only while `differentiate` is traced
+    return jax.value_and_grad(loss_of)(params, rows)
 
 
 @jax.jit
@@ -147,25 +148,26 @@ def train(world: rj.World) -> None:
             if step == step_in("compile"):
                 compile_for_long(step, world.host)
 
-            def add(total: tuple, microbatch: rj.Microbatch, params: dict = state[0]) -> tuple:
+            def compute(microbatch: rj.Microbatch, params: dict = state[0]) -> tuple:
                 print(json.dumps({"step": microbatch.step, "index": microbatch.index}), file=log, flush=True)
                 time.sleep(SLOW_S if WORDS.get("slow") == world.host else 0)
                 replica = microbatch.replica
-                return accumulate(total, replica.to_replica(params), replica.place_batch(microbatch.batch))
+                return differentiate(replica.to_replica(params), replica.place_batch(microbatch.batch))
 
             loss, gradients = world.accumulate_microbatches(
                 MICROBATCHES,
-                add,
+                compute,
                 zeros,
                 data=open_data(world.host),
                 options=rj.AccumulationOptions(
-                    unit_size=UNIT,
-                    reproducible=REPRODUCIBLE,
+                    reduction=REDUCTION,
                     replica_shape=REPLICAS,
                     balance_by_speed="slow" in WORDS,
                 ),
             )
             state = apply(state, gradients)
+            if "keep" in sys.argv and count == 0:
+                kept.append(loss)
             world.commit(state, loss=float(loss) / MICROBATCHES)
             line = {
                 "step": step,
@@ -173,7 +175,7 @@ def train(world: rj.World) -> None:
                 "digest": digest(state),
                 "generation": world.generation,
                 "traced": traces,
-                "programs": program_count(accumulate),
+                "programs": program_count(differentiate),
                 "devices": len(world.local_devices),
                 "owners": [world.host_of_microbatch(index) for index in range(MICROBATCHES)],
             }

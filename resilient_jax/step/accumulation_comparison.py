@@ -1,0 +1,113 @@
+"""Compares what the hosts are about to accumulate, before any collective whose shape depends on it.
+
+gloo takes no notice of what its peers send: hosts with different models would wait for each other, or add up unlike
+things. So a generation's first accumulation of each name begins with digests of fixed size, and, where these differ,
+with the descriptions of two hosts.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from resilient_jax.state.state_digest import DIGEST_WORDS, find_differing
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
+from resilient_jax.step.contributions import CLAIMS_PADDING
+
+TEXT_BYTES: Final = 2**16
+"""Of a description that is sent; a longer one is cut off."""
+MAX_NAMED: Final = 3
+"""Differences that are named."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """Hosts that accumulate something else than the others.
+
+    Attributes:
+        hosts: their indexes; all hosts if there is no majority.
+        has_majority: whether most hosts agree.
+        why: what differs, with both values.
+    """
+
+    hosts: tuple[int, ...]
+    has_majority: bool
+    why: str
+
+
+def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, zeros: Any) -> list[str]:  # noqa: ANN401
+    """Return lines that are equal on all hosts if they accumulate the same: `name: value`."""
+    leaves = jax.tree.leaves_with_path(zeros)
+    return [
+        f"num_microbatches: {spec.num_microbatches}",
+        f"reduction: {spec.reduction}",
+        f"replicas: {replica_shape}",
+        f"number of leaves: {len(leaves)}",
+        *(f"leaf {jax.tree_util.keystr(path)}: {_describe_leaf(leaf)}" for path, leaf in leaves),
+        f"tree: {jax.tree.structure(zeros)}",
+    ]
+
+
+def pad_digests_size(num_hosts: int) -> int:
+    """Return the size of the vector in which hosts exchange digests: mostly that of their claims."""
+    return -(-num_hosts * DIGEST_WORDS // CLAIMS_PADDING) * CLAIMS_PADDING
+
+
+def find_differing_hosts(
+    lines: list[str], host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]
+) -> Differing | None:
+    """Return which hosts accumulate something else; None: none does. For all hosts at once.
+
+    Args:
+        lines: of this host, as `describe_accumulation` returns them.
+        host_index: of this host.
+        num_hosts: of the generation.
+        all_reduce: returns the sum over hosts of a vector.
+    """
+    table = np.zeros((num_hosts, DIGEST_WORDS), np.int32)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    table[host_index] = np.frombuffer(digest, np.int32, DIGEST_WORDS)
+    padded = np.zeros(pad_digests_size(num_hosts), np.int32)
+    padded[: table.size] = table.reshape(-1)
+    digests = np.asarray(all_reduce(padded))[: table.size].reshape(table.shape).tolist()
+    differing, has_majority = find_differing(digests)
+    if not differing:
+        return None
+    # All hosts know the same table, so they agree on whose descriptions they read.
+    expected = next((host for host in range(num_hosts) if host not in differing), differing[0])
+    odd = next(host for host in differing if digests[host] != digests[expected])
+    texts = np.zeros((2, TEXT_BYTES), np.uint8)
+    for row, host in enumerate((odd, expected)):
+        if host == host_index:
+            text = "\n".join(lines).encode()[:TEXT_BYTES]
+            texts[row, : len(text)] = np.frombuffer(text, np.uint8)
+    # As int32, of which each host but two adds zeros.
+    found = np.asarray(all_reduce(texts.view(np.int32).reshape(-1))).view(np.uint8).reshape(texts.shape)
+    odd_lines, expected_lines = (
+        bytes(row).rstrip(b"\0").decode(errors="replace").splitlines() for row in found
+    )
+    return Differing(
+        hosts=tuple(differing),
+        has_majority=has_majority,
+        why=_describe_differences(odd_lines, expected_lines),
+    )
+
+
+def _describe_leaf(leaf: Any) -> str:  # noqa: ANN401 - an array, or a number
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+
+
+def _describe_differences(odd: list[str], expected: list[str]) -> str:
+    ours, theirs = (dict(line.split(": ", 1) for line in lines if ": " in line) for lines in (odd, expected))
+    names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+    # Of a tree whose leaves differ the structure says nothing more.
+    named = [name for name in names if name != "tree"] or names
+    text = "; ".join(
+        f"{name}: found {ours.get(name, 'none')}, expected {theirs.get(name, 'none')}"
+        for name in named[:MAX_NAMED]
+    )
+    return text + (f"; and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else "")

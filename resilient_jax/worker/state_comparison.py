@@ -1,0 +1,66 @@
+"""What follows when the states of hosts differ: the host that differs from most starts again, with their state.
+
+States are equal by construction: every host makes the same update of the same sums. They differ when a host's script,
+initial state, library or processor does, or when its memory or an update was wrong. Digests are compared every
+few steps, so the sums since the last comparison have what that host has computed.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from resilient_jax.errors import StateError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.state.state_digest import find_differing
+from resilient_jax.worker.training_control import TrainingControl
+
+REASONS = (
+    "Every host must run the same script with the same arguments and library versions, make the same initial state, "
+    "and have the same kind of processor; else memory or a processor is at fault"
+)
+
+
+class StateComparison:
+    """Compares the hosts' digests of the state.
+
+    Args:
+        hosts: of the generation, in the order of the digests.
+        host: this one.
+        control: writes the event.
+    """
+
+    def __init__(self, hosts: Sequence[HostName], host: HostName, control: TrainingControl) -> None:
+        self._hosts = tuple(hosts)
+        self._host = host
+        self._control = control
+
+    def check(self, digests: np.ndarray, num_steps: int) -> None:
+        """Return if this host's state after `num_steps` steps is the one that most hosts have.
+
+        Else this process ends, and its agent starts another, which gets the state from the others.
+
+        Raises:
+            StateError: no state is the one that most hosts have.
+        """
+        differing, has_majority = find_differing(digests.tolist())
+        if not differing:
+            return
+        names = ", ".join(self._hosts[index] for index in differing)
+        self._control.record_event(EventKind.STATE_DIFFERS, hosts=names, steps=num_steps)
+        if not has_majority:
+            raise StateError(
+                f"the state after {num_steps} steps: found another on each of {names}, or none that most hosts have; "
+                f"expected the same bits everywhere. {REASONS}"
+            )
+        if self._host in names.split(", "):
+            sys.stderr.write(
+                f"the state of {self._host} after {num_steps} steps differs from that of most hosts; starting again "
+                f"with theirs. {REASONS}\n"
+            )
+            sys.stderr.flush()
+            # At once: to unwind would wait for peers that wait for this host.
+            os._exit(RESTART_EXIT_CODE)

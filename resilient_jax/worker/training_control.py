@@ -1,0 +1,25 @@
+"""What a session needs of whatever controls it: an agent, or nothing."""
+
+from typing import Protocol
+
+from resilient_jax.events import Event, EventKind
+
+
+class TrainingControl(Protocol):
+    """What a session needs of the agent; `AgentConnection` is one, `StandaloneControl` another."""
+
+    def begin_step(self, step: int) -> None:
+        """Return when `step` may start; raise GenerationEnded if it may not."""
+        ...
+
+    def raise_if_ended(self) -> None:
+        """Raise GenerationEnded if the generation has ended."""
+        ...
+
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+        """Report that `step` steps are committed."""
+        ...
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
+        """Write an event to the host's log and return it."""
+        ...

@@ -1,0 +1,94 @@
+"""A host whose state has other bits than that of the others is noticed, named and taken out."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from agents import served_store
+from launched import JOBS
+from pod import Pod, loopback_sites
+
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.errors import ExitCode
+from resilient_jax.events import EventKind
+
+DEADLINE_S = 120.0
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
+
+
+def launch(work: Path, fault: str, hosts: int) -> LocalJob:
+    return LocalJob(
+        [str(JOBS / "differing.py"), fault],
+        num_hosts=hosts,
+        run_directory=work / "run",
+        environment={**os.environ, "ODD_HOST": str(hosts - 1), "FLIPPED": str(work / "flipped")},
+    )
+
+
+def read_states(output: str) -> list[tuple[str, str]]:
+    """Return (weights, number of steps) of each host at the end."""
+    return re.findall(r"host-\d ended with ([0-9a-f]+) after (\d+)", output)
+
+
+def test_a_host_with_a_flipped_bit_starts_again_with_the_state_of_the_others(tmp_path: Path) -> None:
+    with launch(tmp_path, "none", 1) as alone:
+        assert alone.wait(DEADLINE_S) == 0, alone.read_tail()
+        (expected,) = read_states(alone.read_output())
+    with launch(tmp_path / "flip", "flip", 3) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, output = job.read_events(), job.read_output()
+    found = {
+        (event.host, event.detail["hosts"], event.detail["steps"])
+        for event in events
+        if event.kind is EventKind.STATE_DIFFERS
+    }
+    assert found == {(f"host-{index}", "host-2", 64) for index in range(3)}
+    assert "the state of host-2 after 64 steps differs from that of most hosts" in output
+    starts = [event.host for event in events if event.kind is EventKind.WORKER_STARTED]
+    assert sorted(starts) == ["host-0", "host-1", "host-2", "host-2"]
+    assert set(read_states(output)) == {expected}, "the flipped bit is in nobody's state"
+
+
+@pytest.mark.parametrize(("fault", "steps"), [("init", 0), ("rate", 64)])
+def test_two_hosts_that_differ_end_the_job(fault: str, steps: int, tmp_path: Path) -> None:
+    with launch(tmp_path, fault, 2) as job:
+        assert job.wait(DEADLINE_S) == 1, job.read_tail()
+        output = job.read_output()
+    assert f"the state after {steps} steps: found another on each of host-0, host-1" in output
+    assert "Every host must run the same script" in output
+
+
+def test_a_host_with_other_arguments_is_refused_and_the_others_train_on(tmp_path: Path) -> None:
+    with served_store() as store, Pod(tmp_path, store, loopback_sites(3)) as pod:
+        pod.wait_training(3)
+        pod.agents["host-2"].kill()
+        pod.wait_training(2)
+        pod.start("host-2", ["pace=0.5"])
+        assert pod.agents["host-2"].wait() == ExitCode.SCRIPT_DIFFERS, pod.output()
+        said = pod.agents["host-2"].output()
+        assert "arguments: found ['" in said
+        assert "'pace=0.5'] on host-2, expected ['" in said
+        assert "Traceback" not in said
+        pod.wait_training(2)
+        pod.start("host-2")
+        pod.wait_training(3)
+        pod.finish()
+
+
+def test_a_host_with_another_model_leaves_a_job_of_three(tmp_path: Path) -> None:
+    with launch(tmp_path, "model", 3) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        output = job.read_output()
+    assert "host host-2 leaves the job" in output
+    assert "leaf : found float32[4], expected float32[3] as on most hosts" in output
+    assert len(read_states(output)) == 2
+
+
+def test_two_hosts_with_different_models_end_the_job_with_both(tmp_path: Path) -> None:
+    with launch(tmp_path, "model", 2) as job:
+        assert job.wait(DEADLINE_S) == 1, job.read_tail()
+        output = job.read_output()
+    assert re.search(
+        r"leaf : found float32\[[34]\], expected float32\[[34]\], and no more hosts do the one", output
+    )
