@@ -43,7 +43,9 @@ def test_a_host_with_a_flipped_bit_starts_again_with_the_state_of_the_others(tmp
         for event in events
         if event.kind is EventKind.STATE_DIFFERS
     }
-    assert found == {(f"host-{index}", "host-2", 64) for index in range(3)}
+    # The odd host ends as soon as it knows; a host that has not got its result by then has lost a peer instead.
+    assert ("host-2", "host-2", 64) in found
+    assert {(named, steps) for _, named, steps in found} == {("host-2", 64)}
     assert "the state of host-2 after 64 steps differs from that of most hosts" in output
     starts = [event.host for event in events if event.kind is EventKind.WORKER_STARTED]
     assert sorted(starts) == ["host-0", "host-1", "host-2", "host-2"]
