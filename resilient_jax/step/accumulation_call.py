@@ -16,6 +16,7 @@ from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate
 from resilient_jax.step.contributions import pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import AllReduce, ExactReduce
+from resilient_jax.step.running_total import list_formats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +55,13 @@ class AccumulationCall:
             locate_replicas(range(num_hosts), replica_shape_after, grid.local_mesh.size)
         except CallerError:  # such a world will be refused, with the reason
             return False
-        all_reduce = AllReduce(grid)
-        # The exchanges of claims and of digests, and the decision whether to stop: all as a generation begins.
-        sizes = {pad_claims_size(num_hosts, self.spec.num_microbatches), pad_digests_size(num_hosts), 1}
-        for size in sorted(sizes):
+        all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
+        # The exchanges of claims, of digests and of limits, and the decision whether to stop.
+        claims = pad_claims_size(num_hosts, self.spec.num_microbatches)
+        for size in sorted({claims, pad_digests_size(num_hosts), num_limits, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)
         else:
-            ExactReduce(grid).compile(self.spec, self.like, check)
+            ExactReduce(grid).compile(self.spec, (self.like, np.int32(0)), check)
         return True

@@ -13,7 +13,7 @@ from resilient_jax.step.quotas import distribute_microbatches
 
 DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, by default."""
-Reduction = Literal["exact", "fast"]
+Reduction = Literal["exact", "exact_wide", "fast"]
 """How the totals of microbatches are added up; see `AccumulationOptions`."""
 
 
@@ -107,7 +107,7 @@ class AccumulationOptions:
 
     Attributes:
         reduction: "exact": the sum of each element is that of its addends, in whatever order and wherever they are
-            computed: the same bits, whichever hosts are alive (see `step.exact_sum` for its bound). "fast": floats,
+            computed: the same bits, whichever hosts are alive (see `step.binned_sum` for its bound). "fast": floats,
             added on each host and by one all-reduce: less memory and traffic, equal within rounding.
         replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
         balance_by_speed: assign microbatches in proportion to measured speed; else evenly.

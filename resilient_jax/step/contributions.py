@@ -1,7 +1,6 @@
 """What this host has accumulated for the step in flight: kept when a peer dies, until the step is committed."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -10,38 +9,45 @@ import numpy as np
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.state.state_digest import DIGEST_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
-from resilient_jax.step.running_total import reshard_total
+from resilient_jax.step.running_total import reshard_total, start_total
 
 Tree = Any
 """A pytree of arrays."""
+FIRST_MICROBATCH: Final = 0
+"""The index of the microbatch from which the limits of leaves in fixed point are chosen."""
 CLAIMS_PADDING: Final = 256
 """Claims are exchanged in vectors of a multiple of this size: mostly the same size for fewer hosts, so that the
 all-reduce is compiled already."""
 
 
 def pad_claims_size(num_hosts: int, num_microbatches: int) -> int:
-    """Return the size of the vector in which hosts exchange their claims, each with a digest of its state."""
-    size = num_hosts * (num_microbatches + DIGEST_WORDS)
+    """Return the size of the vector in which hosts exchange their claims, each with whether it has the limits and a
+    digest of its state."""
+    size = num_hosts * (num_microbatches + 1 + DIGEST_WORDS)
     return -(-size // CLAIMS_PADDING) * CLAIMS_PADDING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contribution:
-    """A total of some microbatches, on this host.
+    """A total of some microbatches, on this host; or a single one, while the limits are not known yet.
 
     Attributes:
-        total: as `step.running_total` has it.
+        total: as `step.running_total` has it; or what was computed of the microbatch.
         microbatches: the indexes of those that are in it.
+        exponents: int32[leaves in fixed point] of each of these, in any order.
+        is_started: whether it is a total.
         is_counted: whether this host brings it into the sum. Of a replica on several hosts all have the total, and the
             first host counts; the others keep theirs in case that the first dies.
     """
 
     total: Tree
     microbatches: frozenset[int]
+    exponents: tuple[Any, ...] = ()
+    is_started: bool = True
     is_counted: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Contributions:
     """What one accumulation has on this host.
 
@@ -49,41 +55,76 @@ class Contributions:
         spec: of the accumulation.
         parts: by number: those of the present generation's replicas, and earlier ones. No two have the same microbatch.
         replica_shape: of the replicas that have computed them.
+        limits: of the leaves in fixed point; None while they are not known. Without them no part is a total.
     """
 
     spec: AccumulationSpec
     parts: dict[int, Contribution] = dataclasses.field(default_factory=dict)
     replica_shape: ReplicaShape = dataclasses.field(default_factory=ReplicaShape)
+    limits: np.ndarray | None = None
 
     def clear(self) -> None:
         """Drop everything: of the step in flight nothing counts as accumulated here."""
         self.parts.clear()
+        self.limits = None
 
     def drop_unusable(self) -> None:
         """Drop totals that were donated to a program that failed, or never computed because a collective broke."""
-        self._replace({number: part for number, part in self.parts.items() if _is_usable(part.total)})
+        self._replace(
+            {number: part for number, part in self.parts.items() if _is_usable((part.total, part.exponents))}
+        )
+
+    def find_free_number(self, replica: int) -> int:
+        """Return a number that no part has, another for each replica of this host that asks at the same time."""
+        return min(self.parts, default=0) - 1 - replica
+
+    def find_first_exponents(self) -> np.ndarray | None:
+        """Return the exponents of microbatch 0, if it is here and counts, and its total is not started."""
+        for part in self.parts.values():
+            if part.is_counted and not part.is_started and FIRST_MICROBATCH in part.microbatches:
+                return np.asarray(part.exponents[0])
+        return None
+
+    def start_totals(self, limits: np.ndarray) -> None:
+        """Set the limits, and make totals of what was computed before they were known."""
+        self.limits = limits
+        for number, part in self.parts.items():
+            if not part.is_started:
+                total = start_total(self.spec, part.total, limits)
+                self.parts[number] = dataclasses.replace(part, total=total, is_started=True)
+
+    def count_misfits(self) -> int:
+        """Return how many microbatches were beyond the limits, of the parts that count."""
+        found = [np.asarray(one) for part in self.parts.values() if part.is_counted for one in part.exponents]
+        return sum(bool(np.any(one > self.limits)) for one in found)
 
     def move_to_host(self) -> None:
         """Copy every total to host memory, before the devices' backend is destroyed."""
         # First, because to copy an array that was donated, or whose collective broke, would raise.
         self.drop_unusable()
         # np.array copies. On CPU np.asarray would be a view of a buffer that the backend owns.
-        self._transform(lambda total: jax.tree.map(np.array, total))
+        self._replace(
+            {
+                number: dataclasses.replace(
+                    part,
+                    total=jax.tree.map(np.array, part.total),
+                    exponents=tuple(map(np.array, part.exponents)),
+                )
+                for number, part in self.parts.items()
+            }
+        )
 
-    def move_to_devices(self, like: Tree, replica_shape: ReplicaShape) -> "Contributions":
-        """Return these for replicas of a shape, on the devices of `like`, whose tree is a prefix of theirs.
+    def move_to_devices(self, like: Tree, replica_shape: ReplicaShape) -> None:
+        """Move these to the devices of `like`, whose tree is a prefix of theirs, for replicas of a shape.
 
         Totals in host memory, and those of replicas of another shape, get the shardings of the leaves of `like`.
         """
 
-        def move(total: Tree) -> Tree:
-            is_here = not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(total))
-            if is_here and replica_shape == self.replica_shape:
-                return total
-            return reshard_total(total, like)
-
-        self._transform(move)
-        return dataclasses.replace(self, replica_shape=replica_shape)
+        for number, part in self.parts.items():
+            is_here = not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(part.total))
+            if not is_here or replica_shape != self.replica_shape:
+                self.parts[number] = dataclasses.replace(part, total=reshard_total(part.total, like))
+        self.replica_shape = replica_shape
 
     def list_claims(self) -> np.ndarray:
         """Return int32[microbatches]: which part has each, from 1; 0 for none."""
@@ -100,14 +141,6 @@ class Contributions:
                 number: dataclasses.replace(part, is_counted=True)
                 for position, (number, part) in enumerate(self.parts.items(), start=1)
                 if position in accepted
-            }
-        )
-
-    def _transform(self, function: Callable[[Tree], Tree]) -> None:
-        self._replace(
-            {
-                number: dataclasses.replace(part, total=function(part.total))
-                for number, part in self.parts.items()
             }
         )
 

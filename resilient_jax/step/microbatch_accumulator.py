@@ -14,8 +14,9 @@ from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.contributions import Contribution, Contributions
+from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replicas import Replica
-from resilient_jax.step.running_total import add_to_total, start_total
+from resilient_jax.step.running_total import add_to_total, find_exponents, start_total
 
 Tree = TypeVar("Tree")
 
@@ -67,6 +68,10 @@ class StepHooks(Protocol):
         """Compare the digests of all hosts, int32[hosts, words]; do not return if this host's state is wrong."""
         ...
 
+    def report_misfits(self, name: str, num_misfits: int) -> None:
+        """Tell that so many microbatches of an accumulation were beyond the limits, and the sum is made again."""
+        ...
+
     def leave_job(self, why: str) -> NoReturn:
         """End this host's part in the job, which goes on without it: its script is another than that of the others."""
         ...
@@ -114,7 +119,12 @@ class MicrobatchAccumulator:
         self._turns = turns
 
     def accumulate(
-        self, contributions: Contributions, replica: Replica, indexes: Sequence[int], number: int
+        self,
+        contributions: Contributions,
+        replica: Replica,
+        indexes: Sequence[int],
+        number: int,
+        exchange: LimitExchange,
     ) -> None:
         """Compute microbatches on one replica; each is kept in `contributions` at once.
 
@@ -124,24 +134,68 @@ class MicrobatchAccumulator:
             indexes: of the microbatches.
             number: of the replica's part in `contributions`. If it is there already it is continued, so that nothing is
                 to be merged.
+            exchange: of the limits, if they are not known.
         """
-        before = contributions.parts.get(number)
-        total = replica.to_replica(before.total) if before is not None else None
-        done = before.microbatches if before is not None else frozenset()
         for index in indexes:
             found = self._compute(replica, index)
-            with self._turns.take(f"{self._spec.name} total {total is None}", replica):
+            if contributions.limits is None:
+                self._wait_for_limits(contributions, replica, index, number, found, exchange)
+            assert contributions.limits is not None
+            part = contributions.parts.get(number, Contribution(None, frozenset()))
+            if index not in part.microbatches:
+                contributions.parts[number] = self._add(contributions.limits, replica, part, index, found)
+
+    def _wait_for_limits(
+        self,
+        contributions: Contributions,
+        replica: Replica,
+        index: int,
+        number: int,
+        found: Any,  # noqa: ANN401 - a tree
+        exchange: LimitExchange,
+    ) -> None:
+        """Return when the limits are known, and all that waits for them has become totals."""
+        # It counts as computed meanwhile: if a host dies, it is not computed again.
+        place = number if number not in contributions.parts else contributions.find_free_number(number)
+        contributions.parts[place] = Contribution(
+            replica.to_local(found),
+            frozenset({index}),
+            (replica.to_local(find_exponents(self._spec, found)),),
+            is_started=False,
+            is_counted=_is_counted(replica),
+        )
+        exchange.wait()
+        if place != number:
+            del contributions.parts[place]
+
+    def _add(
+        self,
+        limits: np.ndarray,
+        replica: Replica,
+        part: Contribution,
+        index: int,
+        found: Any,  # noqa: ANN401 - a tree
+    ) -> Contribution:
+        """Return the part with one more microbatch."""
+        exponents = None
+        with self._turns.take(f"{self._spec.name} total {part.total is None}", replica):
+            if part.total is None:
+                total = start_total(self._spec, found, limits)
+                if limits.size:
+                    exponents = find_exponents(self._spec, found)
+            else:
                 # Of a replica on several hosts `contributions` refer to this memory, and its programs may fail.
-                total = (
-                    start_total(self._spec, found)
-                    if total is None
-                    else add_to_total(total, found, donate=replica.is_on_one_host)
+                total, exponents = add_to_total(
+                    replica.to_replica(part.total), found, limits, donate=replica.is_on_one_host
                 )
-            if not replica.is_on_one_host:  # one program with collectives at a time: see jax_runtime's README
-                jax.block_until_ready(total)
-            done |= {index}
-            is_first_host = replica.data_shard[0] == 0
-            contributions.parts[number] = Contribution(replica.to_local(total), done, is_first_host)
+        if not replica.is_on_one_host:  # one program with collectives at a time: see jax_runtime's README
+            jax.block_until_ready(total)
+        return Contribution(
+            replica.to_local(total),
+            part.microbatches | {index},
+            (*part.exponents, replica.to_local(exponents)) if limits.size else (),
+            is_counted=_is_counted(replica),
+        )
 
     def _compute(self, replica: Replica, index: int) -> Any:  # noqa: ANN401 - a tree
         step = self._spec.step
@@ -158,6 +212,11 @@ class MicrobatchAccumulator:
         if self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
             found = jax.tree.map(_corrupt, found)
         return found
+
+
+def _is_counted(replica: Replica) -> bool:
+    """Return whether this host, of those of the replica, brings the replica's total into the sum."""
+    return replica.data_shard[0] == 0
 
 
 def _corrupt(leaf: jax.Array) -> jax.Array:

@@ -37,8 +37,10 @@ from resilient_jax.step.assignment import (
     locate_replicas,
     replica_speeds,
 )
-from resilient_jax.step.contributions import Contributions, pad_claims_size
+from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions, pad_claims_size
+from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_exponents
 from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
     BatchSource,
     CompilationTurns,
@@ -50,6 +52,8 @@ from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microba
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
 from resilient_jax.step.running_total import (
+    NO_LIMITS,
+    list_formats,
     merge_totals,
     reshard_total,
     start_total,
@@ -174,11 +178,38 @@ class Reducer:
         balance_by_speed: bool,
     ) -> Tree:
         """See `World.accumulate_microbatches`."""
+        options = {"data": data, "replica_shape": replica_shape, "balance_by_speed": balance_by_speed}
+        total, num_misfits = self._accumulate(spec, compute_fn, zeros, **options)
+        if num_misfits:
+            self._hooks.report_misfits(spec.name, num_misfits)
+            wide = dataclasses.replace(spec, reduction="exact_wide")
+            total, _ = self._accumulate(wide, compute_fn, zeros, **options)
+        return total
+
+    def _accumulate(
+        self,
+        spec: AccumulationSpec,
+        compute_fn: ComputeFunction[Tree],
+        zeros: Tree,
+        *,
+        data: BatchSource | None,
+        replica_shape: ReplicaShape,
+        balance_by_speed: bool,
+    ) -> tuple[Tree, int]:
+        """Return the sum, and of how many microbatches it is wrong because they were beyond the limits."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
         if spec.name not in self._exchanged:
             self._compare_accumulations(describe_accumulation(spec, replica_shape, zeros), spec)
-        claims = self._exchange_claims(contributions)
+        claims, has_limits = self._exchange_claims(contributions)
+        formats = list_formats(spec, zeros)
+        agree = functools.partial(self._agree_on_limits, contributions, formats)
+        if not formats:
+            contributions.limits = NO_LIMITS
+        elif has_limits.any() and not has_limits.all():
+            self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
+        elif not has_limits.any() and claims[:, FIRST_MICROBATCH].any():
+            agree()
         # Decided by the step, which is the same on all hosts: in a collective all must take part.
         if balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0:
             self._exchange_speeds()
@@ -187,14 +218,28 @@ class Reducer:
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
         accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns)
-        self._compute(accumulator, contributions, replicas, assignment)
+        self._compute(accumulator, contributions, replicas, assignment, agree)
         self.owners = assignment.owners
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        total = self._reduce(contributions, zeros)
+        total, num_misfits = self._reduce(contributions, zeros)
         jax.block_until_ready(total)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
-        return total
+        return total, num_misfits
+
+    def _agree_on_limits(
+        self, contributions: Contributions, formats: Sequence[FixedPointFormat], source: int | None = None
+    ) -> None:
+        """Give all hosts the limits that one host has, `source`, or can choose because it has microbatch 0."""
+        mine = np.zeros(len(formats), np.int32)
+        if source is None:
+            found = contributions.find_first_exponents()
+            if found is not None:
+                mine = choose_exponents(found, formats)
+        elif source == self._live.host_index:
+            assert contributions.limits is not None
+            mine = contributions.limits
+        contributions.start_totals(np.asarray(self.all_reduce(mine)))
 
     def _resume_contributions(
         self,
@@ -205,11 +250,11 @@ class Reducer:
         """Return what this host has accumulated of this very accumulation, on its devices."""
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
-            kept = Contributions(spec)
+            kept = self._kept[spec.name] = Contributions(spec, replica_shape=replica_shape)
         # Before claims are exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()
-        self._kept[spec.name] = kept.move_to_devices(zeros, replica_shape)
-        return self._kept[spec.name]
+        kept.move_to_devices(zeros, replica_shape)
+        return kept
 
     def _compare_accumulations(self, lines: list[str], spec: AccumulationSpec) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
@@ -228,8 +273,9 @@ class Reducer:
         if live.host_index in found.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
-    def _exchange_claims(self, contributions: Contributions) -> np.ndarray:
-        """Return bool[hosts, microbatches]: which microbatches are in the totals of every live host.
+    def _exchange_claims(self, contributions: Contributions) -> tuple[np.ndarray, np.ndarray]:
+        """Return bool[hosts, microbatches], which microbatches every live host has computed; and bool[hosts], which
+        hosts have the limits.
 
         Exchanged only at a generation's first accumulation of this name: in later steps no host has any. Beside them
         hosts compare their states, every few steps.
@@ -238,27 +284,29 @@ class Reducer:
         is_first = spec.name not in self._exchanged
         # Decided by the step, which is the same on all hosts: in a collective all must take part.
         is_compared = spec.step % COMPARISON_INTERVAL_STEPS == 0 and spec.step != self._compared_step
-        table = np.zeros((len(live.process_indexes), spec.num_microbatches + DIGEST_WORDS), np.int32)
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-            if not is_compared:
-                return table[:, :-DIGEST_WORDS] > 0
-        table[live.host_index, :-DIGEST_WORDS] = contributions.list_claims()
-        if is_compared and len(table) > 1:
-            table[live.host_index, -DIGEST_WORDS:] = self._hooks.digest_state()
-        # Each host fills in its own row only, so the sum over hosts is the table of all rows.
-        padded = np.zeros(pad_claims_size(len(table), spec.num_microbatches), np.int32)
-        padded[: table.size] = table.reshape(-1)
-        found = np.asarray(self.all_reduce(padded))[: table.size].reshape(table.shape)
-        self._exchanged.add(spec.name)
+        claims_size = spec.num_microbatches
+        table = np.zeros((len(live.process_indexes), claims_size + 1 + DIGEST_WORDS), np.int32)
+        if is_first or is_compared:
+            mine = table[live.host_index]
+            mine[:claims_size] = contributions.list_claims()
+            mine[claims_size] = contributions.limits is not None
+            if is_compared and len(table) > 1:
+                mine[-DIGEST_WORDS:] = self._hooks.digest_state()
+            # Each host fills in its own row only, so the sum over hosts is the table of all rows.
+            padded = np.zeros(pad_claims_size(len(table), claims_size), np.int32)
+            padded[: table.size] = table.reshape(-1)
+            table = np.asarray(self.all_reduce(padded))[: table.size].reshape(table.shape)
+            self._exchanged.add(spec.name)
         if is_compared:
             self._compared_step = spec.step
-            self._hooks.compare_states(found[:, -DIGEST_WORDS:])
+            self._hooks.compare_states(table[:, -DIGEST_WORDS:])
         # All hosts decide this from the same table, so a host whose
         # claim is refused drops it without being told to.
-        accepted = accept_disjoint_claims(found[:, :-DIGEST_WORDS])
+        accepted = accept_disjoint_claims(table[:, :claims_size])
         contributions.keep_accepted(accepted[live.host_index])
-        return accepted > 0
+        return accepted > 0, table[:, claims_size] > 0
 
     def _speeds(self) -> np.ndarray:
         if self._seconds is None:
@@ -282,40 +330,51 @@ class Reducer:
         contributions: Contributions,
         replicas: dict[int, Replica],
         assignment: Assignment,
+        agree: Callable[[], None],
     ) -> None:
         """Compute the microbatches of this host's replicas, each on a thread of its own if there are several."""
         started_s = time.monotonic()
+        num_working = sum(bool(assignment.by_replica[number]) for number in replicas)
+        if contributions.limits is None and not num_working:
+            agree()
+        exchange = LimitExchange(max(num_working, 1), agree)
         calls = []
         for number, replica in replicas.items():
             # A replica on one host continues the total of the replica that was in its place. Of a replica on several
             # hosts, some may have dropped it: a new part.
             part = len(calls) if replica.is_on_one_host else 1 + max(contributions.parts, default=-1)
             indexes = assignment.by_replica[number]
-            calls.append(functools.partial(accumulator.accumulate, contributions, replica, indexes, part))
+            calls.append(
+                functools.partial(accumulator.accumulate, contributions, replica, indexes, part, exchange)
+            )
         if len(calls) <= 1:
             for call in calls:
                 call()
         else:
             # If one replica raises, leaving the block waits for the others: none writes to contributions afterwards.
             with ThreadPoolExecutor(len(calls), "resilient-jax-replica") as threads:
-                for done in [threads.submit(call) for call in calls]:
+                for done in [threads.submit(exchange.call, call) for call in calls]:
                     done.result()
         # Without this the time measured below could be that of dispatching only.
         jax.block_until_ready([part.total for part in contributions.parts.values()])
         count = sum(len(assignment.by_replica[number]) for number in replicas)
         if count:
-            self._own_seconds = (time.monotonic() - started_s) / count
+            self._own_seconds = (time.monotonic() - started_s - exchange.seconds) / count
             self._has_computed = True
 
-    def _reduce(self, contributions: Contributions, zeros: Tree) -> Tree:
+    def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, int]:
+        spec, limits, grid = contributions.spec, contributions.limits, self._live.grid
+        assert limits is not None
         totals = [
             reshard_total(part.total, zeros) for part in contributions.parts.values() if part.is_counted
         ]
         # A host that has computed nothing takes part in the collective, too.
-        total = merge_totals(totals) if totals else start_total(contributions.spec, zeros)
-        if contributions.spec.reduction == "fast":
-            return AllReduce(self._live.grid)(total)
-        return ExactReduce(self._live.grid)(total, zeros)
+        total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
+        if spec.reduction == "fast":
+            return AllReduce(grid)(total), 0
+        misfits = np.int32(contributions.count_misfits())
+        found, num_misfits = ExactReduce(grid)((total, misfits), (zeros, np.int32(0)), limits)
+        return found, int(num_misfits)
 
 
 def _announce_reads(

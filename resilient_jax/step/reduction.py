@@ -3,14 +3,18 @@
 For G bytes of float32 on H hosts, a host sends
 
 - `AllReduce`: 2 G (H - 1) / H, by one all-reduce.
-- `ExactReduce`: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H slices; each host
-  receives its slice of every host's total, merges them, reads the sums as floats, and all hosts gather these. The
-  result depends neither on H nor on which host has which microbatch: the same bits after any failure.
+- `ExactReduce` of sums in fixed point: the same, by one all-reduce of integers, with all other integers of the tree.
+- `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
+  slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts
+  gather these.
+
+The result of `ExactReduce` depends neither on H nor on which host has which microbatch.
 
 The programs depend on which hosts are alive, and compile in milliseconds, whatever the model. Each has one collective
 and is awaited, on a thread that can be given up (see jax_runtime's README).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -25,9 +29,10 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.step import host_grid, resharding
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.exact_sum import ExactFormat, ExactSum, merge_exactly, read_exact_sum
+from resilient_jax.step.binned_sum import BinnedFormat, BinnedSum, merge_binned, read_binned
+from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, group_by_dtype
-from resilient_jax.step.running_total import is_exact, join_complex, read_total
+from resilient_jax.step.running_total import NO_LIMITS, find_format, is_exact, join_complex, read_total
 
 Tree = TypeVar("Tree")
 WORD_BYTES = 4
@@ -65,29 +70,45 @@ class AllReduce:
 
 
 class ExactReduce:
-    """Merges the exact totals of the hosts of one generation, and reads the sums."""
+    """Adds up the exact totals of the hosts of one generation, and reads the sums."""
 
     def __init__(self, grid: HostGrid) -> None:
         self._grid = grid
 
-    def __call__(self, total: Any, like: Tree) -> Tree:  # noqa: ANN401 - a tree of totals
-        """Return the sums of all hosts' totals, with the dtypes and shardings of the leaves of `like`."""
+    def __call__(self, total: Any, like: Tree, limits: np.ndarray = NO_LIMITS) -> Tree:  # noqa: ANN401 - a tree of totals
+        """Return the sums of all hosts' totals, with the dtypes and shardings of the leaves of `like`.
+
+        Args:
+            total: of this host, as `step.running_total` has it.
+            like: of the sums.
+            limits: of the leaves in fixed point.
+        """
         origins, treedef = jax.tree.flatten(like)
         parts = treedef.flatten_up_to(total)
-        sums: list[Any] = [None] * len(origins)
-        for positions in _group_by_format(parts):
-            mine, like_these = [parts[i] for i in positions], [origins[i] for i in positions]
-            found = self._reduce_exactly(mine) if is_exact(mine[0]) else AllReduce(self._grid)(mine)
-            for position, origin, leaf in zip(positions, like_these, found, strict=True):
-                dtype = jnp.result_type(origin)  # in 32 bits, of 64, unless JAX has these enabled
-                joined = join_complex(leaf, dtype) if leaf.dtype != dtype else leaf
-                sums[position] = host_grid.reshard_like(origin, joined)
-        return jax.tree.unflatten(treedef, sums)
+        integers, by_format = _group_parts(parts)
+        # What is kept in fixed point is added up like all other integers: the rest is this host's own.
+        for position, found in AllReduce(self._grid)({i: _get_integers(parts[i]) for i in integers}).items():
+            part = parts[position]
+            parts[position] = dataclasses.replace(part, units=found) if is_exact(part) else found
+        for positions in by_format:
+            sums = self._merge_binned([parts[i] for i in positions])
+            for position, found in zip(positions, sums, strict=True):
+                parts[position] = found
+        exact = [position for position, part in enumerate(parts) if is_exact(part)]
+        for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
+            parts[position] = found
+        return jax.tree.unflatten(treedef, list(map(self._restore, origins, parts)))
 
-    def _reduce_exactly(self, totals: Sequence[ExactSum]) -> list[jax.Array]:
+    def _restore(self, origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
+        dtype = jnp.result_type(origin)  # in 32 bits, of 64, unless JAX has these enabled
+        joined = join_complex(leaf, dtype) if leaf.dtype != dtype else leaf
+        return host_grid.reshard_like(origin, joined)
+
+    def _merge_binned(self, totals: Sequence[BinnedSum]) -> Sequence[Any]:
+        """Return the sums as floats; of one host, its totals."""
         grid = self._grid
         if grid.num_hosts == 1:
-            return _read(list(totals))
+            return totals
         columns = [grid.pack([total.slots[k] for total in totals]) for k in range(totals[0].format.num_slots)]
         columns.append(grid.pack([total.top for total in totals]))
         slices = collective_thread.run(_merge_slices(grid.mesh, totals[0].format), columns)
@@ -99,12 +120,11 @@ class ExactReduce:
         grid, totals = self._grid, [_abstract_total(spec, leaf) for leaf in jax.tree.leaves(like)]
         if grid.num_hosts == 1:
             return
+        integers, by_format = _group_parts(totals)
+        AllReduce(grid).compile([_get_integers(totals[i]) for i in integers], check)
         sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
-        for positions in _group_by_format(totals):
+        for positions in by_format:
             mine = [totals[i] for i in positions]
-            if not is_exact(mine[0]):
-                AllReduce(grid).compile(mine, check)
-                continue
             columns = [grid.abstract_pack([total.slots[0] for total in mine])] * mine[0].format.num_slots
             columns.append(grid.abstract_pack([total.top for total in mine]))
             check()
@@ -117,28 +137,36 @@ class ExactReduce:
             grid.compile_join_slices(slices, columns[0].shape[1])
 
 
-def _group_by_format(parts: Sequence[Any]) -> list[list[int]]:
-    """Return the positions of parts that are reduced together: exact sums of one format, arrays of one dtype."""
-    groups: dict[Any, list[int]] = {}
+def _group_parts(parts: Sequence[Any]) -> tuple[list[int], list[list[int]]]:
+    """Return the positions of parts that are integers, and of sums in bins by their format."""
+    integers, binned = [], {}
     for position, part in enumerate(parts):
-        groups.setdefault(part.format if is_exact(part) else part.dtype, []).append(position)
-    return list(groups.values())
+        if isinstance(part, BinnedSum):
+            binned.setdefault(part.format, []).append(position)
+        else:
+            integers.append(position)
+    return integers, list(binned.values())
+
+
+def _get_integers(part: Any) -> Any:  # noqa: ANN401 - a sum in fixed point or an array
+    return part.units if isinstance(part, FixedPointSum) else part
 
 
 def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    format = find_format(spec.reduction, spec.num_microbatches, leaf)
+    if format is None:
         return leaf
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    shape = (*leaf.shape, 2) if is_complex else leaf.shape
-    real = jnp.finfo(leaf.dtype).dtype
-    format = ExactFormat.for_addends(real, spec.num_microbatches)
-    slots = tuple(jax.ShapeDtypeStruct(shape, format.integer_dtype) for _ in range(format.num_slots))
-    return ExactSum(slots, jax.ShapeDtypeStruct(shape, jnp.int8), format)  # pyright: ignore[reportArgumentType]
+    integers = jax.ShapeDtypeStruct((*leaf.shape, 2) if is_complex else leaf.shape, format.integer_dtype)
+    if isinstance(format, FixedPointFormat):
+        return FixedPointSum(integers, format)  # pyright: ignore[reportArgumentType]
+    top = jax.ShapeDtypeStruct(integers.shape, jnp.int8)
+    return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
 
 
 @jax.jit
-def _read(totals: list[ExactSum]) -> list[jax.Array]:
-    return read_total(totals)
+def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
+    return read_total(totals, limits)
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
@@ -149,7 +177,7 @@ def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return reduce
 
 
-def _make_merge_slices(mesh: Mesh, format: ExactFormat) -> Any:  # noqa: ANN401 - a jitted function
+def _make_merge_slices(mesh: Mesh, format: BinnedFormat) -> Any:  # noqa: ANN401 - a jitted function
     hosts, num_slots = mesh.shape[HOST_AXIS], format.num_slots
 
     @jax.jit
@@ -174,10 +202,10 @@ def _make_merge_slices(mesh: Mesh, format: ExactFormat) -> Any:  # noqa: ANN401 
             for part, column in zip(jnp.split(rows, ends[:-1], axis=1), cut, strict=True)
         ]
         totals = [
-            ExactSum(tuple(column[host] for column in found[:num_slots]), found[-1][host], format)
+            BinnedSum(tuple(column[host] for column in found[:num_slots]), found[-1][host], format)
             for host in range(hosts)
         ]
-        return read_exact_sum(functools.reduce(merge_exactly, totals))[None]
+        return read_binned(functools.reduce(merge_binned, totals))[None]
 
     return merge_slices
 

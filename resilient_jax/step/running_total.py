@@ -1,26 +1,40 @@
 """The running total of microbatches on one host: what adds a microbatch to it, and two totals of different ones.
 
-Of an exact accumulation each floating-point leaf is an `ExactSum`; complex numbers are two of them, on a last dim of
-size 2. Integers are added as they are, which is exact; so are all leaves of a fast accumulation. The programs are
-elementwise, so a total is sharded as its microbatches are, and none of them needs another device.
+Of an exact accumulation each large floating-point leaf is a `FixedPointSum`, and each small one a `BinnedSum`: loss and
+metrics are small, and may be anything. Of `exact_wide` all are `BinnedSum`s. Complex numbers are two of them, on a last
+dim of size 2. Integers are added as they are, which is exact; so are all leaves of a fast accumulation. The programs
+are elementwise, so a total is sharded as its microbatches are, and none of them needs another device, except to find
+the largest element of a leaf that is sharded.
+
+The *limits* of an accumulation are the exponents of its leaves in fixed point, int32[leaves in fixed point]: of every
+addend all elements must be below 2**limit. The *exponents* of a microbatch are the least limits that it fits.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.exact_sum import (
-    NUM_SLOTS,
-    ExactFormat,
-    ExactSum,
-    add_exactly,
-    make_exact_zero,
-    merge_exactly,
-    read_exact_sum,
+from resilient_jax.step.assignment import AccumulationSpec, Reduction
+from resilient_jax.step.binned_sum import (
+    BinnedFormat,
+    BinnedSum,
+    add_binned,
+    make_binned_zero,
+    merge_binned,
+    read_binned,
+)
+from resilient_jax.step.fixed_point_sum import (
+    FixedPointFormat,
+    FixedPointSum,
+    add_fixed_point,
+    find_exponent,
+    read_fixed_point,
+    to_fixed_point,
 )
 
 Tree = Any
@@ -28,21 +42,54 @@ Tree = Any
 MAX_HOSTS: Final = 2**16
 HOST_SLOTS: Final = 3
 """So many slots, of 15 bits each, hold a float32 sum over so many hosts to 2**-30 of the largest."""
+MIN_FIXED_POINT_SIZE: Final = 1024
+"""Elements of a leaf that is kept in fixed point. What smaller ones cost in bins is nothing beside the rest."""
+NO_LIMITS: Final = np.zeros(0, np.int32)
 
 
 def is_exact(leaf: object) -> bool:
     """Return whether this is one leaf's exact sum, for walking trees of totals."""
-    return isinstance(leaf, ExactSum)
+    return isinstance(leaf, FixedPointSum | BinnedSum)
 
 
-def start_total(spec: AccumulationSpec, microbatch: Tree) -> Tree:
+def list_formats(spec: AccumulationSpec, like: Tree) -> list[FixedPointFormat]:
+    """Return the formats of the leaves in fixed point: of the sum of such a tree, of arrays or their shapes."""
+    found = (find_format(spec.reduction, spec.num_microbatches, leaf) for leaf in jax.tree.leaves(like))
+    return [format for format in found if isinstance(format, FixedPointFormat)]
+
+
+def find_format(
+    reduction: Reduction,
+    max_addends: int,
+    leaf: Any,  # noqa: ANN401 - an array or its shape
+) -> FixedPointFormat | BinnedFormat | None:
+    """Return how the sum of such leaves is kept; None: as they are."""
+    if reduction == "fast" or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return None
+    real = jnp.finfo(leaf.dtype).dtype
+    if reduction == "exact" and math.prod(leaf.shape) >= MIN_FIXED_POINT_SIZE:
+        return FixedPointFormat.for_addends(real, max_addends)
+    return BinnedFormat.for_addends(real, max_addends)
+
+
+def find_exponents(spec: AccumulationSpec, microbatch: Tree) -> jax.Array:
+    """Return int32[leaves in fixed point] of a microbatch."""
+    return _make_find_exponents(spec.reduction, spec.num_microbatches)(microbatch)
+
+
+def start_total(spec: AccumulationSpec, microbatch: Tree, limits: np.ndarray) -> Tree:
     """Return the total of one microbatch; of zeros, the total of none."""
-    return get_start_program(spec)(microbatch)
+    return _make_start(spec.reduction, spec.num_microbatches)(microbatch, limits)
 
 
-def add_to_total(total: Tree, microbatch: Tree, *, donate: bool) -> Tree:
-    """Return the total with one more microbatch. A donated total's memory is used again, and the total lost."""
-    return (add_in_place if donate else _add)(total, microbatch)
+def add_to_total(
+    total: Tree, microbatch: Tree, limits: np.ndarray, *, donate: bool
+) -> tuple[Tree, jax.Array]:
+    """Return the total with one more microbatch, and that microbatch's exponents.
+
+    A donated total's memory is used again, and the total lost.
+    """
+    return (_add_in_place if donate else _add)(total, microbatch, limits)
 
 
 def merge_totals(totals: Sequence[Tree]) -> Tree:
@@ -52,46 +99,87 @@ def merge_totals(totals: Sequence[Tree]) -> Tree:
 
 def start_total_of_hosts(tree: Tree) -> Tree:
     """Return the total of one addend of each host, for whichever hosts there are: up to `MAX_HOSTS`."""
-    return _make_start(MAX_HOSTS, HOST_SLOTS)(tree)
-
-
-def get_start_program(spec: AccumulationSpec) -> Any:  # noqa: ANN401 - a jitted function
-    """Return the program that begins a total."""
-    return _make_start(spec.num_microbatches if spec.reduction == "exact" else None, NUM_SLOTS)
+    return _start_of_hosts(tree)
 
 
 @functools.cache
-def _make_start(max_addends: int | None, num_slots: int) -> Any:  # noqa: ANN401 - a jitted function
-    def start(leaf: jax.Array) -> Any:  # noqa: ANN401 - an exact sum or an array
-        if max_addends is None or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            # Never the user's own array: what is added later takes its memory.
-            return jnp.copy(leaf)
+def _make_find_exponents(reduction: Reduction, max_addends: int) -> Any:  # noqa: ANN401 - a jitted function
+    @jax.jit
+    def find(microbatch: Tree) -> jax.Array:
+        found = []
+        for leaf in jax.tree.leaves(microbatch):
+            format = find_format(reduction, max_addends, leaf)
+            if isinstance(format, FixedPointFormat):
+                found.append(find_exponent(split_complex(leaf).astype(format.float_dtype)))
+        return _stack(found)
+
+    return find
+
+
+def _stack(exponents: list[jax.Array]) -> jax.Array:
+    return jnp.stack(exponents) if exponents else jnp.asarray(NO_LIMITS)
+
+
+@functools.cache
+def _make_start(reduction: Reduction, max_addends: int) -> Any:  # noqa: ANN401 - a jitted function
+    @jax.jit
+    def start(microbatch: Tree, limits: jax.Array) -> Tree:
+        limit = iter(limits)
+
+        def start_leaf(leaf: jax.Array) -> Any:  # noqa: ANN401 - an exact sum or an array
+            format = find_format(reduction, max_addends, leaf)
+            if format is None:
+                # Never the user's own array: what is added later takes its memory.
+                return jnp.copy(leaf)
+            real = split_complex(leaf)
+            if isinstance(format, FixedPointFormat):
+                return to_fixed_point(real, format, next(limit))
+            return add_binned(make_binned_zero(real.shape, format), real)
+
+        return jax.tree.map(start_leaf, microbatch)
+
+    return start
+
+
+@jax.jit
+def _start_of_hosts(tree: Tree) -> Tree:
+    def start_leaf(leaf: jax.Array) -> Any:  # noqa: ANN401 - an exact sum or an array
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
         real = split_complex(leaf)
-        zero = make_exact_zero(real.shape, ExactFormat.for_addends(real.dtype, max_addends, num_slots))
-        return add_exactly(zero, real)
+        format = BinnedFormat.for_addends(real.dtype, MAX_HOSTS, HOST_SLOTS)
+        return add_binned(make_binned_zero(real.shape, format), real)
 
-    return jax.jit(lambda microbatch: jax.tree.map(start, microbatch))
+    return jax.tree.map(start_leaf, tree)
 
 
-def _add_leaves(total: Tree, microbatch: Tree) -> Tree:
-    return jax.tree.map(
-        lambda into, leaf: add_exactly(into, split_complex(leaf)) if is_exact(into) else into + leaf,
-        total,
-        microbatch,
-        is_leaf=is_exact,
-    )
+def _add_leaves(total: Tree, microbatch: Tree, limits: jax.Array) -> tuple[Tree, jax.Array]:
+    limit, exponents = iter(limits), []
+
+    def add_leaf(into: Any, leaf: jax.Array) -> Any:  # noqa: ANN401 - an exact sum or an array
+        if not is_exact(into):
+            return into + leaf
+        real = split_complex(leaf)
+        if isinstance(into, BinnedSum):
+            return add_binned(into, real)
+        exponents.append(find_exponent(real.astype(into.format.float_dtype)))
+        return add_fixed_point(into, to_fixed_point(real, into.format, next(limit)))
+
+    return jax.tree.map(add_leaf, total, microbatch, is_leaf=is_exact), _stack(exponents)
 
 
 _add = jax.jit(_add_leaves)
-add_in_place = jax.jit(_add_leaves, donate_argnums=0)
-"""As `add_to_total` with `donate`; for compiling it ahead."""
+_add_in_place = jax.jit(_add_leaves, donate_argnums=0)
 
 
 @jax.jit
 def _merge(one: Tree, other: Tree) -> Tree:
-    return jax.tree.map(
-        lambda a, b: merge_exactly(a, b) if is_exact(a) else a + b, one, other, is_leaf=is_exact
-    )
+    def merge_leaf(a: Any, b: Any) -> Any:  # noqa: ANN401 - exact sums or arrays
+        if isinstance(a, FixedPointSum):
+            return add_fixed_point(a, b)
+        return merge_binned(a, b) if is_exact(a) else a + b
+
+    return jax.tree.map(merge_leaf, one, other, is_leaf=is_exact)
 
 
 def reshard_total(total: Tree, like: Tree) -> Tree:
@@ -99,11 +187,16 @@ def reshard_total(total: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda leaf, part: jax.device_put(part, leaf.sharding), like, total)
 
 
-def read_total(total: Tree) -> Tree:
+def read_total(total: Tree, limits: jax.Array | np.ndarray) -> Tree:
     """Return the sums as floats of at least 32 bits, where the leaves are exact; complex ones as two on a last dim."""
-    return jax.tree.map(
-        lambda leaf: read_exact_sum(leaf) if is_exact(leaf) else leaf, total, is_leaf=is_exact
-    )
+    limit = iter(limits)
+
+    def read_leaf(leaf: Any) -> Any:  # noqa: ANN401 - an exact sum or an array
+        if isinstance(leaf, FixedPointSum):
+            return read_fixed_point(leaf, next(limit))
+        return read_binned(leaf) if is_exact(leaf) else leaf
+
+    return jax.tree.map(read_leaf, total, is_leaf=is_exact)
 
 
 def split_complex(leaf: jax.Array) -> jax.Array:
@@ -128,8 +221,11 @@ def compile_totals(spec: AccumulationSpec, microbatch: Tree, check: Callable[[],
         microbatch: shapes, dtypes and shardings of what is summed.
         check: raises if compiling is to end.
     """
+    limits = np.zeros(len(list_formats(spec, microbatch)), np.int32)
     check()
-    start = get_start_program(spec).lower(microbatch)
+    _make_find_exponents(spec.reduction, spec.num_microbatches).lower(microbatch).compile()
+    check()
+    start = _make_start(spec.reduction, spec.num_microbatches).lower(microbatch, limits)
     compiled = start.compile()
     check()
     total = jax.tree.map(
@@ -137,7 +233,7 @@ def compile_totals(spec: AccumulationSpec, microbatch: Tree, check: Callable[[],
         start.out_info,
         compiled.output_shardings,
     )
-    add_in_place.lower(total, microbatch).compile()
+    _add_in_place.lower(total, microbatch, limits).compile()
 
 
 def compile_merge(spec: AccumulationSpec, like: Tree, check: Callable[[], None]) -> None:
@@ -149,7 +245,8 @@ def compile_merge(spec: AccumulationSpec, like: Tree, check: Callable[[], None])
         check: raises if compiling is to end.
     """
     check()
-    start = get_start_program(spec).lower(like)
+    limits = np.zeros(len(list_formats(spec, like)), np.int32)
+    start = _make_start(spec.reduction, spec.num_microbatches).lower(like, limits)
     start.compile()
     check()
     total = jax.tree.map(

@@ -155,6 +155,13 @@ class Session:
         if self._comparison is not None:
             self._comparison.check(digests, self._committed.step)
 
+    def report_misfits(self, name: str, num_misfits: int) -> None:
+        """Record that so many microbatches of an accumulation were beyond the limits, and the sum is made again."""
+        assert self._step is not None
+        self._control.record_event(
+            EventKind.SUM_REPEATED, step=self._step, name=name, microbatches=num_misfits
+        )
+
     def leave_job(self, why: str) -> NoReturn:
         """End this process, and with it this host's part in the job."""
         self._control.record_event(EventKind.SCRIPT_REFUSED, why=why)

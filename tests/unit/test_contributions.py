@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.contributions import Contribution, Contributions
-from resilient_jax.step.running_total import start_total
+from resilient_jax.step.running_total import NO_LIMITS, start_total
 from tests.support.eight_devices import eight_devices as eight_devices
 
 SPEC = AccumulationSpec(name="train", step=3, num_microbatches=4, reduction="exact")
@@ -61,12 +61,12 @@ def test_only_a_total_that_cannot_be_read_is_dropped(lost):
 
 
 def test_totals_are_moved_to_the_host_and_back_with_their_bits():
-    total = start_total(SPEC, {"w": jnp.arange(3.0), "count": jnp.int32(2)})
+    total = start_total(SPEC, {"w": jnp.arange(3.0), "count": jnp.int32(2)}, NO_LIMITS)
     kept = Contributions(SPEC, {0: Contribution(total, frozenset({1, 3}))})
     bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(total)]
     kept.move_to_host()
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(kept.parts[0].total))
-    kept = kept.move_to_devices({"w": jnp.zeros(3), "count": jnp.int32(0)}, ReplicaShape())
+    kept.move_to_devices({"w": jnp.zeros(3), "count": jnp.int32(0)}, ReplicaShape())
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(kept.parts[0].total))
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(kept.parts[0].total)] == bits
     assert kept.list_claims().tolist() == [0, 1, 0, 1]
@@ -74,14 +74,16 @@ def test_totals_are_moved_to_the_host_and_back_with_their_bits():
 
 def test_totals_of_replicas_of_another_shape_are_resharded(eight_devices):
     two, four = (Mesh(np.array(eight_devices[:count]), ("fsdp",)) for count in (2, 4))
-    total = start_total(SPEC, {"w": jax.device_put(jnp.arange(8.0), NamedSharding(two, P("fsdp")))})
+    total = start_total(
+        SPEC, {"w": jax.device_put(jnp.arange(8.0), NamedSharding(two, P("fsdp")))}, NO_LIMITS
+    )
     like = {"w": jax.device_put(jnp.zeros(8), NamedSharding(four, P("fsdp")))}
     kept = Contributions(SPEC, {0: Contribution(total, frozenset({1}))})
-    same = kept.move_to_devices(like, ReplicaShape())
-    assert jax.tree.leaves(same.parts[0].total) == jax.tree.leaves(total)
-    moved = kept.move_to_devices(like, ReplicaShape(per_host=2))
-    assert {leaf.sharding for leaf in jax.tree.leaves(moved.parts[0].total)} == {like["w"].sharding}
-    assert moved.move_to_devices(like, ReplicaShape(per_host=2)).replica_shape == ReplicaShape(per_host=2)
+    kept.move_to_devices(like, ReplicaShape())
+    assert jax.tree.leaves(kept.parts[0].total) == jax.tree.leaves(total)
+    kept.move_to_devices(like, ReplicaShape(per_host=2))
+    assert {leaf.sharding for leaf in jax.tree.leaves(kept.parts[0].total)} == {like["w"].sharding}
+    assert kept.replica_shape == ReplicaShape(per_host=2)
 
 
 def test_parts_whose_claims_are_refused_are_dropped_and_the_others_count():

@@ -1,6 +1,6 @@
 """The job of the step benchmark: the stall benchmark's transformer, in the trainer or in a plain loop.
 
-    step_job.py trainer STEPS OUT [fast] [microbatch=N] [log]      `rj.Trainer`
+    step_job.py trainer STEPS OUT [fast | exact_wide] [microbatch=N] [log]      `rj.Trainer`
     step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, without a framework
     step_job.py curve STEPS OUT      `rj.Trainer` with a small model on real text, whose loss falls
 
@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,13 @@ def read_stop(folder: Path) -> int:
         return NEVER
 
 
+def reduction_of(words: list[str]) -> Literal["exact", "exact_wide", "fast"]:
+    for reduction in ("fast", "exact_wide"):
+        if reduction in words:
+            return reduction
+    return "exact"
+
+
 def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.FitResult:
     sizes = {name: int(number) for name, _, number in (w.partition("=") for w in words) if number}
     size = sizes.get("microbatch", 1)
@@ -117,7 +124,7 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
             data=batch,
             batch_size=SEQUENCES,
             microbatch_size=size,
-            parallelism=rj.Parallelism(reduction="fast" if "fast" in words else "exact"),
+            parallelism=rj.Parallelism(reduction=reduction_of(words)),
             callbacks=[after_step],
         ).fit(steps)
     finally:

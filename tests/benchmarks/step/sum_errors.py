@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.step.exact_sum import ExactFormat, add_exactly, make_exact_zero, read_exact_sum
+from resilient_jax.step.binned_sum import BinnedFormat, add_binned, make_binned_zero, read_binned
 
 ELEMENTS = 100_000
 
@@ -40,13 +40,13 @@ def measure_sum_errors(addends: int) -> SumErrors:
     sizes = 10 ** generator.uniform(-6, -2, ELEMENTS)
     parts = (generator.standard_normal((addends, ELEMENTS)) * sizes).astype(np.float32)
     total = jax.tree.map(
-        jnp.asarray, make_exact_zero((ELEMENTS,), ExactFormat.for_addends(jnp.float32, addends))
+        jnp.asarray, make_binned_zero((ELEMENTS,), BinnedFormat.for_addends(jnp.float32, addends))
     )
-    add, ordered = jax.jit(add_exactly), np.zeros(ELEMENTS, np.float32)
+    add, ordered = jax.jit(add_binned), np.zeros(ELEMENTS, np.float32)
     for part in parts:
         total, ordered = add(total, part), ordered + part
     true = np.array([math.fsum(column) for column in parts.T.tolist()])
-    exact_errors = np.abs(np.asarray(read_exact_sum(total)) - true) / np.abs(true)
+    exact_errors = np.abs(np.asarray(read_binned(total)) - true) / np.abs(true)
     ordered_errors = np.abs(ordered - true) / np.abs(true)
     return SumErrors(
         exact=float(np.median(exact_errors)),

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.fixed_point_sum import choose_exponents
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import AllReduce, ExactReduce
-from resilient_jax.step.running_total import add_to_total, start_total
+from resilient_jax.step.running_total import add_to_total, find_exponents, list_formats, start_total
 
-SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "empty": (0, 4)}
+SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "large": (40, 50), "empty": (0, 4)}
 DTYPES = (np.float32, jnp.bfloat16, np.complex64, np.int32)
 OWNERS = ((0,), (2,), (0, 1, 2), (2, 0, 2, 1, 1, 2, 2), (1, 1, 1))
 """Of each microbatch, the host that has it."""
@@ -50,13 +51,16 @@ def train(world: rj.World) -> None:
     grid = HostGrid(world.devices, world.process_index)
     whole = NamedSharding(world.local_mesh("data"), P())
     here = jax.local_devices()[0]
-    for owners, place in itertools.product(OWNERS, (whole, here)):
-        spec = AccumulationSpec(name="", step=0, num_microbatches=len(owners), reduction="exact")
+    for owners, place, reduction in itertools.product(OWNERS, (whole, here), ("exact", "exact_wide")):
+        spec = AccumulationSpec(name="", step=0, num_microbatches=len(owners), reduction=reduction)
+        limits = choose_exponents(
+            np.asarray(find_exponents(spec, part_of(0))), list_formats(spec, part_of(0))
+        )
         like = jax.device_put(part_of(0), place)
         mine = [index for index, owner in enumerate(owners) if owner == world.host_index]
-        alone = total_of(spec, range(len(owners)), like)
-        found = ExactReduce(grid)(total_of(spec, mine, like), like)
-        expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like)
+        alone = total_of(spec, range(len(owners)), like, limits)
+        found = ExactReduce(grid)(total_of(spec, mine, like, limits), like, limits)
+        expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like, limits)
         for name, leaf in found.items():
             assert leaf.dtype == like[name].dtype, (name, leaf.dtype)
             assert leaf.sharding == like[name].sharding, name
@@ -64,9 +68,10 @@ def train(world: rj.World) -> None:
             exact = add_parts([part_of(index)[name] for index in range(len(owners))])
             relative = 2.0**-8 if "bfloat16" in name else 2.0**-22
             error = np.abs(np.asarray(leaf).astype(exact.dtype) - exact)
-            assert np.all(
-                error <= relative * sum(np.abs(part_of(index)[name]) for index in range(len(owners)))
-            ), name
+            sizes = sum(np.abs(part_of(index)[name]) for index in range(len(owners)))
+            if reduction == "exact" and "large" in name:  # the same for all elements: of the largest
+                sizes += np.max(np.abs(part_of(0)[name]))
+            assert np.all(error <= relative * sizes), name
     cancelling = np.array([3e7, -3e7, 0.5], np.float32)[world.host_index]
     for value in (cancelling, jnp.asarray(cancelling)):
         assert world.all_reduce({"sum": value, "count": np.int32(1)}) == {"sum": 0.5, "count": 3}
@@ -77,12 +82,15 @@ def train(world: rj.World) -> None:
         np.testing.assert_allclose(np.asarray(leaf).astype(exact.dtype), exact, rtol=2e-2)
 
 
-def total_of(spec: AccumulationSpec, microbatches: Iterable[int], like: dict[str, jax.Array]) -> Any:
+def total_of(
+    spec: AccumulationSpec, microbatches: Iterable[int], like: dict[str, jax.Array], limits: np.ndarray
+) -> Any:
     """Return the total of these microbatches, placed as `like`."""
-    total = start_total(spec, jax.tree.map(jnp.zeros_like, like))
+    total = start_total(spec, jax.tree.map(jnp.zeros_like, like), limits)
     for index in microbatches:
         part = {name: jax.device_put(leaf, like[name].sharding) for name, leaf in part_of(index).items()}
-        total = add_to_total(total, part, donate=True)
+        total, exponents = add_to_total(total, part, limits, donate=True)
+        assert np.all(np.asarray(exponents) <= limits)
     return total
 
 

@@ -37,7 +37,7 @@ WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
 REDUCTION = "fast" if "fast" in sys.argv else "exact"
 REPLICAS = rj.ReplicaShape(hosts=int(WORDS.get("hosts", 1)), per_host=int(WORDS.get("per_host", 1)))
-SIZE, MICROBATCHES, ROWS = 24, 14, 8
+SIZE, MICROBATCHES, ROWS = 32, 14, 8  # 32 x 32: a leaf that is summed in fixed point
 NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
 BRISK_STEPS = 10

@@ -35,7 +35,7 @@ NOT_FINITE: Final = 127
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ExactFormat:
+class BinnedFormat:
     """The grid of a total.
 
     Attributes:
@@ -49,7 +49,7 @@ class ExactFormat:
     num_slots: int
 
     @classmethod
-    def for_addends(cls, dtype: Any, max_addends: int, num_slots: int = NUM_SLOTS) -> "ExactFormat":  # noqa: ANN401
+    def for_addends(cls, dtype: Any, max_addends: int, num_slots: int = NUM_SLOTS) -> "BinnedFormat":  # noqa: ANN401
         """Return the grid for sums of up to `max_addends` numbers of a dtype, of which narrow ones become float32."""
         wide = jnp.promote_types(dtype, jnp.float32)
         largest_sum = np.iinfo(f"int{8 * wide.itemsize}").max
@@ -96,7 +96,7 @@ class ExactFormat:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("slots", "top"), meta_fields=("format",))
 @dataclasses.dataclass(frozen=True, slots=True)
-class ExactSum:
+class BinnedSum:
     """The total of an array.
 
     Attributes:
@@ -108,7 +108,7 @@ class ExactSum:
 
     slots: tuple[jax.Array, ...]
     top: jax.Array
-    format: ExactFormat
+    format: BinnedFormat
 
     def slot_bins(self, top: jax.Array) -> list[jax.Array]:
         """Return the bin that each slot has when this is the highest."""
@@ -116,22 +116,22 @@ class ExactSum:
         # What is divided is positive: all bins, and slots, are above -127.
         return [top - jax.lax.rem(top + (127 * count - slot), jnp.int32(count)) for slot in range(count)]
 
-    def raise_top(self, top: jax.Array) -> "ExactSum":
+    def raise_top(self, top: jax.Array) -> "BinnedSum":
         """Return this total with a higher bin on top (int32); the slices of bins that are too low then are dropped."""
         before, after = self.slot_bins(self.top.astype(jnp.int32)), self.slot_bins(top)
         slots = tuple(
             jnp.where(old == new, slot, 0) for slot, old, new in zip(self.slots, before, after, strict=True)
         )
-        return ExactSum(slots, top.astype(jnp.int8), self.format)
+        return BinnedSum(slots, top.astype(jnp.int8), self.format)
 
 
-def make_exact_zero(shape: tuple[int, ...], format: ExactFormat) -> ExactSum:
+def make_binned_zero(shape: tuple[int, ...], format: BinnedFormat) -> BinnedSum:
     """Return the total of nothing, as numpy arrays."""
     slots = tuple(np.zeros(shape, format.integer_dtype) for _ in range(format.num_slots))
-    return ExactSum(slots, np.full(shape, format.lowest_bin, np.int8), format)  # pyright: ignore[reportArgumentType]
+    return BinnedSum(slots, np.full(shape, format.lowest_bin, np.int8), format)  # pyright: ignore[reportArgumentType]
 
 
-def add_exactly(total: ExactSum, x: jax.Array) -> ExactSum:
+def add_binned(total: BinnedSum, x: jax.Array) -> BinnedSum:
     """Return the total with one more addend, of the same shape."""
     grid = total.format
     x = x.astype(grid.float_dtype)
@@ -150,17 +150,17 @@ def add_exactly(total: ExactSum, x: jax.Array) -> ExactSum:
         slot + jax.lax.select_n(top - own, *slices).astype(grid.integer_dtype)
         for slot, own in zip(raised.slots, bins, strict=True)
     )
-    return ExactSum(slots, raised.top, grid)
+    return BinnedSum(slots, raised.top, grid)
 
 
-def merge_exactly(one: ExactSum, other: ExactSum) -> ExactSum:
+def merge_binned(one: BinnedSum, other: BinnedSum) -> BinnedSum:
     """Return the total of the addends of both."""
     top = jnp.maximum(one.top, other.top).astype(jnp.int32)
     one, other = one.raise_top(top), other.raise_top(top)
-    return ExactSum(tuple(map(jnp.add, one.slots, other.slots)), one.top, one.format)
+    return BinnedSum(tuple(map(jnp.add, one.slots, other.slots)), one.top, one.format)
 
 
-def read_exact_sum(total: ExactSum) -> jax.Array:
+def read_binned(total: BinnedSum) -> jax.Array:
     """Return the total as floats, within an ulp of what its slots hold."""
     grid = total.format
     width, half = grid.bin_bits, 4 * grid.float_dtype.itemsize
