@@ -239,7 +239,8 @@ class Reducer:
         elif source == self._live.host_index:
             assert contributions.limits is not None
             mine = contributions.limits
-        contributions.start_totals(np.asarray(self.all_reduce(mine)))
+        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
+        contributions.start_totals(np.array(self.all_reduce(mine)))
 
     def _resume_contributions(
         self,
