@@ -6,7 +6,7 @@ For G bytes of float32 on H hosts, a host sends
 - `ExactReduce` of sums in fixed point: the same, by one all-reduce of integers, with all other integers of the tree.
 - `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
   slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts
-  gather these.
+  gather these. A few numbers, such as the loss, go with the integers (`step.binned_table`).
 
 The result of `ExactReduce` depends neither on H nor on which host has which microbatch.
 
@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.step import host_grid, resharding
+from resilient_jax.step import binned_table, host_grid, resharding
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.binned_sum import BinnedFormat, BinnedSum, merge_binned, read_binned
+from resilient_jax.step.binned_table import compile_table, fits_table, make_table, read_table
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, group_by_dtype
 from resilient_jax.step.running_total import NO_LIMITS, find_format, is_exact, join_complex, read_total
@@ -85,30 +86,39 @@ class ExactReduce:
         """
         origins, treedef = jax.tree.flatten(like)
         parts = treedef.flatten_up_to(total)
-        integers, by_format = _group_parts(parts)
-        # What is kept in fixed point is added up like all other integers: the rest is this host's own.
-        for position, found in AllReduce(self._grid)({i: _get_integers(parts[i]) for i in integers}).items():
-            part = parts[position]
-            parts[position] = dataclasses.replace(part, units=found) if is_exact(part) else found
-        for positions in by_format:
-            sums = self._merge_binned([parts[i] for i in positions])
-            for position, found in zip(positions, sums, strict=True):
-                parts[position] = found
+        if self._grid.num_hosts > 1:
+            self._add_up(parts)
         exact = [position for position, part in enumerate(parts) if is_exact(part)]
         for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
             parts[position] = found
         return jax.tree.unflatten(treedef, list(map(self._restore, origins, parts)))
+
+    def _add_up(self, parts: list[Any]) -> None:
+        """Replace this host's totals by those of all hosts, or by the sums."""
+        integers, small, large = _group_parts(parts, self._grid.num_hosts)
+        tables = [make_table([parts[i] for i in positions], self._grid) for positions in small]
+        # What is kept in fixed point is added up like all other integers; the tables go with them.
+        found, tables = AllReduce(self._grid)(([_get_integers(parts[i]) for i in integers], tables))
+        for position, one in zip(integers, found, strict=True):
+            part = parts[position]
+            parts[position] = dataclasses.replace(part, units=one) if is_exact(part) else one
+        merged = [
+            read_table(table, [parts[i] for i in positions], self._grid)
+            for positions, table in zip(small, tables, strict=True)
+        ]
+        merged += [self._merge_slices([parts[i] for i in positions]) for positions in large]
+        for positions, sums in zip([*small, *large], merged, strict=True):
+            for position, one in zip(positions, sums, strict=True):
+                parts[position] = one
 
     def _restore(self, origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
         dtype = jnp.result_type(origin)  # in 32 bits, of 64, unless JAX has these enabled
         joined = join_complex(leaf, dtype) if leaf.dtype != dtype else leaf
         return host_grid.reshard_like(origin, joined)
 
-    def _merge_binned(self, totals: Sequence[BinnedSum]) -> Sequence[Any]:
-        """Return the sums as floats; of one host, its totals."""
+    def _merge_slices(self, totals: Sequence[BinnedSum]) -> list[jax.Array]:
+        """Return the sums as floats."""
         grid = self._grid
-        if grid.num_hosts == 1:
-            return totals
         columns = [grid.pack([total.slots[k] for total in totals]) for k in range(totals[0].format.num_slots)]
         columns.append(grid.pack([total.top for total in totals]))
         slices = collective_thread.run(_merge_slices(grid.mesh, totals[0].format), columns)
@@ -120,10 +130,11 @@ class ExactReduce:
         grid, totals = self._grid, [_abstract_total(spec, leaf) for leaf in jax.tree.leaves(like)]
         if grid.num_hosts == 1:
             return
-        integers, by_format = _group_parts(totals)
-        AllReduce(grid).compile([_get_integers(totals[i]) for i in integers], check)
+        integers, small, large = _group_parts(totals, grid.num_hosts)
+        tables = [compile_table([totals[i] for i in positions], grid) for positions in small]
+        AllReduce(grid).compile(([_get_integers(totals[i]) for i in integers], tables), check)
         sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
-        for positions in by_format:
+        for positions in large:
             mine = [totals[i] for i in positions]
             columns = [grid.abstract_pack([total.slots[0] for total in mine])] * mine[0].format.num_slots
             columns.append(grid.abstract_pack([total.top for total in mine]))
@@ -137,15 +148,19 @@ class ExactReduce:
             grid.compile_join_slices(slices, columns[0].shape[1])
 
 
-def _group_parts(parts: Sequence[Any]) -> tuple[list[int], list[list[int]]]:
-    """Return the positions of parts that are integers, and of sums in bins by their format."""
+def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Return the positions of integers; and, by format, of sums in bins that fit a table, and of those that do not."""
     integers, binned = [], {}
     for position, part in enumerate(parts):
         if isinstance(part, BinnedSum):
             binned.setdefault(part.format, []).append(position)
         else:
             integers.append(position)
-    return integers, list(binned.values())
+    small, large = [], []
+    for positions in binned.values():
+        fits = fits_table([parts[i] for i in positions], num_hosts)
+        (small if fits else large).append(positions)
+    return integers, small, large
 
 
 def _get_integers(part: Any) -> Any:  # noqa: ANN401 - a sum in fixed point or an array
@@ -232,5 +247,6 @@ def clear_caches() -> None:
     """Drop every cached program and mesh, before their devices are destroyed."""
     host_grid.clear_caches()
     resharding.clear_caches()
+    binned_table.clear_caches()
     for cache in (_reduce, _merge_slices):
         cache.cache_clear()
