@@ -133,8 +133,8 @@ class EventKind(enum.StrEnum):
     """The committed states of hosts differ. Detail: `hosts` (that differ from most, or all if there is no majority),
     `steps` (committed)."""
     SUM_REPEATED = "sum.repeated"
-    """Some microbatches had numbers far above those of microbatch 0, or not finite, so the exact sum of a step is made
-    again, of any range. Detail: `step`, `name` of the accumulation, `microbatches` (how many)."""
+    """Numbers of a step were far above those of its microbatch 0, or not finite, so its exact sum is made again, in any
+    range. Detail: `step`, `name` of the accumulation, `leaves` (of which these were)."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"

@@ -63,5 +63,5 @@ class AccumulationCall:
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)
         else:
-            ExactReduce(grid).compile(self.spec, (self.like, np.int32(0)), check)
+            ExactReduce(grid).compile(self.spec, (self.like, np.zeros(num_limits, np.int32)), check)
         return True

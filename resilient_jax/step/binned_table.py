@@ -2,7 +2,8 @@
 
 Sums in bins are not added up by adding their integers, so each host needs those of all others. A table has a row for
 each host; a host fills in its own, and the sum of all tables is the table of all rows. While it is small it costs less
-than collectives of its own.
+than collectives of its own. It has some rows to spare, of zeros, which are sums of nothing: so the programs are mostly
+the same with fewer hosts.
 """
 
 import functools
@@ -18,19 +19,20 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.step.binned_sum import BinnedSum, merge_binned, read_binned
 from resilient_jax.step.host_grid import HostGrid
 
+MIN_ROWS: Final = 8
 MAX_TABLE_SIZE: Final = 2**16
 """Numbers of a table; more are merged in slices, each by one host."""
 
 
 def fits_table(totals: Sequence[Any], num_hosts: int) -> bool:
     """Return whether totals of one format, arrays or their shapes, are few enough for a table."""
-    return num_hosts * sum(map(_count_numbers, totals)) <= MAX_TABLE_SIZE
+    return _count_rows(num_hosts) * sum(map(_count_numbers, totals)) <= MAX_TABLE_SIZE
 
 
 def make_table(totals: Sequence[BinnedSum], grid: HostGrid) -> jax.Array:
-    """Return [hosts, n] on this host's devices: totals of one format in this host's row, zeros elsewhere."""
+    """Return [rows, n] on this host's devices: totals of one format in this host's row, zeros elsewhere."""
     here = jax.device_put(list(totals), NamedSharding(grid.local_mesh, P()))
-    return _make(grid.local_mesh, grid.num_hosts)(here, np.int32(grid.host_index))
+    return _make(grid.local_mesh, _count_rows(grid.num_hosts))(here, np.int32(grid.host_index))
 
 
 def read_table(table: jax.Array, totals: Sequence[BinnedSum], grid: HostGrid) -> list[jax.Array]:
@@ -42,53 +44,55 @@ def compile_table(totals: Sequence[Any], grid: HostGrid) -> jax.ShapeDtypeStruct
     """Compile both programs for totals of these shapes; return the shape of the table."""
     here = NamedSharding(grid.local_mesh, P())
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), totals)
-    made = _make_table(grid.local_mesh, grid.num_hosts).lower(abstract, np.int32(0))
+    made = _make(grid.local_mesh, _count_rows(grid.num_hosts)).lower(abstract, np.int32(0))
     made.compile()
     table = jax.ShapeDtypeStruct(made.out_info.shape, made.out_info.dtype, sharding=here)
     shapes = tuple(total.top.shape for total in totals)
-    _make_read(grid.local_mesh, totals[0].format, shapes).lower(table).compile()
+    _read(grid.local_mesh, totals[0].format, shapes).lower(table).compile()
     return table
+
+
+def _count_rows(num_hosts: int) -> int:
+    """Return a power of 2."""
+    return max(MIN_ROWS, 1 << (num_hosts - 1).bit_length())
 
 
 def _count_numbers(total: Any) -> int:  # noqa: ANN401 - a total or its shapes
     return (total.format.num_slots + 1) * int(np.prod(total.top.shape))
 
 
-def _make_table(local: Mesh, num_hosts: int) -> Any:  # noqa: ANN401 - a jitted function
+@functools.cache
+def _make(local: Mesh, num_rows: int) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(local, P()))
     def make(totals: list[BinnedSum], host_index: jax.Array) -> jax.Array:
-        parts = [part for total in totals for part in (*total.slots, total.top)]
-        row = jnp.concatenate([part.reshape(-1).astype(totals[0].format.integer_dtype) for part in parts])
-        return jnp.zeros((num_hosts, row.size), row.dtype).at[host_index].set(row)
+        format = totals[0].format
+        # Counted from the lowest bin: then zeros are the total of nothing.
+        tops = [total.top.astype(jnp.int32) - format.lowest_bin for total in totals]
+        columns = [[total.slots[k] for total in totals] for k in range(format.num_slots)]
+        row = jnp.concatenate(
+            [part.reshape(-1).astype(format.integer_dtype) for column in (*columns, tops) for part in column]
+        )
+        return jnp.zeros((num_rows, row.size), row.dtype).at[host_index].set(row)
 
     return make
 
 
-def _make_read(local: Mesh, format: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
+@functools.cache
+def _read(local: Mesh, format: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(local, P()))
     def read(table: jax.Array) -> list[jax.Array]:
-        found, start = [], 0
-        for shape in shapes:
-            size = int(np.prod(shape))
-            *slots, top = (
-                table[:, start + k * size : start + (k + 1) * size].reshape(table.shape[0], *shape)
-                for k in range(format.num_slots + 1)
-            )
-            start += (format.num_slots + 1) * size
-            of_hosts = BinnedSum(tuple(slots), top.astype(jnp.int8), format)
-            first, others = (
-                jax.tree.map(lambda part, rows=rows: part[rows], of_hosts) for rows in (0, np.s_[1:])
-            )
-            # A loop, because with many hosts the program would be long.
-            total, _ = jax.lax.scan(lambda one, other: (merge_binned(one, other), None), first, others)
-            found.append(read_binned(total))
-        return found
+        *slots, top = jnp.split(table, format.num_slots + 1, axis=1)
+        of_hosts = BinnedSum(tuple(slots), (top + format.lowest_bin).astype(jnp.int8), format)
+        first, others = (
+            jax.tree.map(lambda part, rows=rows: part[rows], of_hosts) for rows in (0, np.s_[1:])
+        )
+        # A loop, because with many hosts the program would be long.
+        total, _ = jax.lax.scan(lambda one, other: (merge_binned(one, other), None), first, others)
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+        parts = jnp.split(read_binned(total), ends[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     return read
-
-
-_make = functools.cache(_make_table)
-_read = functools.cache(_make_read)
 
 
 def clear_caches() -> None:

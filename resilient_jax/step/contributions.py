@@ -9,6 +9,7 @@ import numpy as np
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.state.state_digest import DIGEST_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
+from resilient_jax.step.fixed_point_sum import count_shares
 from resilient_jax.step.running_total import reshard_total, start_total
 
 Tree = Any
@@ -93,10 +94,11 @@ class Contributions:
                 total = start_total(self.spec, part.total, limits)
                 self.parts[number] = dataclasses.replace(part, total=total, is_started=True)
 
-    def count_misfits(self) -> int:
-        """Return how many microbatches were beyond the limits, of the parts that count."""
+    def count_shares(self) -> np.ndarray:
+        """Return int32[leaves in fixed point], what the parts that count take of the limits."""
+        assert self.limits is not None
         found = [np.asarray(one) for part in self.parts.values() if part.is_counted for one in part.exponents]
-        return sum(bool(np.any(one > self.limits)) for one in found)
+        return count_shares(np.array(found, np.int32).reshape(len(found), self.limits.size), self.limits)
 
     def move_to_host(self) -> None:
         """Copy every total to host memory, before the devices' backend is destroyed."""

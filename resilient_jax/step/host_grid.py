@@ -59,6 +59,21 @@ class HostGrid:
             [shard.data for shard in packed.addressable_shards],
         )
 
+    def compile_pack(self, leaves: Sequence[Any]) -> None:
+        """Compile what `pack` and `unpack` call for leaves of these shapes and one dtype."""
+        everywhere, sharded = (
+            NamedSharding(self.local_mesh, P()),
+            NamedSharding(self.local_mesh, P(LOCAL_AXIS)),
+        )
+        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+        dtype = jnp.result_type(leaves[0])
+        _pack(self.local_mesh).lower(
+            [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape in shapes]
+        ).compile()
+        packed = self.abstract_pack(leaves)
+        flat = jax.ShapeDtypeStruct(packed.shape[1:], dtype, sharding=sharded)
+        _unpack(self.local_mesh, shapes).lower(flat).compile()
+
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of what `pack` returns for leaves of these shapes."""
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)

@@ -68,8 +68,8 @@ class StepHooks(Protocol):
         """Compare the digests of all hosts, int32[hosts, words]; do not return if this host's state is wrong."""
         ...
 
-    def report_misfits(self, name: str, num_misfits: int) -> None:
-        """Tell that so many microbatches of an accumulation were beyond the limits, and the sum is made again."""
+    def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
+        """Tell that leaves of an accumulation were beyond their limits, and the sum is made again."""
         ...
 
     def leave_job(self, why: str) -> NoReturn:

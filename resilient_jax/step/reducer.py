@@ -38,7 +38,7 @@ from resilient_jax.step.assignment import (
     replica_speeds,
 )
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions, pad_claims_size
-from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_exponents
+from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
@@ -53,6 +53,7 @@ from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
 from resilient_jax.step.running_total import (
     NO_LIMITS,
+    list_fixed_point_paths,
     list_formats,
     merge_totals,
     reshard_total,
@@ -179,9 +180,9 @@ class Reducer:
     ) -> Tree:
         """See `World.accumulate_microbatches`."""
         options = {"data": data, "replica_shape": replica_shape, "balance_by_speed": balance_by_speed}
-        total, num_misfits = self._accumulate(spec, compute_fn, zeros, **options)
-        if num_misfits:
-            self._hooks.report_misfits(spec.name, num_misfits)
+        total, misfits = self._accumulate(spec, compute_fn, zeros, **options)
+        if misfits:
+            self._hooks.report_misfits(spec.name, misfits)
             wide = dataclasses.replace(spec, reduction="exact_wide")
             total, _ = self._accumulate(wide, compute_fn, zeros, **options)
         return total
@@ -195,8 +196,8 @@ class Reducer:
         data: BatchSource | None,
         replica_shape: ReplicaShape,
         balance_by_speed: bool,
-    ) -> tuple[Tree, int]:
-        """Return the sum, and of how many microbatches it is wrong because they were beyond the limits."""
+    ) -> tuple[Tree, list[str]]:
+        """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
         if spec.name not in self._exchanged:
@@ -221,11 +222,17 @@ class Reducer:
         self._compute(accumulator, contributions, replicas, assignment, agree)
         self.owners = assignment.owners
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        total, num_misfits = self._reduce(contributions, zeros)
+        total, misfits = self._reduce(contributions, zeros)
         jax.block_until_ready(total)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
-        return total, num_misfits
+        if not misfits.any():
+            return total, []
+        return total, [
+            path
+            for path, is_misfit in zip(list_fixed_point_paths(spec, zeros), misfits, strict=True)
+            if is_misfit
+        ]
 
     def _agree_on_limits(
         self, contributions: Contributions, formats: Sequence[FixedPointFormat], source: int | None = None
@@ -235,7 +242,7 @@ class Reducer:
         if source is None:
             found = contributions.find_first_exponents()
             if found is not None:
-                mine = choose_exponents(found, formats)
+                mine = choose_limits(found, formats, contributions.spec.num_microbatches)
         elif source == self._live.host_index:
             assert contributions.limits is not None
             mine = contributions.limits
@@ -363,7 +370,8 @@ class Reducer:
             self._own_seconds = (time.monotonic() - started_s - exchange.seconds) / count
             self._has_computed = True
 
-    def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, int]:
+    def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, np.ndarray]:
+        """Return the sum, and bool[leaves in fixed point]: which are wrong."""
         spec, limits, grid = contributions.spec, contributions.limits, self._live.grid
         assert limits is not None
         totals = [
@@ -372,10 +380,9 @@ class Reducer:
         # A host that has computed nothing takes part in the collective, too.
         total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
         if spec.reduction == "fast":
-            return AllReduce(grid)(total), 0
-        misfits = np.int32(contributions.count_misfits())
-        found, num_misfits = ExactReduce(grid)((total, misfits), (zeros, np.int32(0)), limits)
-        return found, int(num_misfits)
+            return AllReduce(grid)(total), np.zeros(0, bool)
+        found, shares = ExactReduce(grid)((total, contributions.count_shares()), (zeros, limits), limits)
+        return found, find_misfits(np.asarray(shares))
 
 
 def _announce_reads(

@@ -62,12 +62,14 @@ class AllReduce:
         return jax.tree.unflatten(treedef, totals)
 
     def compile(self, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
-        """Compile, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
+        """Compile, for the persistent cache, the programs of a sum of such a tree."""
         leaves = jax.tree.leaves(like)
         for positions in group_by_dtype(leaves) if self._grid.num_hosts > 1 else ():
             check()
             packed = self._grid.abstract_pack([leaves[i] for i in positions])
             _make_reduce(self._grid.mesh).lower(packed).compile()
+            check()
+            self._grid.compile_pack([leaves[i] for i in positions])
 
 
 class ExactReduce:

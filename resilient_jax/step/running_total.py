@@ -6,8 +6,8 @@ dim of size 2. Integers are added as they are, which is exact; so are all leaves
 are elementwise, so a total is sharded as its microbatches are, and none of them needs another device, except to find
 the largest element of a leaf that is sharded.
 
-The *limits* of an accumulation are the exponents of its leaves in fixed point, int32[leaves in fixed point]: of every
-addend all elements must be below 2**limit. The *exponents* of a microbatch are the least limits that it fits.
+The *limits* of an accumulation are those of its leaves in fixed point, int32[leaves in fixed point]; the *exponents* of
+a microbatch say how large the elements of these leaves are (see `step.fixed_point_sum`).
 """
 
 import functools
@@ -29,6 +29,7 @@ from resilient_jax.step.binned_sum import (
     read_binned,
 )
 from resilient_jax.step.fixed_point_sum import (
+    MAX_ADDENDS,
     FixedPointFormat,
     FixedPointSum,
     add_fixed_point,
@@ -58,17 +59,37 @@ def list_formats(spec: AccumulationSpec, like: Tree) -> list[FixedPointFormat]:
     return [format for format in found if isinstance(format, FixedPointFormat)]
 
 
+def list_fixed_point_paths(spec: AccumulationSpec, like: Tree) -> list[str]:
+    """Return the paths of the leaves in fixed point, in the order of `list_formats`."""
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree.leaves_with_path(like)
+        if isinstance(find_format(spec.reduction, spec.num_microbatches, leaf), FixedPointFormat)
+    ]
+
+
 def find_format(
     reduction: Reduction,
     max_addends: int,
     leaf: Any,  # noqa: ANN401 - an array or its shape
 ) -> FixedPointFormat | BinnedFormat | None:
     """Return how the sum of such leaves is kept; None: as they are."""
-    if reduction == "fast" or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    is_large = math.prod(leaf.shape) >= MIN_FIXED_POINT_SIZE and max_addends <= MAX_ADDENDS
+    return _find_format(leaf.dtype, max_addends, reduction, is_large)
+
+
+@functools.cache  # for each leaf of each step
+def _find_format(
+    dtype: Any,  # noqa: ANN401 - what jnp takes for a dtype
+    max_addends: int,
+    reduction: Reduction,
+    is_large: bool,
+) -> FixedPointFormat | BinnedFormat | None:
+    if reduction == "fast" or not jnp.issubdtype(dtype, jnp.inexact):
         return None
-    real = jnp.finfo(leaf.dtype).dtype
-    if reduction == "exact" and math.prod(leaf.shape) >= MIN_FIXED_POINT_SIZE:
-        return FixedPointFormat.for_addends(real, max_addends)
+    real = jnp.finfo(dtype).dtype
+    if reduction == "exact" and is_large:
+        return FixedPointFormat.for_addends(real)
     return BinnedFormat.for_addends(real, max_addends)
 
 

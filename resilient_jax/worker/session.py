@@ -33,6 +33,8 @@ from resilient_jax.worker.state_comparison import StateComparison
 from resilient_jax.worker.training_control import TrainingControl
 
 Tree = TypeVar("Tree")
+MAX_NAMED_LEAVES = 3
+"""In the event of a sum that is made again."""
 
 
 class Session:
@@ -155,12 +157,12 @@ class Session:
         if self._comparison is not None:
             self._comparison.check(digests, self._committed.step)
 
-    def report_misfits(self, name: str, num_misfits: int) -> None:
-        """Record that so many microbatches of an accumulation were beyond the limits, and the sum is made again."""
+    def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
+        """Record that leaves of an accumulation were beyond their limits, and the sum is made again."""
         assert self._step is not None
-        self._control.record_event(
-            EventKind.SUM_REPEATED, step=self._step, name=name, microbatches=num_misfits
-        )
+        more = len(leaves) - MAX_NAMED_LEAVES
+        named = ", ".join(leaves[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")
+        self._control.record_event(EventKind.SUM_REPEATED, step=self._step, name=name, leaves=named)
 
     def leave_job(self, why: str) -> NoReturn:
         """End this process, and with it this host's part in the job."""

@@ -89,7 +89,7 @@ def test_a_sum_with_a_microbatch_beyond_the_limits_is_made_again_in_bins(factor,
     assert found["weights"].tobytes() == wide["weights"].tobytes()
     assert found["loss"].tobytes() == wide["loss"].tobytes()
     assert compute.counts == dict.fromkeys(range(COUNT), 2)
-    assert events == [(EventKind.SUM_REPEATED, {"step": 0, "name": "train", "microbatches": 1})]
+    assert events == [(EventKind.SUM_REPEATED, {"step": 0, "name": "train", "leaves": "['weights']"})]
 
 
 def test_microbatch_0_of_zeros_leads_to_another_sum_and_no_wrong_one(events):

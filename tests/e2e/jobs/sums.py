@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.fixed_point_sum import choose_exponents
+from resilient_jax.step.fixed_point_sum import choose_limits, count_shares, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.running_total import add_to_total, find_exponents, list_formats, start_total
@@ -53,8 +53,8 @@ def train(world: rj.World) -> None:
     here = jax.local_devices()[0]
     for owners, place, reduction in itertools.product(OWNERS, (whole, here), ("exact", "exact_wide")):
         spec = AccumulationSpec(name="", step=0, num_microbatches=len(owners), reduction=reduction)
-        limits = choose_exponents(
-            np.asarray(find_exponents(spec, part_of(0))), list_formats(spec, part_of(0))
+        limits = choose_limits(
+            np.asarray(find_exponents(spec, part_of(0))), list_formats(spec, part_of(0)), len(owners)
         )
         like = jax.device_put(part_of(0), place)
         mine = [index for index, owner in enumerate(owners) if owner == world.host_index]
@@ -90,7 +90,7 @@ def total_of(
     for index in microbatches:
         part = {name: jax.device_put(leaf, like[name].sharding) for name, leaf in part_of(index).items()}
         total, exponents = add_to_total(total, part, limits, donate=True)
-        assert np.all(np.asarray(exponents) <= limits)
+        assert not find_misfits(count_shares(np.asarray(exponents)[None], limits)).any()
     return total
 
 
