@@ -107,8 +107,9 @@ class AccumulationOptions:
 
     Attributes:
         reduction: "exact": the sum of each element is that of its addends, in whatever order and wherever they are
-            computed: the same bits, whichever hosts are alive (see `step.binned_sum` for its bound). "fast": floats,
-            added on each host and by one all-reduce: less memory and traffic, equal within rounding.
+            computed: the same bits, whichever hosts are alive; as much memory and traffic as floats (see
+            `step.fixed_point_sum` for its bound). "exact_wide": the same promise, finer than floats for every element,
+            of any range, with 9 bytes for an element (`step.binned_sum`). "fast": floats, equal within rounding.
         replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
         balance_by_speed: assign microbatches in proportion to measured speed; else evenly.
 

@@ -186,6 +186,17 @@ def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
     return read_total(totals, limits)
 
 
+def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
+    """Compile, for the persistent cache, what reads sums in fixed point with the shardings of such a tree."""
+    leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
+    totals = [
+        jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
+        for to, total in leaves
+        if isinstance(total, FixedPointSum)
+    ]
+    _read.lower(totals, np.zeros(len(totals), np.int32)).compile()
+
+
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL_AXIS)))
     def reduce(stacked: jax.Array) -> jax.Array:

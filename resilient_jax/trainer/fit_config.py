@@ -35,7 +35,8 @@ class Parallelism:
     """How microbatches are assigned to hosts and reduced (see `AccumulationOptions`), and how the state is kept.
 
     Attributes:
-        reduction: "exact": sums that have the same bits, whichever hosts are alive; "fast": one all-reduce of floats.
+        reduction: "exact": sums that have the same bits, whichever hosts are alive; "exact_wide": the same, finer than
+            floats, at more than twice the memory and traffic; "fast": one all-reduce of floats.
         replica_shape: the hosts of a replica, or the replicas of a host.
         balance_by_speed: assign more microbatches to faster hosts, as measured; else evenly.
         state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of

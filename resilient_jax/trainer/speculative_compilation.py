@@ -17,6 +17,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
+from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_merge, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
@@ -139,6 +140,8 @@ def compile_step(
     sums = _shapes(programs.abstract_sums, placement)
     if len(seats) > 1:
         compile_merge(spec, sums, check)
+    check()
+    compile_read(spec, sums)
     check()
     measure = programs.summarize.lower(sums).compile()
     summary, _ = jax.tree.map(

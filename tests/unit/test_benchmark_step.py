@@ -67,14 +67,14 @@ def test_overheads_are_ratios_of_medians_minus_one_for_each_pair_of_windows() ->
 
 
 def test_an_exact_sum_sends_nine_bytes_an_element_and_gathers_four() -> None:
-    assert sent_bytes(1000, 4, exact=False) == 1500
-    assert sent_bytes(1000, 4, exact=True) == 750 * 13 / 4
+    assert sent_bytes(1000, 4, wide=False) == 1500
+    assert sent_bytes(1000, 4, wide=True) == 750 * 13 / 4
 
 
 def test_an_exact_sum_has_smaller_errors_than_a_float32_sum_in_order() -> None:
     errors = measure_sum_errors(16)
     assert 0 < errors.exact < errors.ordered
-    assert errors.largest_exact < errors.largest_ordered
+    assert errors.largest_wide < errors.largest_ordered
 
 
 def test_figures_compare_each_loop_with_its_counterpart() -> None:

@@ -24,8 +24,9 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
         exact_spread: the least and the largest of its windows.
         exact_overhead_one_microbatch: the same, of one microbatch of four sequences.
         exact_memory_ratio: peak memory of a worker, exact over fast.
-        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula.
+        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula: both send as much.
         error_ratio: median relative error of an exact sum over that of a float32 sum in order.
+        wide_error_ratio: the same of a sum with `reduction="exact_wide"`.
         redone_microbatches: computed again, per kill.
         lost_microbatches: that the killed workers had computed, per kill; the least that must be redone.
         bitwise_equal: whether the weights after all kills are those of an undisturbed run on one host.
@@ -40,6 +41,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     exact_memory_ratio: float
     exact_traffic_ratio: float
     error_ratio: float
+    wide_error_ratio: float
     redone_microbatches: float
     lost_microbatches: float
     bitwise_equal: bool
@@ -124,9 +126,9 @@ def find_missing(
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 
 
-def sent_bytes(tree_bytes: int, hosts: int, *, exact: bool) -> float:
-    """Return the bytes that a host sends in a sum of float32: 2 G (H - 1) / H, or 13 / 4 G (H - 1) / H if exact."""
-    return (9 / 4 + 1 if exact else 2) * tree_bytes * (hosts - 1) / hosts
+def sent_bytes(tree_bytes: int, hosts: int, *, wide: bool) -> float:
+    """Return the bytes that a host sends in a sum of float32: 2 G (H - 1) / H, or 13 / 4 G (H - 1) / H if wide."""
+    return (9 / 4 + 1 if wide else 2) * tree_bytes * (hosts - 1) / hosts
 
 
 def are_equal(words: Iterable[str]) -> bool:
