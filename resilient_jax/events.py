@@ -134,7 +134,7 @@ class EventKind(enum.StrEnum):
     `steps` (committed)."""
     SUM_REPEATED = "sum.repeated"
     """Numbers of a step were far above those of its microbatch 0, or not finite, so its exact sum is made again, in any
-    range. Detail: `step`, `name` of the accumulation, `leaves` (of which these were)."""
+    range. Detail: `name` of the accumulation, `leaves` (of which these were)."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"
