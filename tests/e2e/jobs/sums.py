@@ -1,8 +1,8 @@
 """A job that compares sums over hosts with those of one host and of numpy; exits with 0 if all are as they should."""
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.state.state_digest import NO_DIGEST
 from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.fixed_point_sum import choose_limits, count_shares, find_misfits
 from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.reducer import Reducer
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.running_total import add_to_total, find_exponents, list_formats, start_total
 
@@ -72,6 +76,7 @@ def train(world: rj.World) -> None:
             if reduction == "exact" and "large" in name:  # the same for all elements: of the largest
                 sizes += np.max(np.abs(part_of(0)[name]))
             assert np.all(error <= relative * sizes), name
+    check_resumed(world, jax.device_put(part_of(0), whole))
     cancelling = np.array([3e7, -3e7, 0.5], np.float32)[world.host_index]
     for value in (cancelling, jnp.asarray(cancelling)):
         assert world.all_reduce({"sum": value, "count": np.int32(1)}) == {"sum": 0.5, "count": 3}
@@ -92,6 +97,68 @@ def total_of(
         total, exponents = add_to_total(total, part, limits, donate=True)
         assert not find_misfits(count_shares(np.asarray(exponents)[None], limits)).any()
     return total
+
+
+class Hooks:
+    """The `StepHooks` of a step in which nothing happens."""
+
+    def raise_if_ended(self) -> None:
+        pass
+
+    def digest_state(self) -> np.ndarray:
+        return np.array(NO_DIGEST, np.int32)
+
+    def compare_states(self, digests: np.ndarray) -> None:
+        pass
+
+    def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
+        raise AssertionError(leaves)
+
+    def leave_job(self, why: str) -> NoReturn:
+        raise AssertionError(why)
+
+    def hit_failpoint(self, failpoint: FailPoint, index: int = -1) -> bool:
+        return False
+
+
+def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
+    """A step is resumed in which some hosts have a total, or a microbatch that waits for the limits, or nothing."""
+    spec = AccumulationSpec(name="resumed", step=1, num_microbatches=7, reduction="exact")
+    first = np.asarray(find_exponents(spec, part_of(0)))
+    limits = choose_limits(first, list_formats(spec, part_of(0)), 7)
+    alone = total_of(spec, range(7), like, limits)
+    expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like, limits)
+    for cases in (
+        {0: ("total", (0, 1)), 1: ("waits", (3,))},
+        {0: ("waits", (5,)), 2: ("total", (4, 6))},
+        {0: ("waits", (3,)), 1: ("waits", (0,))},
+        {1: ("waits", (6,))},
+        {},
+    ):
+        kept = Contributions(spec)
+        kind, indexes = cases.get(world.host_index, ("nothing", ()))
+        exponents = tuple(find_exponents(spec, part_of(index)) for index in indexes)
+        if kind == "total":
+            kept.limits = limits
+            kept.parts[0] = Contribution(total_of(spec, indexes, like, limits), frozenset(indexes), exponents)
+        elif kind == "waits":
+            part = {
+                name: jax.device_put(leaf, like[name].sharding) for name, leaf in part_of(*indexes).items()
+            }
+            kept.parts[0] = Contribution(part, frozenset(indexes), exponents, is_started=False)
+        had = {index for _, those in cases.values() for index in those}
+
+        def compute(microbatch: rj.Microbatch, had: set[int] = had) -> dict[str, jax.Array]:
+            assert microbatch.index not in had, "computed again"
+            where = NamedSharding(microbatch.replica.mesh, P())
+            return jax.device_put(part_of(microbatch.index), where)
+
+        reducer = Reducer(lambda: world.devices, world.process_index, {spec.name: kept}, Hooks())
+        zeros = jax.tree.map(jnp.zeros_like, like)
+        options = {"data": None, "replica_shape": rj.ReplicaShape(), "balance_by_speed": False}
+        found = reducer.accumulate_microbatches(spec, compute, zeros, **options)
+        for name, leaf in found.items():
+            assert np.asarray(leaf).tobytes() == np.asarray(expected[name]).tobytes(), (cases, name)
 
 
 if __name__ == "__main__":
