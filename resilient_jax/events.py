@@ -132,6 +132,9 @@ class EventKind(enum.StrEnum):
     STATE_DIFFERS = "state.differs"
     """The committed states of hosts differ. Detail: `hosts` (that differ from most, or all if there is no majority),
     `steps` (committed)."""
+    DATA_DIFFERS = "data.differs"
+    """Reads of the same microbatch returned different arrays. Detail: `hosts` (that differ from most, or all if there
+    is no majority), `microbatch`."""
     SUM_REPEATED = "sum.repeated"
     """Numbers of a step were far above those of its microbatch 0, or not finite, so its exact sum is made again, in any
     range. Detail: `name` of the accumulation, `leaves` (of which these were)."""

@@ -33,6 +33,8 @@ class FailPoint(enum.StrEnum):
     """A microbatch is about to be computed."""
     AFTER_MICROBATCH = "after_microbatch"
     """The microbatch's gradient was handed to the devices."""
+    BEFORE_LIMITS = "before_limits"
+    """The hosts have agreed on the limits of exact sums; this host does not use them yet."""
     BEFORE_REDUCE = "before_reduce"
     """The reduction is about to begin: the other hosts wait inside it."""
     AFTER_REDUCE = "after_reduce"

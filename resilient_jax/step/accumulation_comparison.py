@@ -16,7 +16,7 @@ import numpy as np
 
 from resilient_jax.state.state_digest import DIGEST_WORDS, find_differing
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
-from resilient_jax.step.contributions import CLAIMS_PADDING
+from resilient_jax.step.row_exchange import exchange_rows
 
 TEXT_BYTES: Final = 2**16
 """Of a description that is sent; a longer one is cut off."""
@@ -52,11 +52,6 @@ def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, z
     ]
 
 
-def pad_digests_size(num_hosts: int) -> int:
-    """Return the size of the vector in which hosts exchange digests: mostly that of their claims."""
-    return -(-num_hosts * DIGEST_WORDS // CLAIMS_PADDING) * CLAIMS_PADDING
-
-
 def find_differing_hosts(
     lines: list[str], host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]
 ) -> Differing | None:
@@ -68,12 +63,8 @@ def find_differing_hosts(
         num_hosts: of the generation.
         all_reduce: returns the sum over hosts of a vector.
     """
-    table = np.zeros((num_hosts, DIGEST_WORDS), np.int32)
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    table[host_index] = np.frombuffer(digest, np.int32, DIGEST_WORDS)
-    padded = np.zeros(pad_digests_size(num_hosts), np.int32)
-    padded[: table.size] = table.reshape(-1)
-    digests = np.asarray(all_reduce(padded))[: table.size].reshape(table.shape).tolist()
+    digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS)
+    digests = exchange_rows(digest, host_index, num_hosts, all_reduce).tolist()
     differing, has_majority = find_differing(digests)
     if not differing:
         return None

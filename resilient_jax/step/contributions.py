@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
-from resilient_jax.state.state_digest import DIGEST_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.fixed_point_sum import count_shares
 from resilient_jax.step.running_total import reshard_total, start_total
@@ -16,16 +15,6 @@ Tree = Any
 """A pytree of arrays."""
 FIRST_MICROBATCH: Final = 0
 """The index of the microbatch from which the limits of leaves in fixed point are chosen."""
-CLAIMS_PADDING: Final = 256
-"""Claims are exchanged in vectors of a multiple of this size: mostly the same size for fewer hosts, so that the
-all-reduce is compiled already."""
-
-
-def pad_claims_size(num_hosts: int, num_microbatches: int) -> int:
-    """Return the size of the vector in which hosts exchange their claims, each with whether it has the limits and a
-    digest of its state."""
-    size = num_hosts * (num_microbatches + 1 + DIGEST_WORDS)
-    return -(-size // CLAIMS_PADDING) * CLAIMS_PADDING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ import numpy as np
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.contributions import Contribution, Contributions
+from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replicas import Replica
 from resilient_jax.step.running_total import add_to_total, find_exponents, start_total
@@ -42,18 +44,6 @@ ComputeFunction = Callable[[Microbatch], Tree]
 """Returns what is to be summed of one microbatch."""
 
 
-class BatchSource(Protocol):
-    """The source of microbatches; `data.prefetcher.Prefetcher` is one."""
-
-    def expect(self, wanted: Sequence[tuple[int, int, tuple[int, int]]], /) -> None:
-        """Begin to read these (step, index, data shard), in this order."""
-        ...
-
-    def get(self, step: int, index: int, data_shard: tuple[int, int], /) -> Any:  # noqa: ANN401 - a user's tree
-        """Return this host's rows of a microbatch."""
-        ...
-
-
 class StepHooks(Protocol):
     """What an accumulation needs of the session around it."""
 
@@ -66,6 +56,10 @@ class StepHooks(Protocol):
 
     def compare_states(self, digests: np.ndarray) -> None:
         """Compare the digests of all hosts, int32[hosts, words]; do not return if this host's state is wrong."""
+        ...
+
+    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
+        """Report if reads of the same microbatch, int32[reads, words], have returned different arrays."""
         ...
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.state.state_digest import DIGEST_WORDS
+from resilient_jax.state.state_digest import NO_DIGEST
 from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
 from resilient_jax.step.assignment import (
     AccumulationSpec,
@@ -37,12 +38,14 @@ from resilient_jax.step.assignment import (
     locate_replicas,
     replica_speeds,
 )
-from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions, pad_claims_size
+from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.claims import Claims
+from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
+from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
-    BatchSource,
     CompilationTurns,
     ComputeFunction,
     MicrobatchAccumulator,
@@ -65,8 +68,9 @@ Tree = TypeVar("Tree")
 SPEED_EXCHANGE_INTERVAL_STEPS: Final = 16
 """Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
 COMPARISON_INTERVAL_STEPS: Final = 64
-"""Steps between two comparisons of the hosts' states, that of the initial state first. To digest a state reads it once,
-an update reads and writes it, and a step is more than its update: less than a thousandth of the time."""
+"""Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
+same microbatch. To digest a state reads it once, an update reads and writes it, and a step is more than its update:
+less than a thousandth of the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +122,8 @@ class Reducer:
         self._hooks = hooks
         self._exchanged: set[str] = set()
         """The accumulations of which the hosts have exchanged their claims in this generation."""
-        self._compared_step: int | None = None
-        """The last step in which the hosts have compared their states."""
+        self._compared_steps: dict[str, int] = {}
+        """The last step in which the hosts have compared their data, by accumulation; at its first one also states."""
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
         self._seconds: np.ndarray | None = None
@@ -202,7 +206,7 @@ class Reducer:
         locations, replicas = self._arrange(replica_shape)
         if spec.name not in self._exchanged:
             self._compare_accumulations(describe_accumulation(spec, replica_shape, zeros), spec)
-        claims, has_limits = self._exchange_claims(contributions)
+        claims, has_limits = self._exchange_claims(contributions, data)
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
         if not formats:
@@ -247,7 +251,10 @@ class Reducer:
             assert contributions.limits is not None
             mine = contributions.limits
         # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
-        contributions.start_totals(np.array(self.all_reduce(mine)))
+        limits = np.array(self.all_reduce(mine))
+        self._hooks.hit_failpoint(FailPoint.BEFORE_LIMITS)
+        self._hooks.raise_if_ended()
+        contributions.start_totals(limits)
 
     def _resume_contributions(
         self,
@@ -281,40 +288,50 @@ class Reducer:
         if live.host_index in found.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
-    def _exchange_claims(self, contributions: Contributions) -> tuple[np.ndarray, np.ndarray]:
+    def _exchange_claims(
+        self, contributions: Contributions, data: BatchSource | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return bool[hosts, microbatches], which microbatches every live host has computed; and bool[hosts], which
         hosts have the limits.
 
         Exchanged only at a generation's first accumulation of this name: in later steps no host has any. Beside them
-        hosts compare their states, every few steps.
+        hosts compare their states and data, every few steps.
         """
-        spec, live = contributions.spec, self._live
+        spec, host, num_hosts = contributions.spec, self._live.host_index, len(self._live.process_indexes)
         is_first = spec.name not in self._exchanged
         # Decided by the step, which is the same on all hosts: in a collective all must take part.
-        is_compared = spec.step % COMPARISON_INTERVAL_STEPS == 0 and spec.step != self._compared_step
+        is_compared = (
+            spec.step % COMPARISON_INTERVAL_STEPS == 0 and self._compared_steps.get(spec.name) != spec.step
+        )
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-        claims_size = spec.num_microbatches
-        table = np.zeros((len(live.process_indexes), claims_size + 1 + DIGEST_WORDS), np.int32)
+        claims = Claims.make_empty(num_hosts, spec.num_microbatches)
         if is_first or is_compared:
-            mine = table[live.host_index]
-            mine[:claims_size] = contributions.list_claims()
-            mine[claims_size] = contributions.limits is not None
-            if is_compared and len(table) > 1:
-                mine[-DIGEST_WORDS:] = self._hooks.digest_state()
-            # Each host fills in its own row only, so the sum over hosts is the table of all rows.
-            padded = np.zeros(pad_claims_size(len(table), claims_size), np.int32)
-            padded[: table.size] = table.reshape(-1)
-            table = np.asarray(self.all_reduce(padded))[: table.size].reshape(table.shape)
+            sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
+            own_reads = (
+                sample.read(data) if is_compared and data is not None else np.array([NO_DIGEST], np.int32)
+            )
+            is_state_compared = (
+                is_compared and num_hosts > 1 and spec.step not in self._compared_steps.values()
+            )
+            claims = Claims(
+                microbatches=contributions.list_claims(),
+                has_limits=np.array(contributions.limits is not None),
+                state_digest=self._hooks.digest_state()
+                if is_state_compared
+                else np.array(NO_DIGEST, np.int32),
+                data_digest=own_reads[0],
+            ).exchange(host, num_hosts, self.all_reduce)
             self._exchanged.add(spec.name)
-        if is_compared:
-            self._compared_step = spec.step
-            self._hooks.compare_states(table[:, -DIGEST_WORDS:])
+            if is_compared:
+                self._compared_steps[spec.name] = spec.step
+                self._hooks.compare_states(claims.state_digest)
+                self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else own_reads)
         # All hosts decide this from the same table, so a host whose
         # claim is refused drops it without being told to.
-        accepted = accept_disjoint_claims(table[:, :claims_size])
-        contributions.keep_accepted(accepted[live.host_index])
-        return accepted > 0, table[:, claims_size] > 0
+        accepted = accept_disjoint_claims(claims.microbatches)
+        contributions.keep_accepted(accepted[host])
+        return accepted > 0, claims.has_limits
 
     def _speeds(self) -> np.ndarray:
         if self._seconds is None:
@@ -403,4 +420,10 @@ def _announce_reads(
             for index in by_replica[number]:
                 yield step, index, replica.data_shard
 
-    data.expect([*list_reads(spec.step, assignment.by_replica), *list_reads(spec.step + 1, next_step)])
+    # A host alone reads its sample twice, so not ahead: both reads would return what was read once.
+    is_sampled = (spec.step + 1) % COMPARISON_INTERVAL_STEPS == 0 and len(speeds) > 1
+    sample = DataSample.choose(spec.step + 1, spec.num_microbatches, len(speeds))
+    sampled = [(sample.step, sample.index, ALL_ROWS)] * is_sampled
+    data.expect(
+        [*list_reads(spec.step, assignment.by_replica), *sampled, *list_reads(spec.step + 1, next_step)]
+    )

@@ -21,7 +21,8 @@ from resilient_jax.data.function_data import FunctionData
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.errors import CallerError
-from resilient_jax.step.microbatch_accumulator import BatchSource, ComputeFunction, Microbatch
+from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
 from resilient_jax.step.random_keys import (
     KEY_NAMES,
     call_with_key,

@@ -27,9 +27,10 @@ from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
 from resilient_jax.state.state_digest import NO_DIGEST, digest_state
 from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.step.accumulation_call import AccumulationCall
+from resilient_jax.step.data_sample import DataSample
 from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.observers import Observer
-from resilient_jax.worker.state_comparison import StateComparison
 from resilient_jax.worker.training_control import TrainingControl
 
 Tree = TypeVar("Tree")
@@ -46,7 +47,7 @@ class Session:
         state_loss: what was lost, if the job must resume from a checkpoint.
         snapshotter: for snapshots to the hosts' memory; None without an agent.
         observers: called at each moment, in this order.
-        comparison: of the hosts' states; None for a host alone.
+        comparison: of the hosts' states and data.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Session:
         state_loss: StateLoss | None = None,
         snapshotter: Snapshotter | None = None,
         observers: Sequence[Observer] = (),
-        comparison: StateComparison | None = None,
+        comparison: HostComparison | None = None,
     ) -> None:
         self._committed = committed
         self._control = control
@@ -153,9 +154,14 @@ class Session:
         return digest_state(state) if state is not None else np.array(NO_DIGEST, np.int32)
 
     def compare_states(self, digests: np.ndarray) -> None:
-        """See `StateComparison.check`."""
+        """See `HostComparison.compare_states`."""
         if self._comparison is not None:
-            self._comparison.check(digests, self._committed.step)
+            self._comparison.compare_states(digests, self._committed.step)
+
+    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
+        """See `HostComparison.compare_data`."""
+        if self._comparison is not None:
+            self._comparison.compare_data(sample, digests)
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
         """Record that leaves of an accumulation were beyond their limits, and the sum is made again."""

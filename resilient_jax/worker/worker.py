@@ -37,11 +37,11 @@ from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestC
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
-from resilient_jax.worker.state_comparison import StateComparison
 from resilient_jax.worker.state_handover import StateHandover
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
@@ -292,7 +292,7 @@ class Worker:
             state_loss=info.state_loss,
             snapshotter=self._snapshotter,
             observers=observers,
-            comparison=StateComparison(info.hosts, order.host, self._agent) if len(info.hosts) > 1 else None,
+            comparison=HostComparison(info.hosts, order.host, self._agent),
         )
         reducer = Reducer(info.list_devices, info.process_index, self._committed.contributions, session)
         return World(info, session, self._agent, reducer, self._compiler), reducer

@@ -61,6 +61,28 @@ def test_two_hosts_that_differ_end_the_job(fault: str, steps: int, tmp_path: Pat
     assert "Every host must run the same script" in output
 
 
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (1, "found different arrays in two reads on host-0, expected the same in each read"),
+        (2, "found other arrays on host-0, host-1, expected the same in each read"),
+        (3, "found other arrays on host-2, expected those of most hosts"),
+    ],
+)
+def test_data_that_are_not_pure_are_named_and_training_goes_on(
+    hosts: int, found: str, tmp_path: Path
+) -> None:
+    with launch(tmp_path, "data", hosts) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, output = job.read_events(), job.read_output()
+    odd = [event for event in events if event.kind is EventKind.DATA_DIFFERS]
+    assert {event.host for event in odd} == {f"host-{index}" for index in range(hosts)}
+    assert {event.detail["hosts"] for event in odd} == {found.split(" on ")[1].split(", expected")[0]}
+    assert len(odd) == 2 * hosts, "in steps 0 and 64"
+    assert output.count(found) == 1, output
+    assert len(read_states(output)) == hosts
+
+
 def test_a_host_with_other_arguments_is_refused_and_the_others_train_on(tmp_path: Path) -> None:
     with served_store() as store, Pod(tmp_path, store, loopback_sites(3)) as pod:
         pod.wait_training(3)

@@ -28,6 +28,7 @@ DEATHS = ("one worker", "two workers", "a worker and the coordination service")
 """Two workers leave a single other follower; the service's death makes all hosts form a new world. All come back."""
 PLACES = (
     "before its first microbatch",
+    "where only some have the limits",
     "between microbatches",
     "in the reduction",
     "after the reduction",
@@ -52,6 +53,10 @@ def victims_of(report: JobReport, death: str) -> list[HostName]:
     return followers[:2] if death == "two workers" else followers[-1:]
 
 
+def find_survivor(report: JobReport, victims: list[HostName]) -> HostName:
+    return next(host for host in members(report) if host not in victims and host != report.leader)
+
+
 def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 1) -> None:
     report = tiny.wait_training(HOSTS)
     assert report.generation is not None
@@ -59,6 +64,9 @@ def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 
     match place:
         case "before its first microbatch":
             tiny.hold(FailPoint.BEFORE_MICROBATCH, victims)
+        case "where only some have the limits":
+            # A survivor is held with the victims, until it must leave: it has no limits then, the others have.
+            tiny.hold(FailPoint.BEFORE_LIMITS, [*victims, find_survivor(report, victims)])
         case "between microbatches":
             # Its last one: the host has several, unless a step has few.
             tiny.hold(
@@ -72,7 +80,7 @@ def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 
             tiny.hold(FailPoint.BEFORE_COMMIT, members(report))
         case "in recovery":
             # One host dies in the reduction; the victims die in the same step of the next generation.
-            first = next(host for host in members(report) if host not in victims and host != report.leader)
+            first = find_survivor(report, victims)
             step = tiny.hold(FailPoint.BEFORE_REDUCE, [first])
             tiny.signal(
                 JobComponent.WORKER, first, signal.SIGKILL
@@ -85,6 +93,8 @@ def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 
         tiny.signal(JobComponent.WORKER, host, signal.SIGKILL)
     if death == "a worker and the coordination service":
         tiny.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
+    if place == "where only some have the limits":
+        tiny.wait_report("the generation's end", lambda now: number_of(now) > number_of(report))
     tiny.job.release()
     tiny.wait_training(HOSTS, after_generation=report.generation.number)
 

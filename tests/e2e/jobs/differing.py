@@ -1,7 +1,7 @@
 """A job of which one host, the last, has another state: differing.py FAULT.
 
 init: from the start. flip: after step 5, in the first process of that host. rate: its updates are larger.
-model: its arrays have another shape.
+model: its arrays have another shape. data: it reads other data.
 """
 
 import functools
@@ -22,6 +22,14 @@ MARK = Path(os.environ["FLIPPED"])
 """Exists where this host has flipped its bit."""
 
 
+def read(step: int, index: int) -> np.ndarray:
+    return np.random.default_rng((step, index)).random(3)
+
+
+def read_anything(step: int, index: int) -> np.ndarray:
+    return np.random.default_rng().random(3)
+
+
 def compute(size: int, microbatch: rj.Microbatch) -> jax.Array:
     return jnp.full(size, 0.1 * microbatch.index + microbatch.step)
 
@@ -38,7 +46,12 @@ def train(world: rj.World) -> None:
     zeros = jax.device_put(jnp.zeros(size), world.local_devices[0])
     for step in world.steps(STEPS):
         rate = 0.02 if is_odd and FAULT == "rate" else 0.01
-        w = state["w"] - rate * world.accumulate_microbatches(4, functools.partial(compute, size), zeros)
+        w = state["w"] - rate * world.accumulate_microbatches(
+            4,
+            functools.partial(compute, size),
+            zeros,
+            data=read_anything if is_odd and FAULT == "data" else read,
+        )
         if is_odd and FAULT == "flip" and step == FLIP_STEP and not MARK.exists():
             MARK.touch()
             w = w.at[1].multiply(2.0)  # a bit of the exponent

@@ -15,6 +15,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.state_digest import NO_DIGEST
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.contributions import Contribution, Contributions
+from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.fixed_point_sum import choose_limits, count_shares, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reducer import Reducer
@@ -109,6 +110,9 @@ class Hooks:
         return np.array(NO_DIGEST, np.int32)
 
     def compare_states(self, digests: np.ndarray) -> None:
+        pass
+
+    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
         pass
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What follows when the states of hosts differ: the host that differs from most starts again, with their state.
+"""What follows when hosts differ: a host with another state starts again with that of most; other data are reported.
 
 States are equal by construction: every host makes the same update of the same sums. They differ when a host's script,
 initial state, library or processor does, or when its memory or an update was wrong. Digests are compared every
@@ -16,29 +16,36 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.state_digest import find_differing
+from resilient_jax.step.data_sample import DataSample
 from resilient_jax.worker.training_control import TrainingControl
 
 REASONS = (
     "Every host must run the same script with the same arguments and library versions, make the same initial state, "
     "and have the same kind of processor; else memory or a processor is at fault"
 )
+DATA_REASONS = (
+    "What is computed again after a failure, or on another host, is now computed from other data. Data must depend on "
+    "the seed, the step and the index alone: let rj.make_microbatch_data shuffle, make random numbers from "
+    "(seed, step, index), and give every host the same files"
+)
 
 
-class StateComparison:
-    """Compares the hosts' digests of the state.
+class HostComparison:
+    """Compares the hosts' digests of the state, and of data that all of them have read.
 
     Args:
         hosts: of the generation, in the order of the digests.
         host: this one.
-        control: writes the event.
+        control: writes the events.
     """
 
     def __init__(self, hosts: Sequence[HostName], host: HostName, control: TrainingControl) -> None:
         self._hosts = tuple(hosts)
         self._host = host
         self._control = control
+        self._has_reported_data = False
 
-    def check(self, digests: np.ndarray, num_steps: int) -> None:
+    def compare_states(self, digests: np.ndarray, num_steps: int) -> None:
         """Return if this host's state after `num_steps` steps is the one that most hosts have.
 
         Else this process ends, and its agent starts another, which gets the state from the others.
@@ -64,3 +71,31 @@ class StateComparison:
             sys.stderr.flush()
             # At once: to unwind would wait for peers that wait for this host.
             os._exit(RESTART_EXIT_CODE)
+
+    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
+        """Report a microbatch of which not all reads returned the same: in an event, and once in the first host's log.
+
+        Training goes on: without failures such data are as good as any.
+
+        Args:
+            sample: the microbatch.
+            digests: int32[hosts, DIGEST_WORDS], or, of a host alone, int32[num_reads, DIGEST_WORDS].
+        """
+        differing, has_majority = find_differing(digests.tolist())
+        if not differing:
+            return
+        is_alone = len(self._hosts) == 1
+        names = self._host if is_alone else ", ".join(self._hosts[index] for index in differing)
+        self._control.record_event(
+            EventKind.DATA_DIFFERS, step=sample.step, hosts=names, microbatch=sample.index
+        )
+        if self._has_reported_data or self._host != self._hosts[0]:
+            return
+        self._has_reported_data = True
+        found = f"different arrays in two reads on {names}" if is_alone else f"other arrays on {names}"
+        expected = "those of most hosts" if has_majority else "the same in each read"
+        sys.stderr.write(
+            f"data: microbatch {sample.index} of step {sample.step}: found {found}, expected {expected}. "
+            f"{DATA_REASONS}\n"
+        )
+        sys.stderr.flush()

@@ -1,0 +1,59 @@
+"""What a host tells the others before an accumulation: which microbatches it has, and digests to compare."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST
+from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
+
+NUM_DIGESTS = 2
+"""Of the state and of the data."""
+
+
+def pad_claims_size(num_microbatches: int, num_hosts: int) -> int:
+    """Return the size of the vector in which hosts exchange their claims."""
+    return pad_rows_size(num_hosts, num_microbatches + 1 + NUM_DIGESTS * DIGEST_WORDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What one host tells the others, or, with a first dimension more, what all hosts do.
+
+    Attributes:
+        microbatches: int32[microbatches], as `Contributions.list_claims` gives them.
+        has_limits: bool[], whether it has the limits of this accumulation.
+        state_digest: int32[DIGEST_WORDS], of the state that the step begins with; `NO_DIGEST`: not compared.
+        data_digest: int32[DIGEST_WORDS], of the microbatch that all hosts read; `NO_DIGEST`: not compared.
+    """
+
+    microbatches: np.ndarray
+    has_limits: np.ndarray
+    state_digest: np.ndarray
+    data_digest: np.ndarray
+
+    @classmethod
+    def make_empty(cls, num_hosts: int, num_microbatches: int) -> "Claims":
+        """Return the claims of hosts that have nothing and compare nothing."""
+        no_digests = np.tile(np.array(NO_DIGEST, np.int32), (num_hosts, 1))
+        return cls(
+            microbatches=np.zeros((num_hosts, num_microbatches), np.int32),
+            has_limits=np.zeros(num_hosts, bool),
+            state_digest=no_digests,
+            data_digest=no_digests,
+        )
+
+    def exchange(self, host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]) -> "Claims":
+        """Return the claims of all hosts. For all hosts at once; see `exchange_rows`."""
+        parts = self.microbatches, self.has_limits, self.state_digest, self.data_digest
+        row = np.concatenate([np.atleast_1d(part).astype(np.int32) for part in parts])
+        rows = exchange_rows(row, host_index, num_hosts, all_reduce)
+        size = self.microbatches.size
+        return Claims(
+            microbatches=rows[:, :size],
+            has_limits=rows[:, size] > 0,
+            state_digest=rows[:, size + 1 : -DIGEST_WORDS],
+            data_digest=rows[:, -DIGEST_WORDS:],
+        )

@@ -1,0 +1,71 @@
+"""Digests of a microbatch that all hosts read, to notice data that are no pure function of seed, step and index.
+
+Work is done again after a failure, by any host, so every host must read the same arrays for the same step and index.
+In steps in which hosts compare, all of them read one microbatch of the step. A `Prefetcher` has read it before, and
+gives the host that computes it the very arrays that were compared.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST
+from resilient_jax.step.batch_source import BatchSource
+
+STEPS_BACK: Final = 2
+"""A microbatch of so many steps ago is kept by nobody: each call reads it anew."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataSample:
+    """A microbatch that is read by all hosts; by a host alone twice.
+
+    Attributes:
+        step: of the microbatch.
+        index: in the step.
+        num_reads: of each host.
+    """
+
+    step: int
+    index: int
+    num_reads: int
+
+    @classmethod
+    def choose(cls, step: int, num_microbatches: int, num_hosts: int) -> "DataSample":
+        """Return what is read in a step, the same on all hosts."""
+        # Steps in which hosts compare are multiples of a number; a hash of them comes to every index.
+        index = int.from_bytes(hashlib.blake2b(b"%d" % step).digest()) % num_microbatches
+        if num_hosts > 1:
+            return cls(step, index, 1)
+        return cls(max(0, step - STEPS_BACK), index, 2)
+
+    def read(self, data: BatchSource) -> np.ndarray:
+        """Return int32[num_reads, DIGEST_WORDS], the digest of what each read of this host returns."""
+        return np.array([self._read_once(data) for _ in range(self.num_reads)])
+
+    def _read_once(self, data: BatchSource) -> np.ndarray:
+        try:
+            return digest_batch(data.get(self.step, self.index, ALL_ROWS))
+        # No error of the sample's: who computes the microbatch reads it, too, and raises with the user's stack.
+        except Exception:
+            return np.array(NO_DIGEST, np.int32)
+
+
+def digest_batch(batch: Any) -> np.ndarray:  # noqa: ANN401 - a user's tree
+    """Return int32[DIGEST_WORDS], the digest of all bits of a microbatch, with its paths, dtypes and shapes.
+
+    Raises:
+        TypeError: a leaf consists of Python objects: there are only their addresses to compare.
+    """
+    digest = hashlib.blake2b(digest_size=4 * DIGEST_WORDS)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        array = np.asarray(leaf)
+        if array.dtype.hasobject:
+            raise TypeError(f"found Python objects at {jax.tree_util.keystr(path)}, expected an array")
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return np.frombuffer(digest.digest(), np.int32)
