@@ -83,7 +83,7 @@ class JobMonitor:
             return False
 
     def try_wait_event(self, trigger: Trigger, timeout_s: float) -> bool:
-        """Return whether an event of the trigger's kind and detail comes within `timeout_s` from now.
+        """Return whether the trigger's number of events of its kind and detail come within `timeout_s` from now.
 
         Raises:
             JobEnded: the job ended before.
@@ -91,7 +91,11 @@ class JobMonitor:
         self._job.poll_events()
         events = self._job.events.records
         known = len(events)
-        return self.try_wait(lambda: any(_matches(event, trigger) for event in events[known:]), timeout_s)
+
+        def have_come() -> bool:
+            return sum(_matches(event, trigger) for event in events[known:]) >= trigger.event_count
+
+        return self.try_wait(have_come, timeout_s)
 
     def read_ledger(self) -> list[LedgerEntry]:
         """Return the entries from before this call: of later ones those of other processes may still be missing."""

@@ -52,7 +52,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         step: so many steps are committed.
         after_steps: so many more steps are committed than at the end of the previous incident.
         after_s: so many seconds have passed.
-        event: an event of this kind (`events.EventKind`) is recorded, with the values of `detail` in its detail.
+        event: events of this kind (`events.EventKind`) are recorded, with the values of `detail` in their detail.
+        event_count: so many of them.
         failpoint: a worker reaches this failpoint, where the worker is held during the injection.
         host: the host whose worker is held there; default: the target's first.
     """
@@ -62,6 +63,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     after_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     event: str | None = None
     detail: dict[str, str] = {}
+    event_count: Annotated[int, Meta(ge=1, le=MAX_NUMBER)] = 1
     failpoint: FailPoint | None = None
     host: HostIndex | None = None
 
