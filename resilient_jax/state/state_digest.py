@@ -20,7 +20,12 @@ from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
 DIGEST_WORDS: Final = 2
 """int32 words of a digest."""
 NO_DIGEST: Final = (0,) * DIGEST_WORDS
-"""In place of the digest of a state that is not compared."""
+"""In place of the digest of what is not compared."""
+
+
+def make_no_digest() -> np.ndarray:
+    """Return int32[DIGEST_WORDS], `NO_DIGEST`."""
+    return np.array(NO_DIGEST, np.int32)
 
 
 def digest_state(state: FlatState) -> np.ndarray:
@@ -28,7 +33,7 @@ def digest_state(state: FlatState) -> np.ndarray:
     values = [leaf.value for leaf in state.leaves]
     is_donated = any(isinstance(value, jax.Array) and value.is_deleted() for value in values)
     if is_donated or not state.is_complete:
-        return np.array(NO_DIGEST, np.int32)
+        return make_no_digest()
     # All are dispatched before the first is read.
     found = [_mix_leaf()(_get_whole(leaf), np.uint32(_make_seed(leaf))) for leaf in state.leaves]
     lanes = np.array(jax.device_get(found), np.uint32).reshape(-1, DIGEST_WORDS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST
+from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
 from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
 
 NUM_DIGESTS = 2
@@ -31,13 +31,13 @@ class Claims:
 
     microbatches: np.ndarray
     has_limits: np.ndarray
-    state_digest: np.ndarray
-    data_digest: np.ndarray
+    state_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
+    data_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
 
     @classmethod
     def make_empty(cls, num_hosts: int, num_microbatches: int) -> "Claims":
         """Return the claims of hosts that have nothing and compare nothing."""
-        no_digests = np.tile(np.array(NO_DIGEST, np.int32), (num_hosts, 1))
+        no_digests = np.tile(make_no_digest(), (num_hosts, 1))
         return cls(
             microbatches=np.zeros((num_hosts, num_microbatches), np.int32),
             has_limits=np.zeros(num_hosts, bool),

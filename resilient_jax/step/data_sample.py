@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from resilient_jax.data.microbatch_rows import ALL_ROWS
-from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST
+from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
 from resilient_jax.step.batch_source import BatchSource
 
 STEPS_BACK: Final = 2
@@ -52,7 +52,7 @@ class DataSample:
             return digest_batch(data.get(self.step, self.index, ALL_ROWS))
         # No error of the sample's: who computes the microbatch reads it, too, and raises with the user's stack.
         except Exception:
-            return np.array(NO_DIGEST, np.int32)
+            return make_no_digest()
 
 
 def digest_batch(batch: Any) -> np.ndarray:  # noqa: ANN401 - a user's tree

@@ -27,7 +27,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.state.state_digest import NO_DIGEST
+from resilient_jax.state.state_digest import make_no_digest
 from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
 from resilient_jax.step.assignment import (
     AccumulationSpec,
@@ -305,33 +305,38 @@ class Reducer:
         )
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-        claims = Claims.make_empty(num_hosts, spec.num_microbatches)
         if is_first or is_compared:
-            sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
-            own_reads = (
-                sample.read(data) if is_compared and data is not None else np.array([NO_DIGEST], np.int32)
-            )
-            is_state_compared = (
-                is_compared and num_hosts > 1 and spec.step not in self._compared_steps.values()
-            )
-            claims = Claims(
+            own = Claims(
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
-                state_digest=self._hooks.digest_state()
-                if is_state_compared
-                else np.array(NO_DIGEST, np.int32),
-                data_digest=own_reads[0],
-            ).exchange(host, num_hosts, self.all_reduce)
+            )
+            claims = (
+                self._compare_hosts(own, spec, data)
+                if is_compared
+                else own.exchange(host, num_hosts, self.all_reduce)
+            )
             self._exchanged.add(spec.name)
-            if is_compared:
-                self._compared_steps[spec.name] = spec.step
-                self._hooks.compare_states(claims.state_digest)
-                self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else own_reads)
+        else:
+            claims = Claims.make_empty(num_hosts, spec.num_microbatches)
         # All hosts decide this from the same table, so a host whose
         # claim is refused drops it without being told to.
         accepted = accept_disjoint_claims(claims.microbatches)
         contributions.keep_accepted(accepted[host])
         return accepted > 0, claims.has_limits
+
+    def _compare_hosts(self, own: Claims, spec: AccumulationSpec, data: BatchSource | None) -> Claims:
+        """Return the claims of all hosts, which are exchanged with digests of their states and data."""
+        num_hosts = len(self._live.process_indexes)
+        sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
+        reads = sample.read(data) if data is not None else make_no_digest()[None]
+        own = dataclasses.replace(own, data_digest=reads[0])
+        if num_hosts > 1 and spec.step not in self._compared_steps.values():
+            own = dataclasses.replace(own, state_digest=self._hooks.digest_state())
+        claims = own.exchange(self._live.host_index, num_hosts, self.all_reduce)
+        self._compared_steps[spec.name] = spec.step
+        self._hooks.compare_states(claims.state_digest)
+        self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
+        return claims
 
     def _speeds(self) -> np.ndarray:
         if self._seconds is None:
