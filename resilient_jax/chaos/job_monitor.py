@@ -93,7 +93,7 @@ class JobMonitor:
         known = len(events)
 
         def have_come() -> bool:
-            return sum(_matches(event, trigger) for event in events[known:]) >= trigger.event_count
+            return sum(_matches(event, trigger) for event in events[known:]) >= (trigger.event_count or 1)
 
         return self.try_wait(have_come, timeout_s)
 

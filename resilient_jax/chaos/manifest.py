@@ -53,7 +53,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         after_steps: so many more steps are committed than at the end of the previous incident.
         after_s: so many seconds have passed.
         event: events of this kind (`events.EventKind`) are recorded, with the values of `detail` in their detail.
-        event_count: so many of them.
+        event_count: so many of them; default: one.
         failpoint: a worker reaches this failpoint, where the worker is held during the injection.
         host: the host whose worker is held there; default: the target's first.
     """
@@ -63,7 +63,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     after_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     event: str | None = None
     detail: dict[str, str] = {}
-    event_count: Annotated[int, Meta(ge=1, le=MAX_NUMBER)] = 1
+    event_count: Annotated[int, Meta(ge=1, le=MAX_NUMBER)] | None = None
     failpoint: FailPoint | None = None
     host: HostIndex | None = None
 
