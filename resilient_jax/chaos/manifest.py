@@ -202,6 +202,8 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
     if at == Trigger():
         found.append(("trigger", "an empty table", "one of step, after_steps, after_s, event, failpoint"))
+    if at.event_count is not None and at.event is None:
+        found.append(("trigger.event_count", str(at.event_count), "an event to count"))
     known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
     meant = [
         ("trigger.host", at.host),

@@ -44,6 +44,7 @@ REFUSED = {
         'event = "snapshot.begun"',
         "incidents[0].trigger.event",
     ),
+    "a count of no event": ("after_steps = 3", "event_count = 2", "incidents[0].trigger.event_count"),
     "a link without namespaces": (
         'kind = "stop", duration_s = 2.0',
         'kind = "partition", duration_s = 2.0',
