@@ -189,6 +189,14 @@ def _check(manifest: CampaignManifest, source: str) -> CampaignManifest:
     return manifest
 
 
+def _trigger_misfits(trigger: Trigger) -> list[tuple[str, str, str]]:
+    if trigger == Trigger():
+        return [("trigger", "an empty table", "one of step, after_steps, after_s, event, failpoint")]
+    if trigger.event_count is not None and trigger.event is None:
+        return [("trigger.event_count", str(trigger.event_count), "an event to count")]
+    return []
+
+
 def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     """Return key, found and expected for each rule that the incident breaks."""
     found: list[tuple[str, str, str]] = []
@@ -200,10 +208,7 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     ]
     names.append(("fault.until_event", getattr(fault, "until_event", None)))
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
-    if at == Trigger():
-        found.append(("trigger", "an empty table", "one of step, after_steps, after_s, event, failpoint"))
-    if at.event_count is not None and at.event is None:
-        found.append(("trigger.event_count", str(at.event_count), "an event to count"))
+    found += _trigger_misfits(at)
     known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
     meant = [
         ("trigger.host", at.host),
