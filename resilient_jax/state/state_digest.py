@@ -24,7 +24,7 @@ NO_DIGEST: Final = (0,) * DIGEST_WORDS
 
 
 def make_no_digest() -> np.ndarray:
-    """Return int32[DIGEST_WORDS], `NO_DIGEST`."""
+    """Return `NO_DIGEST` as an array, int32[DIGEST_WORDS]."""
     return np.array(NO_DIGEST, np.int32)
 
 

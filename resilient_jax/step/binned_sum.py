@@ -136,7 +136,7 @@ def add_binned(total: BinnedSum, x: jax.Array) -> BinnedSum:
     grid = total.format
     x = x.astype(grid.float_dtype)
     top = jnp.maximum(total.top, grid.find_bin(x).astype(jnp.int8))
-    # Else XLA computes the bin again for every slot: on a CPU core the whole would take twice as long.
+    # Else XLA computes the bin again for every slot: on a CPU core all of it would take twice as long.
     top = jax.lax.optimization_barrier(top).astype(jnp.int32)
     raised = total.raise_top(top)
     # Multiplying by powers of 2 and taking off the part that was rounded are exact: only the last slice is rounded off.

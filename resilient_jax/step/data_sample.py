@@ -50,7 +50,7 @@ class DataSample:
     def _read_once(self, data: BatchSource) -> np.ndarray:
         try:
             return digest_batch(data.get(self.step, self.index, ALL_ROWS))
-        # No error of the sample's: who computes the microbatch reads it, too, and raises with the user's stack.
+        # The host that computes the microbatch reads it, too, and raises the error with the user's stack.
         except Exception:
             return make_no_digest()
 

@@ -123,7 +123,8 @@ class Reducer:
         self._exchanged: set[str] = set()
         """The accumulations of which the hosts have exchanged their claims in this generation."""
         self._compared_steps: dict[str, int] = {}
-        """The last step in which the hosts have compared their data, by accumulation; at its first one also states."""
+        """By accumulation, the last step in which the hosts have compared its data. The first accumulation of such a
+        step compares their states, too."""
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
         self._seconds: np.ndarray | None = None
