@@ -162,8 +162,12 @@ class EventKind(enum.StrEnum):
     WORLD_LEFT = "world.left"
     """A worker has left its JAX world. Detail: `seconds`, and what references of the script kept alive:
     `leaked_backends`, `leaked_clients`."""
+    SEAT_TAKEN = "seat.taken"
+    """A worker has connected to a spare seat of the world in which others train. Detail: `seconds`."""
+    SEAT_NOT_TAKEN = "seat.not_taken"
+    """A worker could not connect to its seat, and joins by a re-form. Detail: `error`."""
     WORLD_FORMED = "world.formed"
-    """A worker has entered the world of a generation. Detail: `change` (`shrink` or `reform`), `hosts` (their
+    """A worker has entered the world of a generation. Detail: `change` (`shrink`, `grow` or `reform`), `hosts` (their
     number), `seconds`."""
     STEP_COMMITTED = "step.committed"
     """A worker committed the first step of a generation."""

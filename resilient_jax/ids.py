@@ -9,10 +9,13 @@ GenerationNumber = NewType("GenerationNumber", int)
 """The number of an agreed membership. Only grows; never given out twice in a job."""
 
 WorldId = NewType("WorldId", int)
-"""One coordination service's lifetime. A shrink keeps the world, a re-form opens a new one."""
+"""One coordination service's lifetime. Shrinking and growing in place keep the world, a re-form opens a new one."""
+
+Seat = NewType("Seat", int)
+"""A place in a world, taken once: the id under which a worker registers with the world's coordination service."""
 
 ProcessIndex = NewType("ProcessIndex", int)
-"""A worker's place in its world, dense from 0; JAX calls it the process id."""
+"""A worker's index among the members of a generation, dense from 0: what `jax.process_index()` returns."""
 
 Incarnation = NewType("Incarnation", int)
 """Grows with each start of one host's worker, so that a restarted worker is never taken for its predecessor."""

@@ -81,7 +81,7 @@ def print_report(console: Console, report: JobReport) -> None:
         notes += ["stopped"] if worker and worker.is_unresponsive else []
         table.add_row(
             host.host,
-            str(member.process_index) if member else "-",
+            str(generation.members.index(member)) if generation and member else "-",
             str(worker.report.state) if worker else "-",
             str(worker.incarnation) if worker else "-",
             str(worker.pid) if worker else "-",

@@ -34,3 +34,8 @@ class AgentSettings:
     run_directory: Path | None
     failure_domain: str = ""
     show_all_output: bool = False
+
+    @property
+    def has_cpu_workers(self) -> bool:
+        """Whether workers train on CPU for sure, where a world may have spare seats."""
+        return self.environment.get("JAX_PLATFORMS") == "cpu"

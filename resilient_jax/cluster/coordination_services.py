@@ -52,13 +52,19 @@ class CoordinationServices:
         if self._standby is None:
             self._standby = asyncio.get_running_loop().create_task(_start_standby_process())
 
-    def start(self, world: WorldId, num_processes: int) -> None:
-        """Start a service for `world` with `num_processes`, in the background. Idempotent."""
+    def start(self, world: WorldId, num_processes: int, num_seats: int) -> None:
+        """Start a service for a world that `num_processes` form, in the background. Idempotent.
+
+        Args:
+            world: its number.
+            num_processes: that form it.
+            num_seats: of it, spare ones included.
+        """
         wanted = (world, num_processes)
         if wanted in self._starting or any((s.world, s.num_processes) == wanted for s in self._children):
             return
         self._starting.add(wanted)
-        self._spawn(self._serve(world, num_processes))
+        self._spawn(self._serve(world, num_processes, num_seats))
 
     def stop_older(self, world: WorldId) -> None:
         """End the services of worlds older than `world`."""
@@ -79,10 +85,10 @@ class CoordinationServices:
         for child in list(self._children.values()):
             await child.kill_and_wait()
 
-    async def _serve(self, world: WorldId, num_processes: int) -> None:
+    async def _serve(self, world: WorldId, num_processes: int, num_seats: int) -> None:
         try:
             for _ in range(MAX_PORT_TRIES):
-                if await self._try_to_serve(world, num_processes):
+                if await self._try_to_serve(world, num_processes, num_seats):
                     return
             raise InternalError(f"no free port for a coordination service on {self._host_address}")
         except (InternalError, OSError, TimeoutError) as error:
@@ -97,7 +103,7 @@ class CoordinationServices:
             self._on_change()
             self.start_standby()
 
-    async def _try_to_serve(self, world: WorldId, num_processes: int) -> bool:
+    async def _try_to_serve(self, world: WorldId, num_processes: int, num_seats: int) -> bool:
         """Take the standby into service; return False if its port was taken."""
         self.start_standby()
         assert self._standby is not None, "just warmed up"
@@ -107,13 +113,17 @@ class CoordinationServices:
         is_serving = False
         try:
             address = f"{self._host_address}:{_free_port(self._host_address)}"
-            is_serving = await standby.serve(address, num_processes)
+            is_serving = await standby.serve(address, num_processes, num_seats)
         finally:
             if not is_serving:
                 await standby.child.kill_and_wait()
         if is_serving:
             status = CoordinationServiceStatus(
-                world=world, num_processes=num_processes, address=address, pid=standby.child.pid
+                world=world,
+                num_processes=num_processes,
+                num_seats=num_seats,
+                address=address,
+                pid=standby.child.pid,
             )
             self._children[status] = standby.child
             self._log.record(
@@ -141,11 +151,11 @@ class _Standby:
         self.child = child
         self._lines = lines
 
-    async def serve(self, address: str, num_processes: int) -> bool:
+    async def serve(self, address: str, num_processes: int, num_seats: int) -> bool:
         """Take the process into service; return False if the port is taken."""
         assert self.child.process.stdin is not None, "started with a pipe"
         try:
-            self.child.process.stdin.write(f"{address} {num_processes}\n".encode())
+            self.child.process.stdin.write(f"{address} {num_processes} {num_seats}\n".encode())
             self.child.process.stdin.flush()
         except OSError:
             return False

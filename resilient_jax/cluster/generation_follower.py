@@ -12,9 +12,9 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Revision
-from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, WorkerState, WorldChange
+from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, WorkerState, is_busy
 from resilient_jax.protocol.store_keys import make_generation_key
-from resilient_jax.protocol.worker_messages import FormWorld, Pause, Quiesce, RunToBoundary
+from resilient_jax.protocol.worker_messages import FormWorld, Pause, Quiesce, RunToBoundary, TakeSeat
 from resilient_jax.store.interface import PutEvent
 
 RELAY_GRACE_S = 2.0
@@ -112,7 +112,11 @@ class GenerationFollower:
         # A worker that was started since has nothing of what made its predecessor a member.
         seated = member is not None and worker is not None and member.incarnation == worker.incarnation
         if worker is None or not seated or generation.number == self._void_generation:
-            await self._obey_as_outsider(generation)
+            newcomer = generation.find_newcomer(self._context.settings.host)
+            if worker is None or newcomer is None or newcomer.incarnation != worker.incarnation:
+                await self._obey_as_outsider(generation)
+            else:
+                await self._obey_as_newcomer(generation, worker)
             return
         match generation.phase:
             case GenerationPhase.QUIESCE:
@@ -133,6 +137,20 @@ class GenerationFollower:
                 # Only now, when all members are in the new world: until then some may still be leaving the old one.
                 self._services.stop_older(generation.world)
 
+    async def _obey_as_newcomer(self, generation: Generation, worker: WorkerProcess) -> None:
+        """Have the worker take the seat that it was given; one that has it waits while the members change."""
+        if generation.phase is GenerationPhase.ACTIVE and not self._is_leaving():
+            relay = await self._relay_to(generation)
+            worker.send_order(
+                TakeSeat(generation=generation, host=self._context.settings.host, relay_address=relay)
+            )
+        elif worker.report.state is WorkerState.RUNNING or self._is_leaving():
+            # It trained in an earlier generation, from which it was left out.
+            await self._obey_as_outsider(generation)
+        elif worker.report.state is WorkerState.IDLE:
+            # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
+            worker.send_order(Quiesce(generation=generation.number, reason="not a member yet"))
+
     async def _obey_as_outsider(self, generation: Generation) -> None:
         """Keep the worker of a host that is no member from training; it may ask to join."""
         if self._is_leaving() and generation.phase in (
@@ -151,13 +169,12 @@ class GenerationFollower:
             return
         # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
         worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))
-        running = worker.report.state is WorkerState.RUNNING
-        if running and (self._killing is None or self._killing.done()):
+        if is_busy(worker.report.state) and (self._killing is None or self._killing.done()):
             self._killing = asyncio.create_task(self._kill_unless_idle(worker))
 
     async def _kill_unless_idle(self, worker: WorkerProcess) -> None:
         deadline_s = self._context.clock.monotonic_s() + self._context.settings.config.quiesce_timeout_s
-        while worker.report.state is WorkerState.RUNNING and worker.child.exit_code is None:
+        while is_busy(worker.report.state) and worker.child.exit_code is None:
             if self._context.clock.monotonic_s() > deadline_s and not worker.report.is_compiling:
                 # Only the worker that was waited for: its successor has done nothing wrong.
                 if worker is self._supervisor.worker:
@@ -166,9 +183,6 @@ class GenerationFollower:
             await asyncio.sleep(0.1)
 
     async def _relay_to(self, generation: Generation) -> str:
-        # In place the worker stays connected to the service, through the relay that it has.
-        if generation.change is WorldChange.SHRINK and self._relay is not None:
-            return self._relay.address
         if self._relay is None or self._relay.service != generation.service_address:
             old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._context.settings.address)

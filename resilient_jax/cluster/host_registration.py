@@ -157,6 +157,7 @@ def _make_leader(context: AgentContext, services: CoordinationServices) -> Leade
             forming_timeout_s=config.forming_timeout_s,
             max_collective_retries=config.max_collective_retries,
             state_loss_policy=StateLossPolicy(config.state_loss_policy),
+            spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
         ),
         services=services,
         log=context.log,

@@ -190,7 +190,7 @@ class _Term:
 
     async def _execute(self, command: MembershipCommand) -> None:
         if isinstance(command, StartCoordinationService):
-            self._leader._services.start(command.world, command.num_processes)
+            self._leader._services.start(command.world, command.num_processes, command.num_seats)
             return
         assert isinstance(command, PublishGeneration), "the machine has two commands"
         await self._publish(command.generation)

@@ -11,7 +11,8 @@ The rules, from which the code below follows:
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
    left. A member that is not idle within the timeout is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
-   unplanned change is decided joins in the same change.
+   unplanned change is decided joins in the same change. While others train a host is given a spare seat of their world,
+   and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
 6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
    hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
    that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
@@ -30,6 +31,7 @@ import msgspec
 from resilient_jax.cluster.membership_state import (
     Disruption,
     MembershipState,
+    awaits_seat,
     awaits_snapshot_report,
     find_disruption,
     find_newest_step,
@@ -38,6 +40,7 @@ from resilient_jax.cluster.membership_state import (
     find_user_error,
     find_worker,
     has_service,
+    has_taken_seat,
     have_all_finished_step,
     is_draining,
     is_idle,
@@ -57,8 +60,10 @@ from resilient_jax.cluster.state_loss import (
 from resilient_jax.cluster.world_formation import (
     StartCoordinationService,
     StateOrigin,
+    can_change_in_place,
     find_state_origin,
     form_next_generation,
+    give_seats,
 )
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
@@ -99,6 +104,8 @@ class MembershipConfig:
     progress_interval_s: float = 10.0
     """Greatest age of the record of progress that is left if all hosts die at once."""
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
+    spare_seats: int = 0
+    """Of each new world."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -317,7 +324,10 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
         # periodically, so that the next leader can report how many steps are lost.
         return msgspec.structs.replace(generation, progress=progress)
-    reason = _find_reason_to_change(state)
+    joiners = list_joiners(state)
+    if joiners and has_service(state) and (given := give_seats(state, joiners)) is not None:
+        return given
+    reason = _find_reason_to_change(state, joiners)
     if reason is None:
         return None
     return msgspec.structs.replace(
@@ -329,12 +339,12 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     )
 
 
-def _find_reason_to_change(state: MembershipState) -> str | None:
+def _find_reason_to_change(state: MembershipState, joiners: list[HostStatus]) -> str | None:
     """Return why to change members between two steps; None if there is no reason."""
     leaving = [m.host for m in state.generation.members if is_draining(state, m.host)]
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
-    joining = [status.host for status in list_joiners(state)]
+    joining = [status.host for status in joiners if not awaits_seat(state.generation, status)]
     if joining:
         return f"{join_names(joining)} asked to join"
     if not has_service(state):
@@ -359,8 +369,8 @@ def _settle(
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
         return None
-    joiners = list_joiners(state)
     kept = [state.hosts[m.host] for m in generation.members if not is_draining(state, m.host)]
+    joiners = _choose_joiners(state, kept, config)
     if not kept and joiners:
         # All members must leave: they stay for one more generation, from which the joiners fetch.
         kept = [state.hosts[m.host] for m in generation.members]
@@ -393,7 +403,23 @@ def _settle(
     waiting = _decide_to_wait(kept, joiners, waited_s, origin, generation, config)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
-    return form_next_generation(state, kept, joiners, origin, lost)
+    return form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
+
+
+def _choose_joiners(
+    state: MembershipState, kept: list[HostStatus], config: MembershipConfig
+) -> list[HostStatus]:
+    """Return the hosts that join now: only those that have a seat, if the others can go on in place with them."""
+    joiners = list_joiners(state)
+    seated = [status for status in joiners if has_taken_seat(state.generation, status)]
+    if (
+        can_change_in_place(state, kept, seated)
+        and len(kept) + len(seated) >= config.min_hosts
+        # Else a host without a seat may have the state.
+        and find_state_origin(state, kept, seated).exists
+    ):
+        return seated
+    return joiners
 
 
 class _Wait:

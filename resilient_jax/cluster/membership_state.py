@@ -14,6 +14,7 @@ from resilient_jax.protocol.records import (
     JobOutcome,
     JobOutcomeKind,
     Member,
+    SeatId,
     WorkerFailureKind,
     WorkerState,
     WorkerStatus,
@@ -47,7 +48,7 @@ def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
 
 
 def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
-    """Return the members' live workers, in order of process index."""
+    """Return the members' live workers, in order of their seats."""
     return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
 
 
@@ -66,8 +67,32 @@ def is_draining(state: MembershipState, host: HostName) -> bool:
     return host in state.hosts and state.hosts[host].is_draining
 
 
+def find_seat(generation: Generation, status: HostStatus) -> Member | None:
+    """Return the seat that a host's worker was given while others train; None if it was given none."""
+    newcomer = generation.find_newcomer(status.host)
+    if newcomer is None or status.worker is None or newcomer.incarnation != status.worker.incarnation:
+        return None
+    return newcomer
+
+
+def has_taken_seat(generation: Generation, status: HostStatus) -> bool:
+    """Return whether a worker is connected to the world through the seat that it was given."""
+    worker = status.worker
+    if worker is None or find_seat(generation, status) is None or awaits_seat(generation, status):
+        return False
+    return worker.report.world == generation.world
+
+
+def awaits_seat(generation: Generation, status: HostStatus) -> bool:
+    """Return whether a worker was given a seat that it has not tried to take yet."""
+    newcomer = find_seat(generation, status)
+    if newcomer is None or status.worker is None:
+        return False
+    return status.worker.report.seat != SeatId(generation.world, newcomer.seat)
+
+
 def list_joiners(state: MembershipState) -> list[HostStatus]:
-    """Return the hosts whose worker is ready and not a member, by name."""
+    """Return the hosts whose worker is idle and not a member, by name."""
     seated = {(m.host, m.incarnation) for m in list_survivors(state)}
     return [
         status

@@ -1,12 +1,20 @@
-"""The next world, from the hosts that resume: their state, their process indexes, in place or by a re-form. Pure."""
+"""The next world, from the hosts that resume: their state, their seats, in place or by a re-form. Pure."""
 
 import dataclasses
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import MembershipState, find_snapshot, has_service, list_services
+from resilient_jax.cluster.membership_state import (
+    MembershipState,
+    find_seat,
+    find_snapshot,
+    find_worker,
+    has_service,
+    has_taken_seat,
+    list_services,
+)
 from resilient_jax.cluster.state_loss import explain_state_loss
-from resilient_jax.ids import HostName, ProcessIndex, WorldId
+from resilient_jax.ids import HostName, Seat, WorldId
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -25,6 +33,7 @@ class StartCoordinationService:
 
     world: WorldId
     num_processes: int
+    num_seats: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +91,7 @@ def form_next_generation(
     joiners: list[HostStatus],
     origin: StateOrigin,
     state_loss: StateLoss | None,
+    spare_seats: int,
 ) -> Generation | StartCoordinationService:
     """Build the next generation.
 
@@ -91,30 +101,46 @@ def form_next_generation(
         joiners: hosts that join.
         origin: of the state.
         state_loss: of the job's state, if it was just found out.
+        spare_seats: of a new world.
 
     Returns:
         The generation, or the service that must run before it.
     """
     generation = state.generation
-    in_place = _can_shrink_in_place(state, kept, joiners)
-    # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later world.
-    world = generation.world if in_place else WorldId(generation.number)
-    members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
-    address = generation.service_address if in_place else _address_for(state, world, len(members))
-    if address is None:
-        return StartCoordinationService(world, len(members))
+    if can_change_in_place(state, kept, joiners):
+        change = WorldChange.GROW if joiners else WorldChange.SHRINK
+        built = msgspec.structs.replace(
+            generation, change=change, members=_keep_seats(generation, kept, joiners)
+        )
+        built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
+    else:
+        # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later
+        # world.
+        world = WorldId(generation.number)
+        members = _assign_seats(generation, kept, joiners)
+        # A host alone has a world without a network between its devices, and so without others.
+        num_seats = len(members) + spare_seats if len(members) > 1 else 1
+        address = _find_address(state, world, len(members))
+        if address is None:
+            return StartCoordinationService(world, len(members), num_seats)
+        built = msgspec.structs.replace(
+            generation,
+            change=WorldChange.REFORM,
+            world=world,
+            num_seats=num_seats,
+            next_seat=Seat(len(members)),
+            members=members,
+            newcomers=(),
+            service_address=address,
+        )
     held = {source.host for source in origin.sources}
     return msgspec.structs.replace(
-        generation,
+        built,
         phase=GenerationPhase.FORM,
-        change=WorldChange.SHRINK if in_place else WorldChange.REFORM,
-        world=world,
-        members=members,
-        service_address=address,
         step=origin.step,
         sources=origin.sources,
         # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
-        receivers=tuple(m.host for m in members if m.host not in held) if held else (),
+        receivers=tuple(m.host for m in built.members if m.host not in held) if held else (),
         snapshot=origin.snapshot,
         state_loss=None
         if origin.exists
@@ -128,53 +154,95 @@ def form_next_generation(
     )
 
 
-def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
+def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation | None:
+    """Return the present generation with a spare seat for each worker that waits for one; None if none does.
+
+    A worker has one try: if it cannot take its seat, it joins by a re-form.
+    """
+    generation = state.generation
+    waiting = [
+        status.worker
+        for status in joiners
+        if status.worker is not None and find_seat(generation, status) is None
+    ]
+    if not waiting or len(waiting) > generation.num_seats - generation.next_seat:
+        return None
+    hosts = {worker.incarnation: status.host for status in joiners if (worker := status.worker) is not None}
+    given = tuple(
+        Member(
+            host=hosts[worker.incarnation],
+            incarnation=worker.incarnation,
+            seat=Seat(seat),
+            endpoint=worker.report.endpoint,
+        )
+        for seat, worker in enumerate(waiting, generation.next_seat)
+    )
+    return msgspec.structs.replace(
+        generation,
+        next_seat=Seat(generation.next_seat + len(given)),
+        newcomers=(*_list_waiting(state, generation), *given),
+    )
+
+
+def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Member, ...]:
+    """Return the newcomers that may still join: their worker lives, and is no member."""
+    return tuple(
+        newcomer
+        for newcomer in generation.newcomers
+        if find_worker(state, newcomer) is not None and newcomer not in generation.members
+    )
+
+
+def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
     """Return whether all are in the world already and its service runs (new cliques need it).
 
     After a failure that no death explains, a new world is more likely to work; and the last host resumes in a world of
     its own, where its devices need no network between them.
     """
     generation = state.generation
-    if len(kept) < 2 or joiners or generation.attempts > 0:
+    if len(kept) < 2 or generation.attempts > 0:
         return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
-    return connected and generation.world > 0 and has_service(state)
+    has_seats = all(has_taken_seat(generation, status) for status in joiners)
+    return connected and has_seats and generation.world > 0 and has_service(state)
 
 
-def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
+def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | None:
     """Return the address of a service for this many members: it admits exactly as many as it was started for."""
     return next((s.address for s in list_services(state, world) if s.num_processes == nodes), None)
 
 
-def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member, ...]:
+def _keep_seats(
+    generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
+) -> tuple[Member, ...]:
     names = {status.host for status in kept}
-    return tuple(m for m in generation.members if m.host in names)
+    stay = tuple(m for m in generation.members if m.host in names)
+    come = (find_seat(generation, status) for status in joiners)
+    return tuple(sorted((*stay, *(m for m in come if m is not None)), key=lambda m: m.seat))
 
 
 def _assign_seats(
     generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> tuple[Member, ...]:
-    """Return members with dense process indexes; a host keeps its index if possible, because compiled programs
-    depend on it.
-    """
+    """Return members with dense seats; a host keeps its seat if possible, because compiled programs depend on it."""
     count = len(kept) + len(joiners)
     seats: dict[HostName, int] = {}
     for status in kept:
         member = generation.find_member(status.host)
-        # Indexes are dense: one beyond the new number of members cannot be kept.
-        if member is not None and member.process_index < count:
-            seats[status.host] = member.process_index
+        # Seats are dense: one beyond the new number of members cannot be kept.
+        if member is not None and member.seat < count:
+            seats[status.host] = member.seat
     free = iter(sorted(set(range(count)) - set(seats.values())))
     members: list[Member] = []
     for status in (*kept, *joiners):
         assert status.worker is not None, "only hosts with a worker are kept or join"
-        index = seats[status.host] if status.host in seats else next(free)
+        seat = seats[status.host] if status.host in seats else next(free)
         members.append(
             Member(
                 host=status.host,
                 incarnation=status.worker.incarnation,
-                process_index=ProcessIndex(index),
+                seat=Seat(seat),
                 endpoint=status.worker.report.endpoint,
             )
         )
-    return tuple(sorted(members, key=lambda m: m.process_index))
+    return tuple(sorted(members, key=lambda m: m.seat))

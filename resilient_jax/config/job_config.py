@@ -66,6 +66,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     min_hosts: Count = 1
     """Hosts below which the job does not train, but waits for others to join."""
 
+    spare_seats: Annotated[int, Meta(ge=0, le=4096)] = 32
+    """How many workers may join a world while its members train, between two re-forms: a worker that comes back takes
+    such a seat, and the others keep their processes, arrays and programs. Each costs 1 MiB on the leader's host while
+    the world is formed. On CPU only."""
+
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     """New generations at one step after failed collectives in which no host died; then the error is taken for the
     user's own and ends the job."""

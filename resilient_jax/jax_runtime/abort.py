@@ -1,11 +1,12 @@
 """Turns a hang on a connection into an exception, from another thread. Imports no jax."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from resilient_jax.jax_runtime.gloo import (
     DuplicateSocket,
     Endpoint,
+    GlooConnection,
     GlooSockets,
     find_local_endpoint,
     find_remote_endpoint,
@@ -20,19 +21,21 @@ def abort_collectives(gloo: GlooSockets) -> int:
     For the guard thread: JAX does not hold the interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
     until the main thread has unwound, because a collective that begins after the first call opens or finds
     other connections. Listeners are not touched (gloo terminates the process when one fails), nor is any
-    socket that is not gloo's. Afterwards the cliques of this world are broken permanently; arrays and
+    socket that is not gloo's. Afterwards the cliques of these connections are broken permanently; arrays and
     compiled programs stay valid.
 
     Returns:
         The number of connections that were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
     """
 
-    def is_gloos(here: Endpoint | None, there: Endpoint | None) -> bool:
-        if (here, there) in gloo.local_clique:
-            return False
-        return here in gloo.own_listeners or there in gloo.own_listeners | gloo.peer_listeners
+    return _shut_connections(
+        lambda here, there: gloo.includes(here, there) and (here, there) not in gloo.spared
+    )
 
-    return _shut_connections(is_gloos)
+
+def shut_connections(connections: Collection[GlooConnection]) -> int:
+    """Shut these connections, of cliques that nobody uses; return how many there were."""
+    return _shut_connections(lambda here, there: (here, there) in connections) if connections else 0
 
 
 def shut_connections_to(endpoint: Endpoint) -> int:

@@ -23,11 +23,14 @@ import logging
 import math
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final
 
+from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import shut_connections_to
 from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient
+from resilient_jax.jax_runtime.local_topology import DEVICE_IDS_PER_PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class CliqueInterrupter:
 
     Attributes:
         is_detached: whether the service was found dead: this world forms no clique any more.
+        is_current: whether a clique of these seats may be waited for; others are complete, or given up.
     """
 
     def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
@@ -71,6 +75,7 @@ class CliqueInterrupter:
         self._last_s = -math.inf
         self.is_detached = False
         self._called: set[int] = set()
+        self.is_current: Callable[[frozenset[Seat]], bool] = lambda _: True
 
     def interrupt(self, now_s: float) -> int:
         """End the waits of this process for cliques that are being formed.
@@ -92,7 +97,11 @@ class CliqueInterrupter:
             self._client.shutdown()  # 0.5 ms, measured with a stopped service
         if self.is_detached:
             return shut_connections_to(self._service)
-        published = _published(self._client)
+        published = {
+            clique: by_rank
+            for clique, by_rank in _published(self._client).items()
+            if self.is_current(_find_seats(clique))
+        }
         released = sum(_try_publish(self._client, key) for key in find_missing_keys(published))
         if since_s >= HANG_UP_DELAY_S:
             released += self._hang_up(published)
@@ -156,6 +165,10 @@ def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
         return (host, port), tuple(number for (number,) in _WORD.iter_unpack(numbers))
     except (struct.error, ValueError, OverflowError):
         return None
+
+
+def _find_seats(clique: str) -> frozenset[Seat]:
+    return frozenset(Seat(int(device) // DEVICE_IDS_PER_PROCESS) for device in clique.split(","))
 
 
 def _published(client: RuntimeClient) -> Published:

@@ -1,8 +1,11 @@
 """The coordination service of one world, as a process of its own: it survives every worker.
 
 Protocol, in lines: it prints `ready` once jaxlib is loaded (0.4 s; so one is kept warm), reads
-`<bind address> <nodes>` from stdin, prints `serving <address>` or `failed <reason>`, and ends when stdin
+`<bind address> <members> <seats>` from stdin, prints `serving <address>` or `failed <reason>`, and ends when stdin
 does. Port 0 takes a free port. It also dies with its parent (PR_SET_PDEATHSIG).
+
+A world has seats 0 to `seats` - 1. The first `members` of them are taken by the processes that form it, each other
+one by a process that comes later (see `spare_seats`).
 
 Run: python -m resilient_jax.jax_runtime.coordination_service
 """
@@ -15,6 +18,7 @@ import sys
 from typing import Final
 
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeService, jaxlib_runtime
+from resilient_jax.jax_runtime.spare_seats import SpareSeats
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
 """A day: JAX's own failure detector kills every client when it fires, so the agents' detector decides instead."""
@@ -30,12 +34,13 @@ def main() -> None:
     if not order.strip():
         os._exit(0)
     try:
-        address, nodes = _parse(order)
+        address, num_members, num_seats = _parse(order)
         address = _free_address(address)
-        service = _start(address, nodes)
+        service = _start(address, num_seats)
     except (ValueError, OSError, RuntimeError) as error:
         _print_line(f"failed {' '.join(str(error).split())}")
         os._exit(1)
+    SpareSeats(address, range(num_members, num_seats)).register()
     _print_line(f"serving {address}")
     while sys.stdin.readline():
         pass
@@ -44,11 +49,19 @@ def main() -> None:
     os._exit(0)
 
 
-def _parse(order: str) -> tuple[str, int]:
+def _parse(order: str) -> tuple[str, int, int]:
     words = order.split()
-    if len(words) != 2 or not words[1].isdigit() or int(words[1]) < 1 or ":" not in words[0]:
-        raise ValueError(f"found {order.strip()!r}, expected '<host:port> <nodes>' with at least one node")
-    return words[0], int(words[1])
+    if (
+        len(words) != 3
+        or ":" not in words[0]
+        or not (words[1].isdigit() and words[2].isdigit())
+        or not 1 <= int(words[1]) <= int(words[2])
+    ):
+        raise ValueError(
+            f"found {order.strip()!r}, expected '<host:port> <members> <seats>' with at least one member, and a seat "
+            "for each"
+        )
+    return words[0], int(words[1]), int(words[2])
 
 
 def _free_address(address: str) -> str:
@@ -69,10 +82,10 @@ def _free_address(address: str) -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
-def _start(address: str, nodes: int) -> RuntimeService:
+def _start(address: str, num_seats: int) -> RuntimeService:
     return jaxlib_runtime.get_distributed_runtime_service(
         address,
-        nodes,
+        num_seats,
         heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         recoverable=True,

@@ -24,6 +24,7 @@ from jax._src import distributed as jax_distributed
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient_jax.errors import InternalError
+from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import world_forming as formings
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.backend_gate import BackendGate
@@ -33,13 +34,18 @@ from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets, find_listening
 from resilient_jax.jax_runtime.jaxlib_types import (
     Backend,
     Collectives,
-    Device,
     JaxRuntimeError,
     RuntimeClient,
     jaxlib_runtime,
 )
+from resilient_jax.jax_runtime.live_processes import set_members
 from resilient_jax.jax_runtime.trace_cache import clear_traces, keep_traces
-from resilient_jax.jax_runtime.world_forming import FormingAttempt, FormingStage
+from resilient_jax.jax_runtime.world_forming import (
+    FormingAttempt,
+    FormingStage,
+    WorldSeat,
+    make_listener_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +66,8 @@ _clients: list[Callable[[], object]] = []
 class WorldConnection:
     """This process's place in a world. Holds no device, so that it can outlive the backend."""
 
-    address: str
-    process_index: int
-    process_count: int
+    place: WorldSeat
     gloo: GlooSockets
-
-    @property
-    def devices(self) -> list[Device]:
-        """All devices of the world, those of dead processes included."""
-        return jax.devices()
-
-    @property
-    def local_devices(self) -> list[Device]:
-        """The devices of this process."""
-        return jax.local_devices()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +88,11 @@ def close_backend_gate() -> None:
     _gate.close()
 
 
-def connect(
-    address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
-) -> WorldConnection:
-    """Join the world whose coordination service is reached at `address`; JAX then sees its devices.
+def connect(place: WorldSeat, *, timeout_s: float, bind_host: str | None) -> WorldConnection:
+    """Join the world whose coordination service is reached at `place.address`; JAX then sees its devices.
 
     Args:
-        address: host and port of the service, or of the relay in front of it.
-        process_index: this process's index in the world.
-        process_count: the size of the world; the service was started with the same number.
+        place: what to join, and as what.
         timeout_s: after which the attempt fails.
         bind_host: the address of this host that gloo binds; None takes what the host name resolves to.
 
@@ -120,7 +110,7 @@ def connect(
         )
     if not _gate.is_installed:
         _gate.install()
-    attempt = FormingAttempt(address, process_index, process_count, time.monotonic() + timeout_s)
+    attempt = FormingAttempt(place, time.monotonic() + timeout_s)
     # Before its thread starts: an interruption from now on must find the attempt.
     formings.set_current_wait(attempt)
     found: list[WorldConnection] = []
@@ -145,13 +135,38 @@ def connect(
         raise
     (connection,) = found
     client = jax_distributed.global_state.client
-    host, _, port = attempt.address.rpartition(":")
+    host, _, port = place.address.rpartition(":")
     # The attempt is over: from now on what the guard has to end are waits for cliques.
     formings.set_current_wait(
         CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key)
     )
+    if place.members:
+        set_members(place.members)
     jax.devices()  # so that other platforms, too, are there when we return
     return connection
+
+
+def find_peer_listeners(members: Sequence[Seat], own: Seat, timeout_s: float) -> frozenset[Endpoint]:
+    """Return where gloo listens on the other members of the present world, some of which may have joined later.
+
+    Raises:
+        FormingFailed: a member has not published it, or the service does not answer.
+    """
+    client: RuntimeClient = jax_distributed.global_state.client
+    try:
+        return frozenset().union(
+            *(
+                _parse_listeners(
+                    client.blocking_key_value_get(make_listener_key(seat), int(timeout_s * 1000))
+                )
+                for seat in members
+                if seat != own
+            )
+        )
+    except JaxRuntimeError as error:
+        raise FormingFailed(
+            f"seat {own}: where its peers listen cannot be read from the coordination service: {error}"
+        ) from None
 
 
 def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCounts:
@@ -217,6 +232,7 @@ def _forget() -> None:
     state = jax_distributed.global_state
     state.client = None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    set_members(None)
 
 
 def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
@@ -232,7 +248,7 @@ def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
 
 def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
     client, reference = formings.new_client(
-        attempt.address, attempt.process_index, math.ceil(attempt.remaining_s())
+        attempt.place.address, attempt.place.seat, math.ceil(attempt.remaining_s())
     )
     with attempt.lock:
         attempt.raise_if_interrupted()
@@ -241,25 +257,19 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     attempt.enter_stage(FormingStage.EXCHANGING_TOPOLOGY)
     # A single process uses XLA's own in-process collectives: no peer can die in them, and gloo between the devices of
     # one process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
-    is_alone = attempt.process_count == 1
+    is_alone = attempt.place.is_alone
     collectives, own = (None, frozenset()) if is_alone else _make_collectives(client, bind_host)
     client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
     # After publishing our own, or all processes would wait for each other.
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
+    gloo = GlooSockets(own_listeners=own, peer_listeners=peers)
     # All under one lock: an interruption either comes before and nothing is installed, or is too late and all of it is.
     with attempt.lock:
         attempt.raise_if_interrupted()
         _install(attempt, client, backend)
         _clients.append(reference)
-        found.append(
-            WorldConnection(
-                address=attempt.address,
-                process_index=attempt.process_index,
-                process_count=attempt.process_count,
-                gloo=GlooSockets(own_listeners=own, peer_listeners=peers),
-            )
-        )
+        found.append(WorldConnection(place=attempt.place, gloo=gloo))
         attempt.stage = FormingStage.FORMED
         attempt.settled.set()
 
@@ -282,16 +292,21 @@ def _make_collectives(
 
 
 def _peer_endpoints(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:
-    """Wait until every peer has published, so that no process exchanges topology before all are there."""
-    found: set[Endpoint] = set()
-    for index in range(attempt.process_count):
-        if index == attempt.process_index:
-            continue
-        found |= {
-            (host, port)
-            for host, port in json.loads(_wait_for(attempt, client, f"{formings.GLOO_LISTENERS_KEY}/{index}"))
-        }
-    return frozenset(found)
+    """Wait until every peer has published, so that no process exchanges topology before all are there.
+
+    A process that takes a spare seat is told its peers by the generation that it becomes a member of.
+    """
+    return frozenset().union(
+        *(
+            _parse_listeners(_wait_for(attempt, client, make_listener_key(seat)))
+            for seat in attempt.place.members
+            if seat != attempt.place.seat
+        )
+    )
+
+
+def _parse_listeners(published: str) -> frozenset[Endpoint]:
+    return frozenset((host, port) for host, port in json.loads(published))
 
 
 def _wait_for(attempt: FormingAttempt, client: RuntimeClient, key: str) -> str:
@@ -312,8 +327,8 @@ def _make_cpu_backend(attempt: FormingAttempt, client: RuntimeClient, collective
     return xla_client.make_cpu_client(
         asynchronous=xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value,
         distributed_client=client,
-        node_id=attempt.process_index,
-        num_nodes=attempt.process_count,
+        node_id=attempt.place.seat,
+        num_nodes=attempt.place.num_seats,
         collectives=collectives,
         num_devices=count if count >= 0 else None,
         get_local_topology_timeout_minutes=minutes,
@@ -326,8 +341,8 @@ def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -
     """Put client and backend where JAX looks for them."""
     state = jax_distributed.global_state
     state.client = client
-    state.process_id, state.num_processes = attempt.process_index, attempt.process_count
-    state.coordinator_address = attempt.address
+    state.process_id, state.num_processes = attempt.place.seat, attempt.place.num_seats
+    state.coordinator_address = attempt.place.address
     _gate.set_backend(backend)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 Endpoint = tuple[str, int]
 """Address and port, as `socket.getsockname` gives them, IPv4-mapped addresses as IPv4."""
+GlooConnection = tuple[Endpoint, Endpoint]
+"""Our end and the other end of a connection."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,12 @@ class GlooSockets:
     """Our listeners."""
     peer_listeners: frozenset[Endpoint] = frozenset()
     """Listeners of the other processes of the world."""
-    local_clique: frozenset[tuple[Endpoint, Endpoint]] = frozenset()
-    """Connections (our end, other end) of the clique of our own devices; see `local_clique`."""
+    spared: frozenset[GlooConnection] = frozenset()
+    """Connections that an abort does not shut; see `clique_connections`."""
+
+    def includes(self, here: Endpoint | None, there: Endpoint | None) -> bool:
+        """Return whether a connection with these ends is gloo's, spared or not."""
+        return here in self.own_listeners or there in self.own_listeners | self.peer_listeners
 
 
 def find_listening_endpoints() -> frozenset[Endpoint]:
@@ -38,21 +44,17 @@ def find_listening_endpoints() -> frozenset[Endpoint]:
     return frozenset(found)
 
 
-def find_self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
-    """Return gloo's connections of this process with itself, both ends of each."""
+def find_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
+    """Return gloo's connections of this process."""
     found = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
             if copy is None or is_listener(copy):
                 continue
             here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
-            if here is not None and there is not None:
+            if here is not None and there is not None and gloo.includes(here, there):
                 found.add((here, there))
-    return frozenset(
-        (here, there)
-        for here, there in found
-        if (there, here) in found and (here in gloo.own_listeners or there in gloo.own_listeners)
-    )
+    return frozenset(found)
 
 
 def list_socket_descriptors() -> Iterator[int]:

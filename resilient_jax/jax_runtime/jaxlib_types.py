@@ -21,3 +21,6 @@ Device: TypeAlias = Any
 """`jax.Device`."""
 
 JaxRuntimeError: type[Exception] = _jax_untyped.JaxRuntimeError
+
+BackendClass: Any = _jax_untyped.Client
+DeviceClass: Any = _jax_untyped.Device

@@ -5,6 +5,8 @@ Forming waits in C++ for other processes, in two places that no Python signal re
 - *registering*: `client.connect()` is a barrier of all processes of the world;
 - *exchanging topology*: process 0 waits for the devices of all processes, the others for process 0's answer.
 
+A process that takes a spare seat of a world that has been formed waits for no other in either place.
+
 So both happen on a thread of their own, and the thread that called `connect` waits in Python. An interruption
 releases the latter at once, and then ends the C++ wait so that the abandoned thread ends, too: a second client that
 registers under our own index makes the service refuse the first; an unreadable answer under the topology key ends the
@@ -15,6 +17,7 @@ aborts its process.
 A third wait, for the peers in a clique's first collective, is on the main thread itself: see `clique_interruption`.
 """
 
+import dataclasses
 import enum
 import logging
 import threading
@@ -23,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final, assert_never
 
+from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.clique_interruption import (
     UNREADABLE_VALUE,
     CliqueInterrupter,
@@ -40,9 +44,12 @@ STAND_IN_TIMEOUT_S: Final = 1
 """Of the client that replaces ours at the service; it ends 5 s later than this (the coordination agent's grace)."""
 CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
 CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
-
-
 GLOO_LISTENERS_KEY: Final = "resilient_jax/gloo"
+
+
+def make_listener_key(seat: Seat) -> str:
+    """Return the key under which the process of a seat publishes its gloo listener."""
+    return f"{GLOO_LISTENERS_KEY}/{seat}"
 
 
 class FormingStage(enum.StrEnum):
@@ -53,13 +60,34 @@ class FormingStage(enum.StrEnum):
     FORMED = "formed"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSeat:
+    """The seat that a process takes in a world.
+
+    Attributes:
+        address: of the coordination service, or of the relay in front of it.
+        seat: of this process.
+        num_seats: of the world; the service was started with the same number.
+        members: the seats of the processes that form the world together with this one. Empty: the world has been
+            formed, and this process takes a spare seat.
+    """
+
+    address: str
+    seat: Seat
+    num_seats: int
+    members: tuple[Seat, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process can be in the world."""
+        return self.num_seats == 1
+
+
 class FormingAttempt:
     """One attempt to join a world; shared by the caller, the forming thread and the guard."""
 
-    def __init__(self, address: str, process_index: int, process_count: int, deadline_s: float) -> None:
-        self.address = address
-        self.process_index = process_index
-        self.process_count = process_count
+    def __init__(self, place: WorldSeat, deadline_s: float) -> None:
+        self.place = place
         self.deadline_s = deadline_s
         """On `time.monotonic`."""
         self.client: RuntimeClient | None = None
@@ -73,7 +101,7 @@ class FormingAttempt:
     @property
     def listener_key(self) -> str:
         """The key under which this process publishes its gloo listener before it waits for anything."""
-        return f"{GLOO_LISTENERS_KEY}/{self.process_index}"
+        return make_listener_key(self.place.seat)
 
     def remaining_s(self) -> float:
         """Return the time until the deadline, 0 if it has passed."""
@@ -107,7 +135,7 @@ class FormingAttempt:
                 self.settled.set()
 
     def __str__(self) -> str:
-        return f"process {self.process_index} of {self.process_count} at {self.address}"
+        return f"seat {self.place.seat} of {self.place.num_seats} at {self.place.address}"
 
 
 _living: list[Callable[[], object]] = []
@@ -147,6 +175,13 @@ def interrupt_forming() -> bool:
     return True
 
 
+def limit_interruption(is_current: Callable[[frozenset[Seat]], bool]) -> None:
+    """Have `interrupt_forming` leave alone cliques of the present world of which `is_current(seats)` is false."""
+    with _current_lock:
+        if isinstance(_current, CliqueInterrupter):
+            _current.is_current = is_current
+
+
 def is_detached() -> bool:
     """Return whether an interruption found the service dead: only a new world can follow."""
     with _current_lock:
@@ -164,7 +199,7 @@ def _release(forming: FormingAttempt) -> None:
     try:
         match stage:
             case FormingStage.REGISTERING:
-                stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
+                stand_in, _ = new_client(forming.place.address, forming.place.seat, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
             case FormingStage.EXCHANGING_TOPOLOGY:
                 _break_topology_exchange(forming)
@@ -178,17 +213,16 @@ def _release(forming: FormingAttempt) -> None:
 
 def _break_topology_exchange(forming: FormingAttempt) -> None:
     client = forming.client
-    if client is None or not is_service_alive(client, forming.listener_key):
+    # Of a world that has been formed the topology is there: nothing waits for it, and later processes read it.
+    if client is None or not forming.place.members or not is_service_alive(client, forming.listener_key):
         return
     # For this key all processes but 0 wait, for those below process 0; True overwrites what a peer has published.
     client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE_VALUE, True)
-    for index in range(forming.process_count):
-        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE_VALUE, True)
+    for seat in range(forming.place.num_seats):
+        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{seat}", UNREADABLE_VALUE, True)
 
 
-def new_client(
-    address: str, process_index: int, init_timeout_s: int
-) -> tuple[RuntimeClient, Callable[[], object]]:
+def new_client(address: str, seat: Seat, init_timeout_s: int) -> tuple[RuntimeClient, Callable[[], object]]:
     """Return an unconnected client whose failed `connect` raises instead of ending the process.
 
     The second value returns None once the client is freed in C++, too (the client itself takes no weak
@@ -204,7 +238,7 @@ def new_client(
 
     client = jaxlib_runtime.get_distributed_runtime_client(
         address,
-        process_index,
+        seat,
         init_timeout=init_timeout_s,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
@@ -232,6 +266,6 @@ def make_forming_error(
     """Return the error for an attempt that failed."""
     reason = "not all processes came in time" if error is None else f"{type(error).__name__}: {error}"
     return FormingFailed(
-        f"{forming}: {reason} (while {stage}); expected all {forming.process_count} processes of this world "
-        "before the deadline. Join the next world."
+        f"{forming}: {reason} (while {stage}); expected all {len(forming.place.members) or 'other'} processes of this "
+        "world before the deadline. Join the next world."
     )

@@ -9,7 +9,7 @@ import enum
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex, WorldId
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus
 
 
@@ -35,8 +35,17 @@ class WorldChange(enum.StrEnum):
 
     SHRINK = "shrink"
     """In place: backend, device arrays and programs stay; the mesh gets smaller or stays."""
+    GROW = "grow"
+    """In place: as a shrink, and workers that have taken spare seats of the same world are members from now on."""
     REFORM = "reform"
     """A new coordination service; the backend is dropped and rebuilt in the same process."""
+
+
+class SeatId(msgspec.Struct, frozen=True):
+    """A seat of any world of a job."""
+
+    world: WorldId
+    seat: Seat
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +54,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: the worker's host.
         incarnation: the number of the worker's start; a later start on this host has a greater one.
-        process_index: `jax.process_index()` of the worker, from 0.
+        seat: the worker's place in the world, which no other worker ever takes.
         endpoint: the address where the worker serves state and programs; empty: not reported yet.
     """
 
     host: HostName
     incarnation: Incarnation
-    process_index: ProcessIndex
+    seat: Seat
     endpoint: str = ""
 
 
@@ -131,8 +140,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         number: the generation's number; it grows with every change of membership.
         phase: how far the change of membership is.
         change: how the world is built from the one before.
-        world: the number of the coordination service that the members share; unchanged by a shrink.
-        members: the workers that train, in order of process index.
+        world: the number of the coordination service that the members share; unchanged by a change in place.
+        num_seats: the seats of that world, taken or not.
+        next_seat: the first of them that nobody was given; the later ones are free, too.
+        members: the workers that train, in order of their seats.
+        newcomers: the workers that were given a seat while others train, and have asked or may ask to join.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
@@ -158,7 +170,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     phase: GenerationPhase
     change: WorldChange = WorldChange.REFORM
     world: WorldId = WorldId(0)
+    num_seats: int = 0
+    next_seat: Seat = Seat(0)
     members: tuple[Member, ...] = ()
+    newcomers: tuple[Member, ...] = ()
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
@@ -177,8 +192,12 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     outcome: JobOutcome | None = None
 
     def find_member(self, host: HostName) -> Member | None:
-        """Return this host's seat, or None."""
+        """Return this host's worker among the members, or None."""
         return next((m for m in self.members if m.host == host), None)
+
+    def find_newcomer(self, host: HostName) -> Member | None:
+        """Return this host's worker among the newcomers, or None."""
+        return next((m for m in self.newcomers if m.host == host), None)
 
 
 class WorkerState(enum.StrEnum):
@@ -187,10 +206,17 @@ class WorkerState(enum.StrEnum):
     STARTING = "starting"
     """Imports and the user's own start-up; not yet in `rj.run`."""
     IDLE = "idle"
-    """In the generation loop: unwound, waiting for a world."""
+    """In the generation loop: unwound, waiting for a world or a seat."""
+    PREPARING = "preparing"
+    """Taking a seat of the world in which others train, and loading programs."""
     RUNNING = "running"
     """Building a world or inside the user's train function."""
     EXITED = "exited"
+
+
+def is_busy(state: WorkerState) -> bool:
+    """Return whether a worker's main thread must unwind before it can execute another order."""
+    return state in (WorkerState.RUNNING, WorkerState.PREPARING)
 
 
 class WorkerFailureKind(enum.StrEnum):
@@ -222,7 +248,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: what the process is doing.
         generation: the newest generation number that the worker has answered.
-        world: the world it is connected to; None if none. A shrink needs it.
+        world: the world it is connected to; None if none. A change in place needs it.
+        seat: the last seat that it took or tried to take; with `world` None it could not.
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it has the complete state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
@@ -242,6 +269,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     state: WorkerState = WorkerState.STARTING
     generation: GenerationNumber = GenerationNumber(0)
     world: WorldId | None = None
+    seat: SeatId | None = None
     step: int = 0
     holds_state: bool = False
     snapshot: SnapshotId | None = None
@@ -288,13 +316,15 @@ class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         world: the number of the world that it serves.
-        num_processes: the processes of that world.
+        num_processes: the processes that form that world.
+        num_seats: the seats of that world, spare ones included.
         address: its host and port.
         pid: its process id.
     """
 
     world: WorldId
     num_processes: int
+    num_seats: int
     address: str
     pid: int
 

@@ -45,6 +45,19 @@ class FormWorld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     relay_address: str
 
 
+class TakeSeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Order: connect to a spare seat of the world in which others train, load programs, report idle.
+
+    Attributes:
+        generation: in which the others train; it names this worker as a newcomer.
+        relay_address: where the worker reaches the coordination service of the world.
+    """
+
+    generation: Generation
+    host: HostName
+    relay_address: str
+
+
 class HoldTraining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: the store is lost; stop training, keep the state, wait."""
 
@@ -116,6 +129,7 @@ WorkerOrder = (
     | Pause
     | RunToBoundary
     | FormWorld
+    | TakeSeat
     | HoldTraining
     | LeaseRenewed
     | SnapshotServerReady

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
-from resilient_jax.ids import HostName
+from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
@@ -57,7 +57,7 @@ class SpeculativeCompiler:
         known: set[Key] = {_make_key(current)}
         reduction = AccumulationCall(
             devices=world.devices,
-            process_index=world.process_index,
+            process_index=ProcessIndex(world.host_index),
             spec=self._job,
             replica_shape=current.replica_shape,
             like=self._programs.abstract_sums,

@@ -14,7 +14,14 @@ import msgspec
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import WorkerFailure, WorkerReport, WorkerState
+from resilient_jax.protocol.records import (
+    Generation,
+    SeatId,
+    WorkerFailure,
+    WorkerReport,
+    WorkerState,
+    is_busy,
+)
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     WORKER_ORDER_DECODER,
@@ -29,6 +36,7 @@ from resilient_jax.protocol.worker_messages import (
     SnapshotServerRequested,
     StepCommitted,
     StopWorker,
+    TakeSeat,
     WorkerAdmitted,
     WorkerMessage,
     WorkerOrder,
@@ -41,6 +49,7 @@ HandledOrder = (
     | Pause
     | RunToBoundary
     | FormWorld
+    | TakeSeat
     | HoldTraining
     | SnapshotServerReady
     | WorkerAdmitted
@@ -76,6 +85,7 @@ class AgentConnection:
         self._polls_checkpoints = False
         self._newest = GenerationNumber(0)
         self._form: FormWorld | None = None
+        self._take_seat: TakeSeat | None = None
         self._stop: StopWorker | None = None
         self._is_interrupted = False
         self._next_step = 0
@@ -102,39 +112,59 @@ class AgentConnection:
                 self._changed.wait()
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
 
-    def wait_for_order(self) -> FormWorld | StopWorker:
-        """Wait for the next world to train in, or for the end of the job."""
+    def wait_for_order(self) -> FormWorld | TakeSeat | StopWorker:
+        """Wait for the next world to train in, for a seat to take, or for the end of the job."""
         with self._changed:
             while True:
                 # First, because a world that was ordered earlier is over, too.
                 if self._stop is not None:
                     return self._stop
+                # Taken and reported under one lock: the next order must find this worker busy, and interrupt it.
                 if self._form is not None:
-                    # Taken and reported under one lock: the next order must find this worker running, and interrupt it.
-                    form, self._form = self._form, None
-                    self._is_interrupted = False
-                    self._limit = self._boundary = None
-                    self._next_step = self._report.step
-                    self._update_report(
-                        state=WorkerState.RUNNING,
-                        generation=form.generation.number,
-                        has_formed=False,
-                        has_finished_step=False,
-                        is_done=False,
-                        is_compiling=False,
-                        snapshot=None,
-                        is_polling_checkpoints=self._polls_checkpoints,
-                        earliest_stop_step=None,
-                        failure=None,
-                    )
+                    form, self._form, self._take_seat = self._form, None, None
+                    self._begin_generation(form.generation)
                     return form
+                if self._take_seat is not None:
+                    take_seat, self._take_seat = self._take_seat, None
+                    self._is_interrupted = False
+                    self._update_report(state=WorkerState.PREPARING, seat=_get_seat(take_seat), failure=None)
+                    return take_seat
                 self._changed.wait()
 
-    def report_formed(self, world: WorldId, step: int, *, holds_state: bool) -> None:
+    def _begin_generation(self, generation: Generation) -> None:
+        self._is_interrupted = False
+        self._limit = self._boundary = None
+        self._next_step = self._report.step
+        self._update_report(
+            state=WorkerState.RUNNING,
+            generation=generation.number,
+            has_formed=False,
+            has_finished_step=False,
+            is_done=False,
+            is_compiling=False,
+            snapshot=None,
+            is_polling_checkpoints=self._polls_checkpoints,
+            earliest_stop_step=None,
+            failure=None,
+        )
+
+    def report_seat(self, world: WorldId | None, failure: WorkerFailure | None) -> None:
+        """Report that the seat of the last order is taken, in `world`; or, with None, that it could not be."""
+        with self._guard.interruption, self._changed:
+            self._is_interrupted = False
+            self._update_report(
+                state=WorkerState.IDLE,
+                generation=max(self._report.generation, self._newest),
+                world=world,
+                is_compiling=False,
+                failure=failure,
+            )
+
+    def report_formed(self, seat: SeatId, step: int, *, holds_state: bool) -> None:
         """Report that the world is formed and the state of `step` found; on this host, if `holds_state`."""
         with self._changed:
             self._next_step = step
-        self._update_report(has_formed=True, world=world, step=step, holds_state=holds_state)
+        self._update_report(has_formed=True, world=seat.world, seat=seat, step=step, holds_state=holds_state)
 
     def report_idle(
         self,
@@ -252,6 +282,11 @@ class AgentConnection:
     # For the guard thread.
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the main thread works in a generation, or prepares to join one."""
+        return is_busy(self._report.state)
+
+    @property
     def is_running(self) -> bool:
         """Whether the main thread works in a generation."""
         return self._report.state is WorkerState.RUNNING
@@ -272,15 +307,15 @@ class AgentConnection:
             elif isinstance(order, WorkerAdmitted):
                 self._is_admitted = True
             elif isinstance(order, HoldTraining):
-                self._is_interrupted = True
+                self._is_interrupted = self._report.state is not WorkerState.PREPARING
                 # An order that was not taken yet is void: the other hosts may go on without this one.
                 self._form = None
             else:
                 self._handle_generation_order(order)
             self._changed.notify_all()
 
-    def _handle_generation_order(self, order: FormWorld | Quiesce | Pause | RunToBoundary) -> None:
-        number = order.generation.number if isinstance(order, FormWorld) else order.generation
+    def _handle_generation_order(self, order: FormWorld | TakeSeat | Quiesce | Pause | RunToBoundary) -> None:
+        number = order.generation if isinstance(order.generation, int) else order.generation.number
         if number < self._newest:
             self.record_event(EventKind.GENERATION_STALE, refused=number, newest=self._newest)
             return
@@ -288,8 +323,12 @@ class AgentConnection:
         is_idle = self._report.state is WorkerState.IDLE
         if isinstance(order, FormWorld):
             self._form = order
+        elif isinstance(order, TakeSeat):
+            # Ordered with every record of the generation; a seat is tried once.
+            if _get_seat(order) != self._report.seat:
+                self._take_seat = order
         elif isinstance(order, Quiesce):
-            self._form = None
+            self._form = self._take_seat = None
             if is_idle:
                 self._update_report(
                     generation=number, failure=None, has_formed=False, earliest_stop_step=None
@@ -307,3 +346,9 @@ class AgentConnection:
         with self._changed:
             self._report = msgspec.structs.replace(self._report, **changes)
             send_unless_closed(self._connection, WorkerReported(report=self._report))
+
+
+def _get_seat(order: TakeSeat) -> SeatId:
+    newcomer = order.generation.find_newcomer(order.host)
+    assert newcomer is not None, "an agent orders only newcomers to take a seat"
+    return SeatId(order.generation.world, newcomer.seat)

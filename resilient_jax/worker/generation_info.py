@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,16 +22,16 @@ class GenerationInfo:
 
     Attributes:
         number: of the generation; it only grows.
-        hosts_by_process: the live hosts by their process index in JAX's world. After a shrink the indexes have gaps.
-        process_index: of this worker.
-        change: how the generation was formed: "shrink" (in place) or "reform".
+        hosts: the live hosts, in order of their process index.
+        process_index: of this worker, which JAX gives, too: its host's index in `hosts`.
+        change: how the generation was formed: "shrink" or "grow" (in place), or "reform".
         reason: why it was formed.
         state_loss: what was lost, if no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
     number: GenerationNumber
-    hosts_by_process: Mapping[ProcessIndex, HostName]
+    hosts: tuple[HostName, ...]
     process_index: ProcessIndex
     change: str
     reason: str
@@ -40,27 +39,13 @@ class GenerationInfo:
     events: tuple[Event, ...] = ()
 
     @property
-    def hosts(self) -> tuple[HostName, ...]:
-        """The live hosts in order of their process index."""
-        return tuple(self.hosts_by_process[index] for index in sorted(self.hosts_by_process))
-
-    @property
     def host(self) -> HostName:
         """The name of this host."""
-        return self.hosts_by_process[self.process_index]
-
-    @property
-    def host_index(self) -> int:
-        """The index of this host in `hosts`."""
-        return sorted(self.hosts_by_process).index(self.process_index)
+        return self.hosts[self.process_index]
 
     def host_of_device(self, device: Device) -> HostName:
         """Return the host that a device of a live host belongs to."""
-        return self.hosts_by_process[ProcessIndex(device.process_index)]
-
-    def list_devices(self) -> list[Device]:
-        """Return the devices of the live hosts; `jax.devices()` keeps listing those of dead hosts, too."""
-        return [device for device in jax.devices() if device.process_index in self.hosts_by_process]
+        return self.hosts[device.process_index]
 
 
 def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:

@@ -46,6 +46,11 @@ class OrderHandler(Protocol):
     """The receiver of the guard's orders, called by the guard thread; `AgentConnection` is one."""
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the main thread works in a generation, or prepares to join one."""
+        ...
+
+    @property
     def is_running(self) -> bool:
         """Whether the main thread works in a generation."""
         ...
@@ -126,8 +131,8 @@ class GuardThread:
                 send_unless_closed(self._connection, Heartbeat())
 
     def _must_interrupt(self) -> bool:
-        """Return whether the main thread works in a generation that has ended."""
-        return self._handler.is_running and self._handler.is_interrupted
+        """Return whether the main thread must unwind."""
+        return self._handler.is_busy and self._handler.is_interrupted
 
     def _hold_if_lease_expired(self) -> None:
         """Pause training as if ordered to: a stopped agent cannot report that others count this host as dead."""

@@ -80,13 +80,13 @@ class LedgerObserver(Observer):
             self._info.number,
             len(self._info.hosts),
             self._owners,
-            is_first=self._info.host_index == 0,
+            is_first=self._info.process_index == 0,
         )
 
     def on_restore(self, state: FlatState) -> None:
         """Record what this host resumes from."""
         self._ledger.record_restore(
-            state, self._info.number, len(self._info.hosts), is_first=self._info.host_index == 0
+            state, self._info.number, len(self._info.hosts), is_first=self._info.process_index == 0
         )
 
 

@@ -4,6 +4,8 @@ import contextlib
 import os
 import warnings
 
+import jax
+
 from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.errors import CallerError, ConfigError, MessageError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
@@ -138,7 +140,7 @@ def _run_standalone(train_fn: TrainFunction) -> None:
     host = HostName("localhost")
     info = GenerationInfo(
         number=GenerationNumber(1),
-        hosts_by_process={ProcessIndex(0): host},
+        hosts=(host,),
         process_index=ProcessIndex(0),
         change=str(WorldChange.REFORM),
         reason="started without an agent",
@@ -147,5 +149,5 @@ def _run_standalone(train_fn: TrainFunction) -> None:
     ledger = Ledger.from_environment(host)
     observers = [] if ledger is None else [LedgerObserver(ledger, info)]
     session = Session(committed, control, observers=observers)
-    reducer = Reducer(info.list_devices, info.process_index, committed.contributions, session)
+    reducer = Reducer(jax.devices, info.process_index, committed.contributions, session)
     train_fn(World(info, session, control, reducer))

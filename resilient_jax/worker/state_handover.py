@@ -69,18 +69,34 @@ class StateHandover:
         state = committed.state
         assert state is not None, "a host that receives no state has it"
         if generation.receivers or not in_place:
-            started_s = time.monotonic()
             # Receivers read from a copy: the first step may donate the
             # arrays themselves, and a re-form takes them away.
-            copy = copy_to_host(state)
-            self._record_event(
-                EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s
-            )
+            copy = self._copy_to_host(state)
             if generation.receivers:
                 self._server.offer(generation.number, copy)
             if not in_place:
                 committed.state = copy
                 committed.move_contributions_to_host()
+
+    def move_to_host(self) -> None:
+        """Move the state to host memory: this worker leaves its world while others train.
+
+        Of the step in flight they have what they need, and of a state that is sharded over hosts it has a part only.
+        """
+        state = self._committed.state
+        if state is None:
+            return
+        if self._committed.holds_state:
+            self._committed.state = self._copy_to_host(state)
+            self._committed.contributions.clear()
+        else:
+            self._committed.clear()
+
+    def _copy_to_host(self, state: FlatState) -> FlatState:
+        started_s = time.monotonic()
+        copy = copy_to_host(state)
+        self._record_event(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
+        return copy
 
     def _fetch(self, generation: Generation) -> FlatState:
         started_s = time.monotonic()

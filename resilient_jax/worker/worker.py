@@ -9,21 +9,25 @@ import time
 import traceback
 from collections.abc import Callable
 
+import jax
+
 from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.errors import PeerError, SnapshotLost
 from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
-from resilient_jax.protocol.records import Generation, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.records import Generation, SeatId, WorkerFailure, WorkerFailureKind, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     SNAPSHOT_CONNECTION_VARIABLE,
     FormWorld,
     StopWorker,
+    TakeSeat,
     WorkerSettings,
 )
 from resilient_jax.state.flat_state import FlatState
@@ -154,8 +158,12 @@ class Worker:
                     raise SystemExit(JOB_OVER_EXIT_CODE)
                 atexit.register(lambda: self._agent.record_event(EventKind.SCRIPT_ENDED))
                 return
+            if isinstance(order, TakeSeat):
+                self._take_seat(order)
+                continue
             is_done, failure = self._run_generation(order, train_fn)
             self._record_event(EventKind.WORKER_IDLE, done=is_done)
+            self._connector.end_generation(is_intact=failure is None and not self._agent.is_interrupted)
             snapshot = self._flush_snapshot(order) if failure is None and not is_done else None
             self._snapshotter.end_generation()
             if self._connector.is_broken or (self._replicas_span_hosts and not is_done):
@@ -231,7 +239,7 @@ class Worker:
     def _form_world(self, order: FormWorld) -> None:
         """Bring this process into the generation's world, with the committed state."""
         generation = order.generation
-        self._connector.begin_generation()
+        self._connector.prepare()
         self._events.clear()
         self._monitor.begin_generation(generation)
         started_s = time.monotonic()
@@ -240,14 +248,19 @@ class Worker:
         else:
             self._handover.prepare(generation, in_place=True)
         self._agent.raise_if_ended()
+        self._connector.begin_generation(generation)
         self._record_event(
             EventKind.WORLD_FORMED,
             change=str(generation.change),
             hosts=len(generation.members),
             seconds=time.monotonic() - started_s,
         )
+        member = generation.find_member(order.host)
+        assert member is not None, "an agent orders only members to form a world"
         self._agent.report_formed(
-            generation.world, self._committed.step, holds_state=self._committed.holds_state
+            SeatId(generation.world, member.seat),
+            self._committed.step,
+            holds_state=self._committed.holds_state,
         )
 
     def _reform(self, order: FormWorld) -> None:
@@ -257,7 +270,29 @@ class Worker:
         # Leaving may take a second or two: do not begin to join a world that is outdated by now.
         self._agent.raise_if_ended()
         self._hit_failpoint(FailPoint.BEFORE_CONNECT)
-        self._connector.join(order)
+        self._connector.form_world(order)
+
+    def _take_seat(self, order: TakeSeat) -> None:
+        """Connect to a seat of the world in which others train, and report whether it worked."""
+        failure, started_s = None, time.monotonic()
+        try:
+            self._connector.prepare()
+            self._handover.move_to_host()
+            self._leave_world()
+            self._agent.raise_if_ended()
+            self._hit_failpoint(FailPoint.BEFORE_CONNECT)
+            self._connector.take_seat(order)
+        except GenerationEnded:
+            pass
+        except Exception as error:
+            if not self._agent.is_interrupted:
+                self._record_event(EventKind.SEAT_NOT_TAKEN, error=_summarize(error))
+                text = "".join(traceback.format_exception(error))
+                failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
+        else:
+            self._record_event(EventKind.SEAT_TAKEN, seconds=time.monotonic() - started_s)
+        self._connector.end_generation(is_intact=True)
+        self._agent.report_seat(order.generation.world if self._connector.is_connected else None, failure)
 
     def _leave_world(self) -> None:
         # Programs refer to their devices, and cached ones would keep the old backend in memory.
@@ -294,7 +329,7 @@ class Worker:
             observers=observers,
             comparison=HostComparison(info.hosts, order.host, self._agent),
         )
-        reducer = Reducer(info.list_devices, info.process_index, self._committed.contributions, session)
+        reducer = Reducer(jax.devices, info.process_index, self._committed.contributions, session)
         return World(info, session, self._agent, reducer, self._compiler), reducer
 
     def _hit_failpoint(self, place: FailPoint, step: int = ANY_STEP) -> None:
@@ -311,8 +346,8 @@ def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generat
     assert member is not None, "an agent orders only members to form a world"
     return GenerationInfo(
         number=generation.number,
-        hosts_by_process={m.process_index: m.host for m in generation.members},
-        process_index=member.process_index,
+        hosts=tuple(m.host for m in generation.members),
+        process_index=ProcessIndex(generation.members.index(member)),
         change=str(generation.change),
         reason=generation.reason,
         state_loss=generation.state_loss,

@@ -12,7 +12,7 @@ from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, Compilation
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName
+from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
@@ -37,11 +37,11 @@ class World:
         generation: the agreed membership's number; it only grows.
         hosts: names of the live hosts, in order of their process index.
         host: this host's name.
-        host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves.
-        process_index: this worker's index in JAX's world; after a shrink the live ones have gaps.
+        host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves. JAX's functions
+            count live hosts only, too: it is `jax.process_index()`.
         local_devices: the devices of this host.
         reason: why this generation was formed.
-        change: how it was formed: "shrink" (in place) or "reform".
+        change: how it was formed: "shrink" or "grow" (in place), or "reform".
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
             from that checkpoint because no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
@@ -58,8 +58,7 @@ class World:
         self.generation = info.number
         self.hosts = info.hosts
         self.host = info.host
-        self.host_index = info.host_index
-        self.process_index = info.process_index
+        self.host_index = int(info.process_index)
         self.local_devices: list[Device] = jax.local_devices()
         self.change = info.change
         self.reason = info.reason
@@ -75,8 +74,8 @@ class World:
 
     @property
     def devices(self) -> list[Device]:
-        """The devices of the live hosts. `jax.devices()` keeps listing those of dead hosts, too."""
-        return self._info.list_devices()
+        """The devices of the live hosts, as `jax.devices()` lists them."""
+        return jax.devices()
 
     def host_of_device(self, device: Device) -> HostName:
         """Return the host that a device of this world belongs to."""
@@ -257,7 +256,7 @@ class World:
         )
         call = AccumulationCall(
             devices=self.devices,
-            process_index=self.process_index,
+            process_index=ProcessIndex(self.host_index),
             spec=spec,
             replica_shape=options.replica_shape,
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),

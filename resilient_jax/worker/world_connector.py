@@ -8,15 +8,33 @@ from typing import Final
 import jax
 
 from resilient_jax.errors import StateError
+from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.jax_runtime.distributed import LeakCounts, WorldConnection, connect, disconnect
-from resilient_jax.jax_runtime.local_clique import form_local_clique
-from resilient_jax.jax_runtime.world_forming import interrupt_forming, is_detached
-from resilient_jax.protocol.worker_messages import FormWorld, WorkerSettings
+from resilient_jax.jax_runtime.distributed import (
+    LeakCounts,
+    WorldConnection,
+    connect,
+    disconnect,
+    find_peer_listeners,
+)
+from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.gloo import GlooConnection
+from resilient_jax.jax_runtime.live_processes import set_members
+from resilient_jax.jax_runtime.world_forming import (
+    WorldSeat,
+    interrupt_forming,
+    is_detached,
+    limit_interruption,
+)
+from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 
 UNWINDING_GRACE_S: Final = 0.5
 """gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
+LISTENER_TIMEOUT_S: Final = 2.0
+"""A worker publishes where it listens before it asks to join, so this is the service's time to answer."""
 
 
 class WorldConnector:
@@ -25,25 +43,34 @@ class WorldConnector:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._connection: WorldConnection | None = None
+        self._cliques = CliqueConnections()
+        self._known_seats: frozenset[Seat] = frozenset()
+        """Those of which it is known where they listen."""
         self._interrupting_since_s: float | None = None
-        self._is_local_clique_broken = False
+        self._are_spared_broken = False
+        """Whether connections that an abort spares at first were shut."""
         self._has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
 
     @property
+    def is_connected(self) -> bool:
+        """Whether this worker is in a world."""
+        return self._connection is not None
+
+    @property
     def is_broken(self) -> bool:
-        """Whether a shrink in place is impossible.
+        """Whether a change in place is impossible.
 
         The local clique is broken, a collective was given up, or the service was found dead.
         """
-        return self._is_local_clique_broken or self._has_given_up or is_detached()
+        return self._are_spared_broken or self._has_given_up or is_detached()
 
-    def begin_generation(self) -> None:
+    def prepare(self) -> None:
         """Forget that the previous generation was interrupted."""
         self._interrupting_since_s = None
 
-    def join(self, order: FormWorld) -> None:
-        """Connect to the order's world.
+    def form_world(self, order: FormWorld) -> None:
+        """Connect to the order's world, together with all other members.
 
         Raises:
             FormingInterrupted, FormingFailed: see `connect`.
@@ -52,17 +79,76 @@ class WorldConnector:
         generation = order.generation
         member = generation.find_member(order.host)
         assert member is not None, "an agent orders only members to form a world"
+        seats = tuple(m.seat for m in generation.members)
+        self._connect(
+            WorldSeat(
+                address=order.relay_address, seat=member.seat, num_seats=generation.num_seats, members=seats
+            )
+        )
+        self._known_seats = frozenset(seats)
+
+    def take_seat(self, order: TakeSeat) -> None:
+        """Connect to a spare seat of the world in which others train. JAX counts them and this process.
+
+        Raises:
+            FormingInterrupted, FormingFailed, StateError: as `form_world`.
+        """
+        generation = order.generation
+        newcomer = generation.find_newcomer(order.host)
+        assert newcomer is not None, "an agent orders only newcomers to take a seat"
+        self._connect(
+            WorldSeat(
+                address=order.relay_address, seat=newcomer.seat, num_seats=generation.num_seats, members=()
+            )
+        )
+        self._known_seats = frozenset((newcomer.seat,))
+        set_members((*(member.seat for member in generation.members), newcomer.seat))
+
+    def _connect(self, place: WorldSeat) -> None:
         connection = connect(
-            order.relay_address,
-            member.process_index,
-            len(generation.members),
-            timeout_s=self._settings.forming_timeout_s,
-            bind_host=self._settings.address,
+            place, timeout_s=self._settings.forming_timeout_s, bind_host=self._settings.address
         )
         self._connection = connection  # so that an interruption reaches the forming of the local clique
-        self._connection = dataclasses.replace(connection, gloo=form_local_clique(connection.gloo))
-        self._is_local_clique_broken = self._has_given_up = False
+        self._cliques = CliqueConnections()
+        limit_interruption(self._cliques.is_current)
+        self._cliques.form_local_clique(connection.gloo)
+        self._spare(self._cliques.begin((place.seat,)))
+        self._are_spared_broken = self._has_given_up = False
         self._check_devices()
+
+    def begin_generation(self, generation: Generation) -> None:
+        """Make the generation's members those that JAX counts, and that an interruption breaks away from.
+
+        Raises:
+            FormingFailed: the members cannot communicate in this world.
+        """
+        connection = self._connection
+        assert connection is not None, "a generation begins in a world"
+        seats = tuple(member.seat for member in generation.members)
+        set_members(seats)
+        if self._cliques.is_broken(seats):
+            raise FormingFailed(
+                f"{connection.place.seat}: the clique of seats {seats} was broken off earlier, and cannot be made again"
+            )
+        if unknown := [seat for seat in seats if seat not in self._known_seats]:
+            listeners = find_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)
+            gloo = dataclasses.replace(
+                connection.gloo, peer_listeners=connection.gloo.peer_listeners | listeners
+            )
+            self._connection = dataclasses.replace(connection, gloo=gloo)
+            self._known_seats |= frozenset(unknown)
+        self._spare(self._cliques.begin(seats))
+
+    def end_generation(self, *, is_intact: bool) -> None:
+        """Note which connections the members had; before this worker reports that it is idle.
+
+        Args:
+            is_intact: the generation ended without an interruption or a failure.
+        """
+        if self._connection is not None:
+            self._cliques.end(
+                self._connection.gloo, is_intact=is_intact and self._interrupting_since_s is None
+            )
 
     def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
         """Disconnect from the world, and return what could not be freed.
@@ -74,18 +160,13 @@ class WorldConnector:
         assert connection is not None, "leave is called in a world"
         return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use or self._has_given_up)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether this worker is in a world."""
-        return self._connection is not None
-
     def interrupt(self) -> None:
         """Break the main thread out of forming or of a collective; for the guard thread, which repeats it.
 
-        The clique of the local devices is spared at first, because it survives a shrink. But if one device's part of a
-        program failed, another device may wait for it in that very clique; and gloo may wait for a connection that it
-        has closed. So that clique is broken, too, and the collective is given up, when the main thread has not unwound
-        soon; the next world must then be a new one.
+        The clique of the local devices is spared at first, because it survives a change in place, and so are those
+        of earlier members. But if one device's part of a program failed, another device may wait for it in one of
+        them; and gloo may wait for a connection that it has closed. So they are broken, too, and the collective is
+        given up, when the main thread has not unwound soon; the next world must then be a new one.
         """
         now_s = time.monotonic()
         if self._interrupting_since_s is None:
@@ -96,13 +177,20 @@ class WorldConnector:
             return
         gloo = connection.gloo
         is_late = now_s - self._interrupting_since_s > UNWINDING_GRACE_S
-        if is_late and gloo.local_clique:
-            gloo = dataclasses.replace(gloo, local_clique=frozenset())
-            self._is_local_clique_broken = True
+        if is_late and gloo.spared:
+            gloo = dataclasses.replace(gloo, spared=NO_CONNECTIONS)
+            self._are_spared_broken = True
         abort_collectives(gloo)
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
         if is_late and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
+
+    def _spare(self, connections: frozenset[GlooConnection]) -> None:
+        connection = self._connection
+        assert connection is not None, "only a world has connections"
+        self._connection = dataclasses.replace(
+            connection, gloo=dataclasses.replace(connection.gloo, spared=connections)
+        )
 
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.

@@ -5,6 +5,7 @@ reading thread acts as the guard: it executes `interrupt` at once, and repeats t
 main thread has answered its current order. A collective of `exchange` that has not returned by then is given up.
 """
 
+import dataclasses
 import json
 import os
 import queue
@@ -21,13 +22,16 @@ from jax._src import distributed as jax_distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.jax_runtime import distributed, world_forming
+from resilient_jax.ids import Seat
+from resilient_jax.jax_runtime import distributed, live_processes, world_forming
 from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.gloo import GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
+from resilient_jax.jax_runtime.world_forming import WorldSeat
 
 orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
@@ -36,6 +40,7 @@ GIVE_UP_AFTER_S = 0.5
 answered = 0
 state: dict = {
     "connection": None,
+    "cliques": None,
     "kept": None,
     "hits": 0,
     "users": [],
@@ -100,17 +105,59 @@ def count_hit(event: str, **_: object) -> None:
     state["hits"] += event == "/jax/compilation_cache/cache_hits"
 
 
-def connect(address: str, index: int, count: int, timeout_s: float = 20) -> dict:
+def connect(address: str, index: int, count: int, timeout_s: float = 20, seats: int | None = None) -> dict:
+    """Form a world of `count` processes with `seats` seats, by default as many."""
+    members = tuple(Seat(seat) for seat in range(count))
+    place = WorldSeat(address=address, seat=Seat(index), num_seats=seats or count, members=members)
+    return take_place(place, timeout_s)
+
+
+def take_seat(address: str, seat: int, seats: int, members: list[int]) -> dict:
+    """Take a spare seat of a world in which `members` train."""
+    found = take_place(WorldSeat(address=address, seat=Seat(seat), num_seats=seats, members=()), 20)
+    live_processes.set_members([Seat(member) for member in (*members, seat)])
+    return found
+
+
+def take_place(place: WorldSeat, timeout_s: float) -> dict:
     state["connection"] = None
-    state["connection"] = distributed.connect(
-        address, index, count, timeout_s=timeout_s, bind_host="127.0.0.1"
-    )
+    state["connection"] = distributed.connect(place, timeout_s=timeout_s, bind_host="127.0.0.1")
+    state["cliques"] = CliqueConnections()
+    world_forming.limit_interruption(state["cliques"].is_current)
+    state["cliques"].form_local_clique(state["connection"].gloo)
+    if place.members:
+        begin([int(seat) for seat in place.members])
     return {"devices": len(jax.devices())}
+
+
+def begin(members: list[int]) -> dict:
+    """Begin a generation of these seats; return what JAX counts."""
+    connection = state["connection"]
+    seats = tuple(Seat(member) for member in members)
+    live_processes.set_members(seats)
+    gloo = dataclasses.replace(
+        connection.gloo, peer_listeners=distributed.find_peer_listeners(seats, connection.place.seat, 10)
+    )
+    gloo = dataclasses.replace(gloo, spared=state["cliques"].begin(seats))
+    state["connection"] = dataclasses.replace(connection, gloo=gloo)
+    return {
+        "processes": jax.process_count(),
+        "index": jax.process_index(),
+        "devices": jax.device_count(),
+        "local": len(jax.local_devices()),
+        "indices": sorted({device.process_index for device in jax.devices()}),
+        "broken": state["cliques"].is_broken(seats),
+    }
+
+
+def end(is_intact: bool) -> None:
+    """End a generation."""
+    state["cliques"].end(state["connection"].gloo, is_intact=is_intact)
 
 
 def register_and(signal_number: int, address: str, index: int, count: int) -> None:
     """Register with the service, publish the gloo listeners, then send this process the signal."""
-    client, _ = world_forming.new_client(address, index, 20)
+    client, _ = world_forming.new_client(address, Seat(index), 20)
     client.connect()
     client.key_value_set(f"{world_forming.GLOO_LISTENERS_KEY}/{index}", '[["127.0.0.1", 1]]')
     os.kill(os.getpid(), signal_number)
@@ -333,6 +380,9 @@ ORDERS = {
     function.__name__: function
     for function in (
         connect,
+        take_seat,
+        begin,
+        end,
         register_and,
         publish_and,
         reduce,

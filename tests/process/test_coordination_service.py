@@ -45,7 +45,7 @@ def order(process: subprocess.Popen[str], line: str) -> str:
 
 def test_the_service_serves_on_a_free_port_and_ends_with_its_input() -> None:
     with service() as process:
-        words = order(process, "127.0.0.1:0 2").split()
+        words = order(process, "127.0.0.1:0 2 4").split()
         assert words[0] == "serving"
         host, port = words[1].split(":")
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -63,14 +63,14 @@ def test_a_standby_that_is_never_used_ends_with_its_input() -> None:
 
 def test_a_port_in_use_is_refused_although_grpc_would_share_it() -> None:
     with service() as first, service() as second:
-        address = order(first, "127.0.0.1:0 1").split()[1]
-        assert order(second, f"{address} 1") == f"failed cannot bind {address}: Address already in use"
+        address = order(first, "127.0.0.1:0 1 1").split()[1]
+        assert order(second, f"{address} 1 1") == f"failed cannot bind {address}: Address already in use"
         assert second.wait(10) == 1
 
 
 def test_an_invalid_order_is_refused_with_what_was_expected() -> None:
     with service() as process:
-        assert "expected '<host:port> <nodes>'" in order(process, "127.0.0.1:0 none")
+        assert "expected '<host:port> <members> <seats>'" in order(process, "127.0.0.1:0 3 2")
 
 
 def test_the_service_dies_with_a_parent_that_is_killed() -> None:

@@ -23,7 +23,7 @@ def test_a_service_that_fails_to_start_is_reported_and_started_later(
 
     async def wait(services: CoordinationServices, kind: EventKind) -> None:
         while kind not in {event.kind for event in read_events(tmp_path / "events.jsonl")}:
-            services.start(WorldId(1), 2)
+            services.start(WorldId(1), 2, 4)
             await asyncio.sleep(0.05)
 
     async def main() -> None:

@@ -17,6 +17,7 @@ from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
     HostStatus,
+    SeatId,
     SnapshotServerStatus,
     Versions,
     WorkerReport,
@@ -94,7 +95,11 @@ class Job:
         asked = self.asked[-1]
         address = f"{name}:{asked.world}:{asked.num_processes}"
         service = CoordinationServiceStatus(
-            world=asked.world, num_processes=asked.num_processes, address=address, pid=1
+            world=asked.world,
+            num_processes=asked.num_processes,
+            num_seats=asked.num_seats,
+            address=address,
+            pid=1,
         )
         self.change(name, services=(*self.status(name).services, service))
 
@@ -108,8 +113,16 @@ class Job:
                 has_finished_step=False,
                 failure=None,
                 world=self.generation.world,
+                seat=self.find_seat(name),
                 step=self.generation.step,
             )
+
+    def find_seat(self, name: str) -> SeatId:
+        """Return the seat of a member or newcomer."""
+        host = HostName(name)
+        member = self.generation.find_member(host) or self.generation.find_newcomer(host)
+        assert member is not None
+        return SeatId(self.generation.world, member.seat)
 
     def train(self, step: int) -> None:
         for name in self.members:

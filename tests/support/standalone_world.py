@@ -1,5 +1,7 @@
 """A `World` of one host without an agent, in the test's own process."""
 
+import jax
+
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
@@ -13,7 +15,7 @@ def make_world(*, loss=None, committed=None, observers=()):
     host = HostName("a")
     info = GenerationInfo(
         number=GenerationNumber(3),
-        hosts_by_process={ProcessIndex(0): host},
+        hosts=(host,),
         process_index=ProcessIndex(0),
         change="reform",
         reason="a test",
@@ -21,5 +23,5 @@ def make_world(*, loss=None, committed=None, observers=()):
     )
     committed, control = committed or CommittedState(), StandaloneControl(host)
     session = Session(committed, control, state_loss=loss, observers=observers)
-    reducer = Reducer(info.list_devices, info.process_index, committed.contributions, session)
+    reducer = Reducer(jax.devices, info.process_index, committed.contributions, session)
     return World(info, session, control, reducer)

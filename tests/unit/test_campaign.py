@@ -22,7 +22,7 @@ from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.events import EventKind
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -53,7 +53,7 @@ def trained(step: int) -> JobReport:
         worker=WorkerStatus(incarnation=Incarnation(1), pid=0, report=report),
         step=step,
     )
-    member = Member(host=HOST, incarnation=Incarnation(1), process_index=ProcessIndex(0))
+    member = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
     generation = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, members=(member,))
     return JobReport(job="job", generation=generation, leader=HOST, hosts=(status,))
 

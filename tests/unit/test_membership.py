@@ -34,11 +34,11 @@ COLLECTIVE = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="connection r
 
 def test_a_job_starts_when_the_expected_hosts_are_ready():
     job = Job("a", "b")
-    assert job.asked == [StartCoordinationService(WorldId(1), 2)]
+    assert job.asked == [StartCoordinationService(WorldId(1), 2, 2)]
     assert job.published == []
     job.serve()
     assert job.phases == [(1, GenerationPhase.FORM)]
-    assert [(m.host, m.process_index) for m in job.generation.members] == [("a", 0), ("b", 1)]
+    assert [(m.host, m.seat) for m in job.generation.members] == [("a", 0), ("b", 1)]
     assert job.generation.service_address == "a:1:2"
     assert job.generation.receivers == ()
     job.form()
@@ -50,7 +50,7 @@ def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
     job.wait(9.0)
     assert job.asked == []
     job.wait(2.0)
-    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2, 2)
 
 
 def test_a_job_with_too_few_hosts_reports_how_many_joined():
@@ -66,9 +66,12 @@ def test_a_job_with_too_few_hosts_reports_how_many_joined():
 def test_a_service_for_another_number_of_hosts_is_not_used():
     job = Job("a", "b", num_hosts=2)
     job.report("c", state=WorkerState.IDLE)  # c becomes ready before the service for two hosts runs
-    assert job.asked == [StartCoordinationService(WorldId(1), 2), StartCoordinationService(WorldId(1), 3)]
+    assert job.asked == [
+        StartCoordinationService(WorldId(1), 2, 2),
+        StartCoordinationService(WorldId(1), 3, 3),
+    ]
     for nodes in (2, 3):
-        job.asked.append(StartCoordinationService(WorldId(1), nodes))
+        job.asked.append(StartCoordinationService(WorldId(1), nodes, nodes))
         job.serve()
     assert job.generation.service_address == "a:1:3"
     assert job.members == ["a", "b", "c"]
@@ -88,7 +91,7 @@ def test_a_killed_worker_leads_to_a_shrink_in_the_same_world():
     assert job.phases[-2:] == [(2, GenerationPhase.QUIESCE), (2, GenerationPhase.FORM)]
     new = job.generation
     assert (new.change, new.world, new.step) == (WorldChange.SHRINK, 1, 8)
-    assert [(m.host, m.process_index) for m in new.members] == [("a", 0), ("c", 2)], "seats are kept"
+    assert [(m.host, m.seat) for m in new.members] == [("a", 0), ("c", 2)], "seats are kept"
     assert [s.host for s in new.sources] == ["c"]
     assert new.receivers == ("a",)
 
@@ -139,7 +142,7 @@ def test_a_host_that_is_ready_when_a_failure_is_handled_joins_in_the_same_change
     job.serve()
     new = job.generation
     assert (new.change, new.world, new.phase) == (WorldChange.REFORM, 2, GenerationPhase.FORM)
-    assert [(m.host, m.incarnation, m.process_index) for m in new.members] == [
+    assert [(m.host, m.incarnation, m.seat) for m in new.members] == [
         ("a", 1, 0),
         ("b", 2, 1),
         ("c", 1, 2),
@@ -319,7 +322,7 @@ def test_a_lost_service_is_replaced_between_two_steps():
     job.change("a", services=())
     assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service has ended")
     stop_at_boundary(job, 6)
-    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2, 2)
     job.serve("b")
     assert (job.generation.change, job.generation.world) == (WorldChange.REFORM, 2)
 
@@ -345,7 +348,7 @@ def test_a_service_lost_while_quiescing_leads_to_a_reform():
     job.worker("c", exit_code=-9)
     job.change("a", services=())
     job.acknowledge("a", "b")
-    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2, 2)
 
 
 def test_a_service_of_the_same_world_elsewhere_does_not_count():
@@ -566,4 +569,4 @@ def test_the_minimum_applies_from_the_start_although_fewer_hosts_are_expected():
     job.wait(9.0)
     assert job.asked == []
     job.report("b", state=WorkerState.IDLE)
-    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2, 2)

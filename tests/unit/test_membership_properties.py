@@ -567,7 +567,11 @@ class Cluster:
             address = f"{host.name}:{command.world}:{command.num_processes}:{self.store.revision}"
             host.services.append(
                 CoordinationServiceStatus(
-                    world=command.world, num_processes=command.num_processes, address=address, pid=1
+                    world=command.world,
+                    num_processes=command.num_processes,
+                    num_seats=command.num_seats,
+                    address=address,
+                    pid=1,
                 )
             )
             host.touched = True
@@ -719,7 +723,7 @@ class Cluster:
     def check_form(self, old: Generation, new: Generation) -> None:
         """Check that no worker trains or can begin to, and that all resume from the former members' newest step."""
         assert new.members
-        assert len({m.process_index for m in new.members}) == len({m.host for m in new.members})
+        assert len({m.seat for m in new.members}) == len({m.host for m in new.members})
         assert len(new.members) == len({m.host for m in new.members})
         before = {(m.host, m.incarnation) for m in old.members}
         workers = {(m.host, m.incarnation): self.workers[m.host, m.incarnation] for m in new.members}
@@ -735,7 +739,7 @@ class Cluster:
         for who, worker in workers.items():
             if who[0] not in new.receivers and new.sources:
                 assert worker.held == new.step, "whoever is not behind holds the state"
-        assert new.change is WorldChange.SHRINK or {m.process_index for m in new.members} == set(
+        assert new.change is WorldChange.SHRINK or {m.seat for m in new.members} == set(
             range(len(new.members))
         )
 

@@ -44,7 +44,9 @@ REPORT = JobReport(
             address="",
             versions=read_versions(),
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
-            services=(CoordinationServiceStatus(world=WorldId(11), num_processes=2, address="", pid=2),),
+            services=(
+                CoordinationServiceStatus(world=WorldId(11), num_processes=2, num_seats=2, address="", pid=2),
+            ),
             snapshots=(SNAPSHOT,),
             step=123456,
             is_draining=True,

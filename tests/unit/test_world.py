@@ -8,12 +8,11 @@ from jax.sharding import NamedSharding
 from standalone_world import make_world
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.worker.committed_state import CommittedState
-from resilient_jax.worker.generation_info import GenerationInfo, make_mesh
+from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.observers import Observer
 
 LOST = StateLoss(step=9, is_lower_bound=False, reason="two hosts", checkpoint_step=5)
@@ -169,14 +168,3 @@ def test_the_axis_with_size_minus_1_takes_the_devices_that_are_left():
     assert make_mesh(jax.devices(), ("data", "model"), "this host").shape == {"data": count, "model": 1}
     with pytest.raises(CallerError, match=r"do not fit the \d+ devices of this host"):
         make_mesh(jax.devices(), {"data": count + 1}, "this host")
-
-
-def test_process_indexes_with_gaps_become_dense_host_indexes():
-    info = GenerationInfo(
-        number=GenerationNumber(2),
-        hosts_by_process={ProcessIndex(5): HostName("c"), ProcessIndex(1): HostName("a")},
-        process_index=ProcessIndex(5),
-        change="shrink",
-        reason="b died",
-    )
-    assert (info.hosts, info.host, info.host_index) == (("a", "c"), "c", 1)

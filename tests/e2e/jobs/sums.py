@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
+from resilient_jax.ids import ProcessIndex
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.state_digest import make_no_digest
 from resilient_jax.step.assignment import AccumulationSpec
@@ -53,7 +54,7 @@ def add_parts(parts: list[np.ndarray]) -> np.ndarray:
 
 def train(world: rj.World) -> None:
     assert len(world.hosts) == 3
-    grid = HostGrid(world.devices, world.process_index)
+    grid = HostGrid(world.devices, world.host_index)
     whole = NamedSharding(world.local_mesh("data"), P())
     here = jax.local_devices()[0]
     for owners, place, reduction in itertools.product(OWNERS, (whole, here), ("exact", "exact_wide")):
@@ -65,7 +66,7 @@ def train(world: rj.World) -> None:
         mine = [index for index, owner in enumerate(owners) if owner == world.host_index]
         alone = total_of(spec, range(len(owners)), like, limits)
         found = ExactReduce(grid)(total_of(spec, mine, like, limits), like, limits)
-        expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like, limits)
+        expected = ExactReduce(HostGrid(world.local_devices, world.host_index))(alone, like, limits)
         for name, leaf in found.items():
             assert leaf.dtype == like[name].dtype, (name, leaf.dtype)
             assert leaf.sharding == like[name].sharding, name
@@ -131,7 +132,7 @@ def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
     first = np.asarray(find_exponents(spec, part_of(0)))
     limits = choose_limits(first, list_formats(spec, part_of(0)), 7)
     alone = total_of(spec, range(7), like, limits)
-    expected = ExactReduce(HostGrid(world.local_devices, world.process_index))(alone, like, limits)
+    expected = ExactReduce(HostGrid(world.local_devices, world.host_index))(alone, like, limits)
     for cases in (
         {0: ("total", (0, 1)), 1: ("waits", (3,))},
         {0: ("waits", (5,)), 2: ("total", (4, 6))},
@@ -157,7 +158,7 @@ def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
             where = NamedSharding(microbatch.replica.mesh, P())
             return jax.device_put(part_of(microbatch.index), where)
 
-        reducer = Reducer(lambda: world.devices, world.process_index, {spec.name: kept}, Hooks())
+        reducer = Reducer(lambda: world.devices, ProcessIndex(world.host_index), {spec.name: kept}, Hooks())
         zeros = jax.tree.map(jnp.zeros_like, like)
         options = {"data": None, "replica_shape": rj.ReplicaShape(), "balance_by_speed": False}
         found = reducer.accumulate_microbatches(spec, compute, zeros, **options)
