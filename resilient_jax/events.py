@@ -167,7 +167,7 @@ class EventKind(enum.StrEnum):
     SEAT_NOT_TAKEN = "seat.not_taken"
     """A worker could not connect to its seat, and joins by a re-form. Detail: `error`."""
     WORLD_FORMED = "world.formed"
-    """A worker has entered the world of a generation. Detail: `change` (`shrink`, `grow` or `reform`), `hosts` (their
+    """A worker has entered the world of a generation. Detail: `change` (`shrink`, `grow`, `reform`), `hosts` (their
     number), `seconds`."""
     STEP_COMMITTED = "step.committed"
     """A worker committed the first step of a generation."""

@@ -60,6 +60,7 @@ from resilient_jax.cluster.state_loss import (
 from resilient_jax.cluster.world_formation import (
     StartCoordinationService,
     StateOrigin,
+    can_be_seated,
     can_change_in_place,
     find_state_origin,
     form_next_generation,
@@ -410,10 +411,11 @@ def _choose_joiners(
     state: MembershipState, kept: list[HostStatus], config: MembershipConfig
 ) -> list[HostStatus]:
     """Return the hosts that join now: only those that have a seat, if the others can go on in place with them."""
-    joiners = list_joiners(state)
-    seated = [status for status in joiners if has_taken_seat(state.generation, status)]
+    generation, joiners = state.generation, list_joiners(state)
+    seated = [status for status in joiners if has_taken_seat(generation, status)]
     if (
         can_change_in_place(state, kept, seated)
+        and can_be_seated(generation, [status for status in joiners if status not in seated])
         and len(kept) + len(seated) >= config.min_hosts
         # Else a host without a seat may have the state.
         and find_state_origin(state, kept, seated).exists

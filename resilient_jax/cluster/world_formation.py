@@ -6,6 +6,7 @@ import msgspec
 
 from resilient_jax.cluster.membership_state import (
     MembershipState,
+    awaits_seat,
     find_seat,
     find_snapshot,
     find_worker,
@@ -182,6 +183,13 @@ def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation 
         next_seat=Seat(generation.next_seat + len(given)),
         newcomers=(*_list_waiting(state, generation), *given),
     )
+
+
+def can_be_seated(generation: Generation, joiners: list[HostStatus]) -> bool:
+    """Return whether hosts that have no seat yet may get and take one while others train."""
+    unseated = [status for status in joiners if find_seat(generation, status) is None]
+    has_seats = len(unseated) <= generation.num_seats - generation.next_seat
+    return has_seats and all(awaits_seat(generation, s) for s in joiners if s not in unseated)
 
 
 def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Member, ...]:

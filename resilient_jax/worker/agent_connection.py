@@ -15,12 +15,10 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import (
-    Generation,
     SeatId,
     WorkerFailure,
     WorkerReport,
     WorkerState,
-    is_busy,
 )
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
@@ -71,9 +69,13 @@ class AgentConnection:
         descriptor: this worker's end of the socket pair.
         host: this one.
         interrupt: called by the guard thread while the main thread must unwind.
+        polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
+            for it.
     """
 
-    def __init__(self, descriptor: int, host: HostName, interrupt: Interrupt) -> None:
+    def __init__(
+        self, descriptor: int, host: HostName, interrupt: Interrupt, *, polls_checkpoints: bool
+    ) -> None:
         self._host = host
         # No timeout: an agent that is stopped for a while must not make its worker fail.
         self._connection = Connection[WorkerMessage, WorkerOrder](
@@ -81,8 +83,8 @@ class AgentConnection:
         )
         self._changed = threading.Condition()
         """Reentrant; guards all that follows."""
-        self._report = WorkerReport()
-        self._polls_checkpoints = False
+        self._report = WorkerReport(is_polling_checkpoints=polls_checkpoints)
+        self._polls_checkpoints = polls_checkpoints
         self._newest = GenerationNumber(0)
         self._form: FormWorld | None = None
         self._take_seat: TakeSeat | None = None
@@ -122,7 +124,21 @@ class AgentConnection:
                 # Taken and reported under one lock: the next order must find this worker busy, and interrupt it.
                 if self._form is not None:
                     form, self._form, self._take_seat = self._form, None, None
-                    self._begin_generation(form.generation)
+                    self._is_interrupted = False
+                    self._limit = self._boundary = None
+                    self._next_step = self._report.step
+                    self._update_report(
+                        state=WorkerState.RUNNING,
+                        generation=form.generation.number,
+                        has_formed=False,
+                        has_finished_step=False,
+                        is_done=False,
+                        is_compiling=False,
+                        snapshot=None,
+                        is_polling_checkpoints=self._polls_checkpoints,
+                        earliest_stop_step=None,
+                        failure=None,
+                    )
                     return form
                 if self._take_seat is not None:
                     take_seat, self._take_seat = self._take_seat, None
@@ -130,23 +146,6 @@ class AgentConnection:
                     self._update_report(state=WorkerState.PREPARING, seat=_get_seat(take_seat), failure=None)
                     return take_seat
                 self._changed.wait()
-
-    def _begin_generation(self, generation: Generation) -> None:
-        self._is_interrupted = False
-        self._limit = self._boundary = None
-        self._next_step = self._report.step
-        self._update_report(
-            state=WorkerState.RUNNING,
-            generation=generation.number,
-            has_formed=False,
-            has_finished_step=False,
-            is_done=False,
-            is_compiling=False,
-            snapshot=None,
-            is_polling_checkpoints=self._polls_checkpoints,
-            earliest_stop_step=None,
-            failure=None,
-        )
 
     def report_seat(self, world: WorldId | None, failure: WorkerFailure | None) -> None:
         """Report that the seat of the last order is taken, in `world`; or, with None, that it could not be."""
@@ -203,11 +202,6 @@ class AgentConnection:
     def report_world_left(self) -> None:
         """Report that no coordination service is connected any more."""
         self._update_report(world=None)
-
-    def announce_checkpoint_polling(self) -> None:
-        """Promise a `report_checkpoint` whenever this worker is idle; decisions about a lost state wait for it."""
-        self._polls_checkpoints = True
-        self._update_report(is_polling_checkpoints=True)
 
     def report_checkpoint(self, step: int | None) -> None:
         """Report the step of the newest checkpoint on storage; None: there is none."""
@@ -282,14 +276,9 @@ class AgentConnection:
     # For the guard thread.
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the main thread works in a generation, or prepares to join one."""
-        return is_busy(self._report.state)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the main thread works in a generation."""
-        return self._report.state is WorkerState.RUNNING
+    def state(self) -> WorkerState:
+        """What this process is doing."""
+        return self._report.state
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Report that the main thread compiles, which cannot be interrupted, so that it is not taken for a hang."""

@@ -17,6 +17,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.connection import Connection
+from resilient_jax.protocol.records import WorkerState, is_busy
 from resilient_jax.protocol.worker_messages import (
     RESTART_EXIT_CODE,
     Heartbeat,
@@ -46,13 +47,8 @@ class OrderHandler(Protocol):
     """The receiver of the guard's orders, called by the guard thread; `AgentConnection` is one."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the main thread works in a generation, or prepares to join one."""
-        ...
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the main thread works in a generation."""
+    def state(self) -> WorkerState:
+        """What this process is doing."""
         ...
 
     @property
@@ -132,11 +128,11 @@ class GuardThread:
 
     def _must_interrupt(self) -> bool:
         """Return whether the main thread must unwind."""
-        return self._handler.is_busy and self._handler.is_interrupted
+        return is_busy(self._handler.state) and self._handler.is_interrupted
 
     def _hold_if_lease_expired(self) -> None:
         """Pause training as if ordered to: a stopped agent cannot report that others count this host as dead."""
-        is_training = self._handler.is_running and not self._handler.is_interrupted
+        is_training = self._handler.state is WorkerState.RUNNING and not self._handler.is_interrupted
         if is_training and time.monotonic() > self._lease_until_s:
             self._handler.record_event(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
             self._handler.handle_order(HoldTraining())

@@ -90,7 +90,12 @@ class Worker:
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
         # This starts the guard thread. It calls `_interrupt`, and so uses what is made below, only in a generation.
-        self._agent = AgentConnection(descriptor, settings.host, self._interrupt)
+        self._agent = AgentConnection(
+            descriptor,
+            settings.host,
+            self._interrupt,
+            polls_checkpoints=find_latest_checkpoint is not None,
+        )
         self._handover = StateHandover(
             settings.host,
             self._committed,
@@ -102,9 +107,6 @@ class Worker:
         self._poller = CheckpointPoller(
             find_latest_checkpoint, self._agent.report_checkpoint, self._agent.record_event
         )
-        # Before the worker reports that it is ready: a decision about a lost state has to wait for its first poll.
-        if find_latest_checkpoint is not None:
-            self._agent.announce_checkpoint_polling()
         self._snapshotter = Snapshotter(
             int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
             settings.host,

@@ -11,7 +11,7 @@ import resilient_jax
 from resilient_jax.events import EventKind
 
 NAME = re.compile(r"`(\w+)`")
-VALUES = {"shrink", "reform"}
+VALUES = {"shrink", "grow", "reform"}
 """Values of details, not their names."""
 WITHOUT_KEYWORDS = {
     "CHECKPOINT_RESTORED",
