@@ -9,6 +9,7 @@ from resilient_jax.cluster.traceback_text import HEADING, shorten_traceback
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+
 MAX_HOSTS_SHOWN = 8
 """How many hosts are named that have the same error."""
 
@@ -24,9 +25,9 @@ def describe_for_launch(outcome: JobOutcome, directory: Path, errors: Mapping[Ho
     if outcome.kind is JobOutcomeKind.DONE:
         return f"{describe_outcome(outcome)}; logs and events: {directory}"
     logs = f"logs and events: {directory}"
-    if outcome.kind is not JobOutcomeKind.USER_ERROR or outcome.host not in errors:
+    error = errors.get(outcome.host) if outcome.host is not None else None
+    if outcome.kind is not JobOutcomeKind.USER_ERROR or error is None:
         return f"{logs}\n{describe_outcome(outcome)}"
-    error = errors[outcome.host]
     words = [] if outcome.message.strip() == error.strip() else [outcome.message]
     shown = shorten_traceback(error.strip())
     by_text: dict[str, list[HostName]] = {}
@@ -69,9 +70,7 @@ def find_exception_line(message: str) -> str:
     lines = [re.sub(r"^  (\| |(?=\+))", "", line) for line in message.splitlines()]
     # The message of an error in a callback of JAX's ends with such a heading, too: what was raised there follows.
     headings = [
-        index
-        for index, line in enumerate(lines)
-        if line.endswith(HEADING) and not line.startswith(" ")
+        index for index, line in enumerate(lines) if line.endswith(HEADING) and not line.startswith(" ")
     ]
     if not headings or headings[0] != 0:
         return message

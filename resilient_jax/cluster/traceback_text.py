@@ -3,7 +3,7 @@
 A traceback is a chain of sections: a heading, frames, the exception, and a line that connects it with the next section.
 Rules of what is left out:
 - A frame of this package, unless the exception was raised there and is none of our errors: then it may be our bug.
-- A cause that is in this package from its first frame to its last, if our own error was made of it: its message says more.
+- A cause that is in this package from its first frame to its last, if an error of ours was raised from it.
 - What JAX appends to a message about frames that JAX has left out.
 The log file of the host has everything.
 """
@@ -20,7 +20,9 @@ _CONNECTIONS = (
     "During handling of the above exception, another exception occurred:",
 )
 _FRAME = re.compile(r'  File "(?P<file>.+)", line \d+')
-_START = re.compile(rf'{re.escape(HEADING)}$|  \+ Exception Group {re.escape(HEADING)}$|  File ".+", line \d+$')
+_START = re.compile(
+    rf'{re.escape(HEADING)}$|  \+ Exception Group {re.escape(HEADING)}$|  File ".+", line \d+$'
+)
 """The last is that of a syntax error in the script, which has no heading."""
 _PACKAGE = Path(__file__).parents[1]
 _EXAMPLES = _PACKAGE / "cli" / "demo"

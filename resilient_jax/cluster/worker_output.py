@@ -17,9 +17,18 @@ from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shor
 from resilient_jax.telemetry.log_file import LogFile
 
 LIBRARY_LOG_PATTERN = re.compile(
-    rb"^\[Gloo\] Rank |^\[?[IWE]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl|peer ranks"
+    rb"^\[Gloo\] Rank |peer ranks"
+    rb"|^\[[\w./+-]+\.(?:cc|h|cpp):\d+\] "  # gloo's errors, such as a refused connection: [FILE:LINE] ERROR ...
+    rb"|^\[?[IWEF]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl"
+    rb"|^Additional GRPC error information |^:UNKNOWN:"  # the lines that follow the first of an XLA message
+    rb"|^\*\*\* Check failure stack trace: |^    @ +0x[0-9a-f]+ "
 )
-"""Lines of gloo and of XLA's C++ logging. They are in the log file; on the screen they hide the job."""
+"""Lines of gloo and of XLA's C++ logging, which the survivors of a failure print. They are in the log file; on the
+screen they hide the job."""
+
+CRASH_PATTERN = re.compile(rb"^terminate called ")
+"""The first line of a process that C++ ends, as gloo does when a peer dies at a bad moment. The stacks of all threads
+follow, and nothing else."""
 
 ERROR_LINES = 400
 """How much of a worker's standard error is kept to be shown when the job ends with its error: a traceback through
@@ -67,6 +76,7 @@ class WorkerOutput:
         self._held: list[bytes] = []
         """Lines of standard error from the beginning of a traceback on; not on the screen yet."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_crashing = False
 
     async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
@@ -84,11 +94,12 @@ class WorkerOutput:
         if self._file is not None:
             self._file.write(line)
         is_library_log = LIBRARY_LOG_PATTERN.search(line) is not None
+        self._is_crashing |= is_error and CRASH_PATTERN.match(line) is not None
         if is_error and not is_library_log:
             self._errors.append(line.decode(errors="replace"))
         if self._everything:
             self._print(line)
-        elif is_library_log:
+        elif is_library_log or (is_error and self._is_crashing):
             return
         elif is_error and (self._held or is_start(line.decode(errors="replace"))):
             self._hold(line)
@@ -119,6 +130,7 @@ class WorkerOutput:
     def clear_errors(self) -> None:
         """Forget the standard error of the worker before: it is not the new worker's."""
         self._errors.clear()
+        self._is_crashing = False
 
     def close(self) -> None:
         """Print what was held back, and close the log file, if there is one; a later line opens it again."""

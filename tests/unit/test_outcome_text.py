@@ -110,7 +110,9 @@ def test_the_error_of_all_hosts_is_shown_once_with_their_names_and_another_in_on
     same, other = read_traceback(multiply), read_traceback(annotate)
     hosts = [HostName(f"host-{index}") for index in range(3)]
     outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=hosts[2], message=same)
-    shown = describe_for_launch(outcome, tmp_path, dict(zip(hosts, (same, other, same), strict=True))).splitlines()
+    shown = describe_for_launch(
+        outcome, tmp_path, dict(zip(hosts, (same, other, same), strict=True))
+    ).splitlines()
     assert shown[1] == "another error on host-1: KeyError: 'missing' (complete in host-1.log)"
     assert shown[2:4] == ["the job ended: user_error on host-0, host-2", "Traceback (most recent call last):"]
     assert sum("Traceback" in line for line in shown) == 1
@@ -121,4 +123,8 @@ def test_a_script_that_fails_after_training_is_shown_with_its_error(tmp_path):
     message = "training was done, but then the script failed with code 1"
     outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
     shown = describe_for_launch(outcome, tmp_path, {host: read_traceback(annotate)}).splitlines()
-    assert shown[1:4] == ["the job ended: user_error on host-0", message, "Traceback (most recent call last):"]
+    assert shown[1:4] == [
+        "the job ended: user_error on host-0",
+        message,
+        "Traceback (most recent call last):",
+    ]
