@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from resilient_jax.cluster.gloo_output import GlooFilter
 from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shorten_traceback
 from resilient_jax.telemetry.log_file import LogFile
 
 LIBRARY_LOG_PATTERN = re.compile(
-    rb"^\[Gloo\] Rank |peer ranks"
-    rb"|^\[[\w./+-]+\.(?:cc|h|cpp):\d+\] "  # gloo's errors, such as a refused connection: [FILE:LINE] ERROR ...
+    rb"^\[[\w./+-]+\.(?:cc|h|cpp):\d+\] "  # gloo's errors, such as a refused connection: [FILE:LINE] ERROR ...
     rb"|^\[?[IWEF]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl"
     rb"|^Additional GRPC error information |^:UNKNOWN:"  # the lines that follow the first of an XLA message
     rb"|^\*\*\* Check failure stack trace: |^    @ +0x[0-9a-f]+ "
@@ -77,6 +77,7 @@ class WorkerOutput:
         """Lines of standard error from the beginning of a traceback on; not on the screen yet."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_crashing = False
+        self._gloo = GlooFilter()
 
     async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
@@ -99,7 +100,13 @@ class WorkerOutput:
             self._errors.append(line.decode(errors="replace"))
         if self._everything:
             self._print(line)
-        elif is_library_log or (is_error and self._is_crashing):
+            return
+        if not is_error:
+            shown = self._gloo.strip(line)
+            if shown is None:
+                return
+            line = shown
+        if is_library_log or (is_error and self._is_crashing):
             return
         elif is_error and (self._held or is_start(line.decode(errors="replace"))):
             self._hold(line)
@@ -131,6 +138,7 @@ class WorkerOutput:
         """Forget the standard error of the worker before: it is not the new worker's."""
         self._errors.clear()
         self._is_crashing = False
+        self._gloo = GlooFilter()
 
     def close(self) -> None:
         """Print what was held back, and close the log file, if there is one; a later line opens it again."""

@@ -66,3 +66,32 @@ def test_the_crash_of_a_process_that_cpp_ends_is_in_the_log_alone(screen):
         output.write(line, is_error=True)
     assert screen == []
     assert "Fatal Python error" in output.read_last_errors(), "lost where a job's end quotes it"
+
+
+GLOO = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+MIXED = (  # as two threads wrote it
+    "[Gloo] Rank 1[Gloo] Rank  is connected to 01 is connected to  peer ranks. 1"
+    "Expected number of connected peer ranks is :  peer ranks. 1Expected number of connected peer ranks is : "
+)
+HALVES = [
+    "[Gloo] Rank [Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3",
+    "0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        ([GLOO, "7", ""], ["7", ""]),
+        ([MIXED, "1", "7"], ["7"]),
+        ([MIXED, "", GLOO, "7"], ["7"]),
+        ([*HALVES, "7"], ["7"]),
+        (["loss 3" + GLOO, "7"], ["loss 3", "7"]),
+        ([MIXED, "loss 3", "1", "7"], ["loss 3", "7"]),
+    ],
+)
+def test_the_pieces_of_gloos_messages_are_not_shown_and_no_line_of_the_script_is_lost(lines, shown, screen):
+    output = WorkerOutput("host-0", None)
+    for line in lines:
+        output.write(line.encode())
+    assert screen == [f"[host-0] {line}\n" for line in shown]
