@@ -26,6 +26,8 @@ class EventKind(enum.StrEnum):
     """The machine could not start a worker; the agent tries again. Detail: `error`."""
     WORKER_EXITED = "worker.exited"
     """A worker's process ended. Detail: `incarnation`, `exit_code` (negative: ended by that signal)."""
+    SCRIPT_FAILED = "script.failed"
+    """A script ended with an error of its own. Detail: `exit_code`, `error` (with its complete traceback)."""
     WORKER_UNRESPONSIVE = "worker.unresponsive"
     """A worker is stopped (SIGSTOP), or its guard thread sent nothing for too long. Detail: `pid`."""
     WORKER_DYING = "worker.dying"

@@ -147,9 +147,11 @@ def agent(
         failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
+        is_launched=launched,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
-    is_told = outcome.host == host_name or not launched
+    # `launch` shows the error of a script in its last lines, once for all hosts.
+    is_told = not launched or (outcome.host == host_name and outcome.kind is not JobOutcomeKind.USER_ERROR)
     if is_told and outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
         print_line(f"[{host_name}] {describe_for_agent(outcome)}")
     sys.exit(outcome.exit_code)

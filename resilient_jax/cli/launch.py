@@ -40,6 +40,7 @@ from resilient_jax.cluster.run_directory import (
     create_numbered_directory,
     create_run_directory,
 )
+from resilient_jax.cluster.script_errors import read_script_errors
 from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
@@ -140,8 +141,10 @@ def launch(
                 "note: a job ran in this folder before: logs and compiled programs are kept. Training resumes where "
                 "the script saved checkpoints; otherwise it begins with the initial state"
             )
+        started_s = time.time()
         outcome = asyncio.run(launcher.run())
-    print_line(describe_for_launch(outcome, directory))
+    errors = read_script_errors(directory, make_host_names(hosts), started_s)
+    print_line(describe_for_launch(outcome, directory, errors))
     sys.exit(outcome.exit_code)
 
 

@@ -19,6 +19,7 @@ class AgentSettings:
         environment: of the worker: what makes JAX find its devices and survive a failure.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: of logs and events; None writes none.
+        is_launched: `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 
     job: JobName
@@ -34,6 +35,7 @@ class AgentSettings:
     run_directory: Path | None
     failure_domain: str = ""
     show_all_output: bool = False
+    is_launched: bool = False
 
     @property
     def has_cpu_workers(self) -> bool:

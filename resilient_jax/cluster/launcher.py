@@ -240,7 +240,7 @@ class Launcher:
         if not failed:
             return outcome
         host, code = failed[0]
-        message = f"training was done, but then the script failed with code {code}; its output is above and in its log"
+        message = f"training was done, but then the script failed with code {code}; its log has the rest"
         return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
 
     def _outcome_without_leader(self) -> JobOutcome:

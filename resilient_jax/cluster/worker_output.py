@@ -1,4 +1,8 @@
-"""A worker's output: every line to the host's log file, the worker's own lines to the screen."""
+"""A worker's output: every line to the host's log file, the worker's own lines to the screen.
+
+A traceback on standard error is held back for a moment: if the script ends with it, it is the job's error, which is
+shown once for all hosts, and without frames that do not help.
+"""
 
 import asyncio
 import collections
@@ -6,17 +10,33 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from resilient_jax.cluster.gloo_output import GlooFilter
+from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shorten_traceback
 from resilient_jax.telemetry.log_file import LogFile
 
 LIBRARY_LOG_PATTERN = re.compile(
-    rb"^\[Gloo\] Rank |^\[?[IWE]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl|peer ranks"
+    rb"^\[[\w./+-]+\.(?:cc|h|cpp):\d+\] "  # gloo's errors, such as a refused connection: [FILE:LINE] ERROR ...
+    rb"|^\[?[IWEF]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl"
+    rb"|^Additional GRPC error information |^:UNKNOWN:"  # the lines that follow the first of an XLA message
+    rb"|^\*\*\* Check failure stack trace: |^    @ +0x[0-9a-f]+ "
 )
-"""Lines of gloo and of XLA's C++ logging. They are in the log file; on the screen they hide the job."""
+"""Lines of gloo and of XLA's C++ logging, which the survivors of a failure print. They are in the log file; on the
+screen they hide the job."""
 
-ERROR_LINES = 60
-"""How much of a worker's standard error is kept to be shown again when the job ends with its error."""
+CRASH_PATTERN = re.compile(rb"^terminate called ")
+"""The first line of a process that C++ ends, as gloo does when a peer dies at a bad moment. The stacks of all threads
+follow, and nothing else."""
+
+ERROR_LINES = 400
+"""How much of a worker's standard error is kept to be shown when the job ends with its error: a traceback through
+Flax and JAX with its causes has more than a hundred lines."""
+LAST_LINES = 10
+"""How much is shown of a standard error without a traceback."""
+HOLD_S = 3.0
+"""How long a traceback is held back: a script that ends with it has ended by then, or has reported its failure."""
 
 
 def print_bytes(text: bytes) -> None:
@@ -31,13 +51,33 @@ def print_bytes(text: bytes) -> None:
 
 
 class WorkerOutput:
-    """Prefixes a host's lines with its name, and keeps the end of its standard error."""
+    """Prefixes a host's lines with its name, and keeps the end of its standard error.
 
-    def __init__(self, host: str, log: Path | None, *, show_all: bool = False) -> None:
+    Args:
+        host: its name.
+        log: the file; None: there is none.
+        show_all: print every line at once and as it is, those of libraries and tracebacks too.
+        is_failing: whether the script has reported an error of its own, and is about to end.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        log: Path | None,
+        *,
+        show_all: bool = False,
+        is_failing: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._prefix = f"[{host}] ".encode()
         self._file = LogFile(log) if log is not None else None
         self._everything = show_all
+        self._is_failing = is_failing
         self._errors: collections.deque[str] = collections.deque(maxlen=ERROR_LINES)
+        self._held: list[bytes] = []
+        """Lines of standard error from the beginning of a traceback on; not on the screen yet."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_crashing = False
+        self._gloo = GlooFilter()
 
     async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
@@ -55,22 +95,72 @@ class WorkerOutput:
         if self._file is not None:
             self._file.write(line)
         is_library_log = LIBRARY_LOG_PATTERN.search(line) is not None
+        self._is_crashing |= is_error and CRASH_PATTERN.match(line) is not None
         if is_error and not is_library_log:
             self._errors.append(line.decode(errors="replace"))
-        if self._everything or not is_library_log:
-            print_bytes(self._prefix + line + b"\n")
+        if self._everything:
+            self._print(line)
+            return
+        if not is_error:
+            shown = self._gloo.strip(line)
+            if shown is None:
+                return
+            line = shown
+        if is_library_log or (is_error and self._is_crashing):
+            return
+        elif is_error and (self._held or is_start(line.decode(errors="replace"))):
+            self._hold(line)
+        else:
+            self._print(line)
+
+    def release(self) -> None:
+        """Print a traceback that was held back."""
+        held = b"\n".join(self._held)
+        self.forget_traceback()
+        if held:
+            for line in shorten_traceback(held.decode(errors="surrogateescape")).split("\n"):
+                self._print(line.encode(errors="surrogateescape"))
+
+    def forget_traceback(self) -> None:
+        """Do not print a traceback that was held back: the job's end shows it."""
+        self._held.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def read_last_errors(self) -> str:
         """Return the end of what the worker wrote to standard error: from the last traceback on, if there is one."""
         lines = list(self._errors)
-        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        return "\n".join(lines[starts[-1] :] if starts else lines[-10:])
+        start = find_last_chain(lines)
+        return "\n".join(lines[-LAST_LINES:] if start is None else lines[start:])
 
     def clear_errors(self) -> None:
         """Forget the standard error of the worker before: it is not the new worker's."""
         self._errors.clear()
+        self._is_crashing = False
+        self._gloo = GlooFilter()
 
     def close(self) -> None:
-        """Close the log file, if there is one; a later line opens it again."""
+        """Print what was held back, and close the log file, if there is one; a later line opens it again."""
+        self.release()
         if self._file is not None:
             self._file.close()
+
+    def _print(self, line: bytes) -> None:
+        print_bytes(self._prefix + line + b"\n")
+
+    def _hold(self, line: bytes) -> None:
+        self._held.append(line)
+        if len(self._held) > ERROR_LINES:  # no traceback is as long: the script works on
+            self.release()
+        elif self._timer is None:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._is_failing():
+            self._start_timer()
+        else:
+            self.release()

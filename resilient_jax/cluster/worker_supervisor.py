@@ -4,6 +4,7 @@ The half of the agent that is independent of generations.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
@@ -11,6 +12,7 @@ from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.traceback_text import is_start
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
@@ -37,6 +39,8 @@ STOP_GRACE_S = 2.0
 """Time until SIGKILL for a worker that was ordered to stop because the job failed."""
 ADMISSION_RETRY_INTERVAL_S = 0.2
 """How soon to compare a worker's script again when the store did not answer."""
+LAST_LINES_TIMEOUT_S = 1.0
+"""For the last lines of a worker that has ended, and for the record of its error."""
 START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
@@ -84,7 +88,9 @@ class WorkerSupervisor:
             settings.host,
             directory / f"{settings.host}.log" if directory else None,
             show_all=settings.show_all_output,
+            is_failing=lambda: self.worker is not None and bool(_reported_error_of(self.worker)),
         )
+        self._exit_recorded = asyncio.Event()
         self._budget = RestartBudget(
             max_restarts=settings.config.max_restarts,
             window_s=settings.config.restart_window_s,
@@ -142,6 +148,7 @@ class WorkerSupervisor:
                 exit_code=code,
                 incarnation=number,
             )
+            self._settle_traceback(worker, code)
             self._on_changed(worker)
             if self._is_over() or _is_users_error(code):
                 # After the user's error its status stays, for the leader to end the job with: another
@@ -159,6 +166,7 @@ class WorkerSupervisor:
         settings = self._settings
         self._wants_snapshots = False
         self._output.clear_errors()
+        self._exit_recorded.clear()
         worker = WorkerProcess.start(
             incarnation,
             settings.command,
@@ -189,6 +197,18 @@ class WorkerSupervisor:
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
         self._on_changed(worker)
         return worker
+
+    def _settle_traceback(self, worker: WorkerProcess, code: int) -> None:
+        """Record the error of a script that failed; print it, unless `launch` shows it in its last lines."""
+        is_failed = code not in (0, RESTART_EXIT_CODE, JOB_OVER_EXIT_CODE)
+        error = (_error_of(worker) or _reported_error_of(worker)) if is_failed else ""
+        if error:
+            self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=error)
+        if error and self._settings.is_launched:
+            self._output.forget_traceback()
+        else:
+            self._output.release()
+        self._exit_recorded.set()
 
     def _spend_restart(self) -> float | None:
         """Return the seconds to wait before the next start; None if the budget is spent."""
@@ -306,11 +326,12 @@ class WorkerSupervisor:
             await self._let_script_end(worker, exited)
         elif outcome.exit_code != ExitCode.INTERRUPTED:
             await asyncio.wait((exited,), timeout=STOP_GRACE_S)
-        if exited.done():
-            await asyncio.sleep(0.2)  # its last lines
-        else:
+        if not exited.done():
             self.kill("the job is over")
             await exited
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LINES_TIMEOUT_S):
+                await self._exit_recorded.wait()
 
     async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
         """Wait while a script still saves and prints. A worker that was left out of training, or is stopped, is not
@@ -352,6 +373,8 @@ class WorkerSupervisor:
             f"training is done, but the script {_describe_exit(code)} before its end; what it does after training is "
             "missing on this host"
         )
+        if code < 0:  # no error of the script's was recorded at its exit
+            self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=missing)
         return JobOutcome(
             kind=JobOutcomeKind.USER_ERROR,
             exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
@@ -373,16 +396,22 @@ def _is_users_error(code: int) -> bool:
 
 def _error_of(worker: WorkerProcess) -> str:
     """Return the error text of a script that failed, for the user; empty if it did not fail, or was killed."""
-    code, failure = worker.child.exit_code, worker.report.failure
+    code = worker.child.exit_code
     if code is None or code <= 0:
         return ""
-    if failure is not None and failure.kind is WorkerFailureKind.USER:
-        return failure.text  # complete, with its cause, however long
+    if error := _reported_error_of(worker):
+        return error  # complete, with its cause, however long
     if not worker.error:
         return f"the script exited with code {code} and wrote nothing to standard error"
-    if worker.error.startswith("Traceback"):
+    if is_start(worker.error.partition("\n")[0]):
         return worker.error
     return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
+
+
+def _reported_error_of(worker: WorkerProcess) -> str:
+    """Return the error of its user's that the worker has reported, also if it was killed then; empty: none."""
+    failure = worker.report.failure
+    return failure.text if failure is not None and failure.kind is WorkerFailureKind.USER else ""
 
 
 def _describe_exit(code: int) -> str:

@@ -204,7 +204,7 @@ class Worker:
             # Whatever an interrupted call raises is no failure of this host's: the generation had ended before.
             if self._agent.is_interrupted:
                 return False, None
-            text = "".join(traceback.format_exception(error))
+            text = _format_from_script(error)
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=_summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
@@ -363,6 +363,14 @@ def restore_normal_priority() -> None:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+def _format_from_script(error: Exception) -> str:
+    """Return the traceback from the script's first line on, as Python prints it if no code catches the error."""
+    formatted = traceback.TracebackException.from_exception(error)
+    callers = traceback.extract_stack()[:-2]  # without this function and the frame that caught the error
+    formatted.stack = traceback.StackSummary.from_list([*callers, *formatted.stack])
+    return "".join(formatted.format())
 
 
 def _summarize(error: BaseException) -> str:

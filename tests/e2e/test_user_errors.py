@@ -1,4 +1,4 @@
-"""Errors in user code: shown once, as the last output, verbatim, and never retried."""
+"""Errors in user code: shown once, as the last output, without frames of the package, and never retried."""
 
 from pathlib import Path
 
@@ -25,10 +25,15 @@ def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_p
     assert words.count("Traceback (most recent call last)") == 1
     assert words.count("bad batch at step") == 2, "the message, and the source line that raised it"
     assert 'raise ValueError(f"bad batch at step {step}")' in words
+    assert words.count("/faulty.py") == ended.output.count('File "'), "a frame that is not of the script"
+    assert words.splitlines()[2].endswith(", in <module>"), "not from the first line of the script on"
+    assert ended.output.count("Traceback") == 1, ended.output
     if fault == "one-host":
         assert words.startswith("the job ended: user_error on host-1\n"), ended.output
-        shown = [line for line in ended.output.splitlines() if "Traceback" in line]
-        assert shown == ["[host-1] Traceback (most recent call last):", "Traceback (most recent call last):"]
+        assert "(host-1.log has the complete traceback)" in ended.output
+        log = (tmp_path / "host-1.log").read_text()
+        assert "resilient_jax/worker/run.py" in log
+        assert "ValueError: bad batch at step 5" in log
 
 
 def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
@@ -51,7 +56,25 @@ def test_an_exception_at_import_time_ends_the_job(tmp_path: Path) -> None:
     assert ended.last_words.rstrip().endswith(
         "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"
     ), ended.output
-    assert ended.last_words.count("Traceback (most recent call last)") == 1
+    assert ended.output.count("Traceback (most recent call last)") == 1, "not once for each host"
+    assert ended.last_words.startswith("the job ended: user_error on host-"), ended.output
+
+
+def test_a_wrong_argument_is_shown_with_the_line_of_the_script_alone(tmp_path: Path) -> None:
+    ended = run_with("wrong-argument", tmp_path)
+    assert ended.code == 1
+    words = ended.last_words.splitlines()
+    assert words[0].startswith("the job ended: user_error on host-"), ended.output
+    frames = [line for line in ended.output.splitlines() if 'File "' in line]
+    assert [line.rpartition("/")[2].partition(",")[0] for line in frames] == ['faulty.py"']
+    assert words[-1].startswith("resilient_jax.errors.CallerError: run: found 7 (int)"), ended.output
+
+
+def test_a_traceback_that_the_script_prints_and_survives_is_on_the_screen(tmp_path: Path) -> None:
+    ended = run_with("printed", tmp_path)
+    assert ended.code == 0, ended.output
+    for host in ("host-0", "host-1"):
+        assert f"[{host}] ValueError: bad batch at step 5" in ended.output
 
 
 def test_arrays_made_before_run_are_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_launch_shows_no_note_of_jax(fail, tmp_path):
     text = read_traceback(fail)
     assert "For simplicity, JAX has removed" in text
     outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, message=text)
-    assert "JAX has removed" not in describe_for_launch(outcome, tmp_path)
+    assert "JAX has removed" not in describe_for_launch(outcome, tmp_path, {})
 
 
 def test_launch_ends_with_the_error_and_an_agent_quotes_it(tmp_path):
@@ -98,9 +98,33 @@ def test_launch_ends_with_the_error_and_an_agent_quotes_it(tmp_path):
     outcome = JobOutcome(
         kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=HostName("host-1"), message=f"{text}\n"
     )
-    shown = describe_for_launch(outcome, tmp_path).splitlines()
+    shown = describe_for_launch(outcome, tmp_path, {}).splitlines()
     assert shown[1:3] == ["the job ended: user_error on host-1", "Traceback (most recent call last):"]
     assert shown[-1].startswith("TypeError: dot_general")
     quoted = describe_for_agent(outcome)
     assert quoted.startswith("the job ended: user_error on host-1: TypeError: dot_general")
     assert "\n" not in quoted
+
+
+def test_the_error_of_all_hosts_is_shown_once_with_their_names_and_another_in_one_line(tmp_path):
+    same, other = read_traceback(multiply), read_traceback(annotate)
+    hosts = [HostName(f"host-{index}") for index in range(3)]
+    outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=hosts[2], message=same)
+    shown = describe_for_launch(
+        outcome, tmp_path, dict(zip(hosts, (same, other, same), strict=True))
+    ).splitlines()
+    assert shown[1] == "another error on host-1: KeyError: 'missing' (complete in host-1.log)"
+    assert shown[2:4] == ["the job ended: user_error on host-0, host-2", "Traceback (most recent call last):"]
+    assert sum("Traceback" in line for line in shown) == 1
+
+
+def test_a_script_that_fails_after_training_is_shown_with_its_error(tmp_path):
+    host = HostName("host-0")
+    message = "training was done, but then the script failed with code 1"
+    outcome = JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
+    shown = describe_for_launch(outcome, tmp_path, {host: read_traceback(annotate)}).splitlines()
+    assert shown[1:4] == [
+        "the job ended: user_error on host-0",
+        message,
+        "Traceback (most recent call last):",
+    ]

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ if FAULT == "import":
     importlib.import_module("a_module_that_nobody_has")
 elif FAULT == "early":
     jax.random.key(0)
+elif FAULT == "wrong-argument":
+    rj.run(7)  # pyright: ignore[reportArgumentType]
 elif FAULT == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -30,6 +33,8 @@ def fail(step: int, host: str) -> None:
         raise ValueError(f"bad batch at step {step}")
     if FAULT == "all-hosts":
         raise ValueError(f"bad batch at step {step}")
+    if FAULT == "printed":
+        traceback.print_exception(ValueError(f"bad batch at step {step}"))
     if FAULT == "collective":
         raise jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed: connection reset")
 
