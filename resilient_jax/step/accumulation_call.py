@@ -11,7 +11,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.state.state_digest import DIGEST_WORDS
+from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
 from resilient_jax.step.claims import pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
@@ -59,7 +59,7 @@ class AccumulationCall:
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
         # The exchanges of claims, of digests and of limits, and the decision whether to stop.
         claims = pad_claims_size(self.spec.num_microbatches, num_hosts)
-        digests = pad_rows_size(num_hosts, DIGEST_WORDS)
+        digests = pad_rows_size(num_hosts, COMPARED_WORDS)
         for size in sorted({claims, digests, num_limits, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":

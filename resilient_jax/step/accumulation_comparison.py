@@ -2,10 +2,12 @@
 
 gloo takes no notice of what its peers send: hosts with different models would wait for each other, or add up unlike
 things. So a generation's first accumulation of each name begins with digests of fixed size, and, where these differ,
-with the descriptions of two hosts.
+with the descriptions of two hosts. Compared are what is added up, and the program that computes a microbatch, if it is
+known (see `microbatch_program`): a host whose program is not known differs from none.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.state.state_digest import DIGEST_WORDS, find_differing
+from resilient_jax.program_analysis.program_digest import PROGRAM, ProgramDescription
+from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, find_differing, make_no_digest
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.row_exchange import exchange_rows
 
 TEXT_BYTES: Final = 2**16
 """Of a description that is sent; a longer one is cut off."""
+COMPARED_WORDS: Final = 2 * DIGEST_WORDS
+"""Of each host: the digests of its accumulation and of its program."""
 MAX_NAMED: Final = 3
 """Differences that are named."""
 
@@ -53,23 +58,45 @@ def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, z
 
 
 def find_differing_hosts(
-    lines: list[str], host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]
+    lines: list[str],
+    program: ProgramDescription | None,
+    host_index: int,
+    num_hosts: int,
+    all_reduce: Callable[[np.ndarray], Any],
 ) -> Differing | None:
     """Return which hosts accumulate something else; None: none does. For all hosts at once.
 
     Args:
         lines: of this host, as `describe_accumulation` returns them.
+        program: of this host; None: not compared.
         host_index: of this host.
         num_hosts: of the generation.
         all_reduce: returns the sum over hosts of a vector.
     """
-    digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS)
-    digests = exchange_rows(digest, host_index, num_hosts, all_reduce).tolist()
+    mine = [
+        np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS),
+        np.frombuffer(program.digest, np.int32, DIGEST_WORDS) if program is not None else make_no_digest(),
+    ]
+    rows = exchange_rows(np.concatenate(mine), host_index, num_hosts, all_reduce)
+    compare = functools.partial(_compare_descriptions, host_index=host_index, all_reduce=all_reduce)
+    found = compare(lines, rows[:, :DIGEST_WORDS].tolist())
+    if found is not None:
+        return found
+    found = compare(list(program.lines) if program is not None else [], rows[:, DIGEST_WORDS:].tolist())
+    if found is not None:
+        return dataclasses.replace(found, why=f"of the program of a microbatch, {found.why}")
+    return None
+
+
+def _compare_descriptions(
+    lines: list[str], digests: list[list[int]], *, host_index: int, all_reduce: Callable[[np.ndarray], Any]
+) -> Differing | None:
     differing, has_majority = find_differing(digests)
     if not differing:
         return None
+    compared = [host for host, digest in enumerate(digests) if tuple(digest) != NO_DIGEST]
     # All hosts know the same table, so they agree on whose descriptions they read.
-    expected = next((host for host in range(num_hosts) if host not in differing), differing[0])
+    expected = next((host for host in compared if host not in differing), differing[0])
     odd = next(host for host in differing if digests[host] != digests[expected])
     texts = np.zeros((2, TEXT_BYTES), np.uint8)
     for row, host in enumerate((odd, expected)):
@@ -95,8 +122,10 @@ def _describe_leaf(leaf: Any) -> str:  # noqa: ANN401 - an array, or a number
 def _describe_differences(odd: list[str], expected: list[str]) -> str:
     ours, theirs = (dict(line.split(": ", 1) for line in lines if ": " in line) for lines in (odd, expected))
     names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
-    # Of a tree whose leaves differ the structure says nothing more.
-    named = [name for name in names if name != "tree"] or names
+    # Of a tree whose leaves differ the structure says nothing more, nor does the digest of a program.
+    named = [name for name in names if name not in ("tree", PROGRAM)] or names
+    # What only one of them has says most.
+    named.sort(key=lambda name: name in ours and name in theirs)
     text = "; ".join(
         f"{name}: found {ours.get(name, 'none')}, expected {theirs.get(name, 'none')}"
         for name in named[:MAX_NAMED]

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
+from resilient_jax.state.state_digest import (
+    DIGEST_WORDS,
+    STATE_DIGEST_WORDS,
+    make_no_digest,
+    make_no_state_digest,
+)
 from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
-
-NUM_DIGESTS = 2
-"""Of the state and of the data."""
 
 
 def pad_claims_size(num_microbatches: int, num_hosts: int) -> int:
     """Return the size of the vector in which hosts exchange their claims."""
-    return pad_rows_size(num_hosts, num_microbatches + 1 + NUM_DIGESTS * DIGEST_WORDS)
+    return pad_rows_size(num_hosts, num_microbatches + 1 + STATE_DIGEST_WORDS + DIGEST_WORDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,24 +27,23 @@ class Claims:
     Attributes:
         microbatches: int32[microbatches], as `Contributions.list_claims` gives them.
         has_limits: bool[], whether it has the limits of this accumulation.
-        state_digest: int32[DIGEST_WORDS], of the state that the step begins with; `NO_DIGEST`: not compared.
+        state_digest: int32[STATE_DIGEST_WORDS], of the state that the step begins with; zeros: not compared.
         data_digest: int32[DIGEST_WORDS], of the microbatch that all hosts read; `NO_DIGEST`: not compared.
     """
 
     microbatches: np.ndarray
     has_limits: np.ndarray
-    state_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
+    state_digest: np.ndarray = dataclasses.field(default_factory=make_no_state_digest)
     data_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
 
     @classmethod
     def make_empty(cls, num_hosts: int, num_microbatches: int) -> "Claims":
         """Return the claims of hosts that have nothing and compare nothing."""
-        no_digests = np.tile(make_no_digest(), (num_hosts, 1))
         return cls(
             microbatches=np.zeros((num_hosts, num_microbatches), np.int32),
             has_limits=np.zeros(num_hosts, bool),
-            state_digest=no_digests,
-            data_digest=no_digests,
+            state_digest=np.tile(make_no_state_digest(), (num_hosts, 1)),
+            data_digest=np.tile(make_no_digest(), (num_hosts, 1)),
         )
 
     def exchange(self, host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]) -> "Claims":

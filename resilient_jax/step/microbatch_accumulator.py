@@ -51,7 +51,7 @@ class StepHooks(Protocol):
         """Raise GenerationEnded if this generation has ended."""
 
     def digest_state(self) -> np.ndarray:
-        """Return int32[words], the digest of the state that this step begins with."""
+        """Return int32[words], the digests of what this host has of the state that this step begins with."""
         ...
 
     def compare_states(self, digests: np.ndarray) -> None:

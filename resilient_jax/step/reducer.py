@@ -26,6 +26,7 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.state_digest import make_no_digest
 from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
@@ -51,6 +52,7 @@ from resilient_jax.step.microbatch_accumulator import (
     MicrobatchAccumulator,
     StepHooks,
 )
+from resilient_jax.step.microbatch_program import describe_microbatch
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
@@ -206,7 +208,11 @@ class Reducer:
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
         if spec.name not in self._exchanged:
-            self._compare_accumulations(describe_accumulation(spec, replica_shape, zeros), spec)
+            self._compare_accumulations(
+                describe_accumulation(spec, replica_shape, zeros),
+                functools.partial(describe_microbatch, compute_fn, replicas.values()),
+                spec,
+            )
         claims, has_limits = self._exchange_claims(contributions, data)
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
@@ -272,13 +278,18 @@ class Reducer:
         kept.move_to_devices(zeros, replica_shape)
         return kept
 
-    def _compare_accumulations(self, lines: list[str], spec: AccumulationSpec) -> None:
+    def _compare_accumulations(
+        self, lines: list[str], describe: Callable[[], ProgramDescription | None], spec: AccumulationSpec
+    ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
         live = self._live
         num_hosts = len(live.process_indexes)
         if num_hosts == 1:
             return
-        found = find_differing_hosts(lines, live.host_index, num_hosts, self.all_reduce)
+        # With other numbers of devices the programs of replicas may have other shapes.
+        are_equal = len(set(map(len, live.devices_by_host))) == 1
+        program = describe() if are_equal else None
+        found = find_differing_hosts(lines, program, live.host_index, num_hosts, self.all_reduce)
         if found is None:
             return
         why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {found.why}"

@@ -119,6 +119,14 @@ class Replica:
         """
         return jax.tree.map(self._place_rows, batch)
 
+    def describe_batch(self, batch: Tree) -> Tree:
+        """Return the shapes of a complete microbatch, with the shardings that `place_batch` gives its arrays."""
+        return jax.tree.map(self._describe_rows, batch)
+
+    def _describe_rows(self, rows: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - any array or its shape
+        dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
+        return jax.ShapeDtypeStruct(rows.shape, dtype, sharding=self._sharded)
+
     def _place_rows(self, rows: Any) -> jax.Array:  # noqa: ANN401 - any array
         rows = np.asarray(rows)
         num_shards = self.mesh.shape[self._examples_axis] // self.data_shard[1]

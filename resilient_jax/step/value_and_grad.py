@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,7 @@ from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.errors import CallerError
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
+from resilient_jax.step.microbatch_program import MicrobatchProgram
 from resilient_jax.step.random_keys import (
     KEY_NAMES,
     call_with_key,
@@ -30,6 +32,7 @@ from resilient_jax.step.random_keys import (
     make_microbatch_id,
     make_microbatch_key,
 )
+from resilient_jax.step.replicas import Replica
 
 Tree = Any
 """A pytree of arrays."""
@@ -155,30 +158,40 @@ class ValueAndGrad:
         if not self._has_aux:
             return loss, ()
         # Only the loss function says which auxiliary output it has: it is traced with the shapes of a microbatch.
+        example = self._find_example()
+        (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, example, jax.random.key(0))
+        return loss, aux
+
+    def _find_example(self) -> Tree:
+        """Return the shapes of a microbatch. It is read, once in a generation: the same one on all hosts."""
         if self._example is None:
             batch = self._batches.get(0, 0, ALL_ROWS)
             self._example = jax.eval_shape(lambda: batch)
-        (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, self._example, jax.random.key(0))
-        return loss, aux
+        return self._example
 
     def _make_computer(
         self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
     ) -> ComputeFunction[Tree]:
         arguments_by_mesh: dict[Mesh, Tree] = {}
 
-        def compute(microbatch: Microbatch) -> Tree:
-            replica = microbatch.replica
+        def list_arguments(replica: Replica, batch: Tree, step: int, index: int) -> tuple[Tree, ...]:
             if replica.mesh not in arguments_by_mesh:  # two threads have two replicas
                 arguments_by_mesh[replica.mesh] = replica.to_replica((params, args))
-            return programs.compute(
-                *arguments_by_mesh[replica.mesh],
-                replica.place_batch(microbatch.batch),
-                make_microbatch_id(microbatch.step, microbatch.index),
-                np.uint32(self._seed),
-                mesh=replica.mesh.abstract_mesh,
-            )
+            ids = make_microbatch_id(step, index), np.uint32(self._seed)
+            return *arguments_by_mesh[replica.mesh], batch, *ids
 
-        return compute
+        def compute(microbatch: Microbatch) -> Tree:
+            replica = microbatch.replica
+            batch = replica.place_batch(microbatch.batch)
+            arguments = list_arguments(replica, batch, microbatch.step, microbatch.index)
+            return programs.compute(*arguments, mesh=replica.mesh.abstract_mesh)
+
+        def trace(replica: Replica) -> core.ClosedJaxpr:
+            batch = replica.describe_batch(self._find_example())
+            arguments = list_arguments(replica, batch, 0, 0)
+            return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh).jaxpr
+
+        return MicrobatchProgram(compute, trace)
 
 
 class _Programs:

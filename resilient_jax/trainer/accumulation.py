@@ -1,13 +1,15 @@
 """The function that computes a microbatch on a replica's mesh."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.microbatch_accumulator import Microbatch
+from resilient_jax.step.microbatch_program import MicrobatchProgram
 from resilient_jax.step.random_keys import make_microbatch_id
+from resilient_jax.step.replicas import Replica
 from resilient_jax.trainer.model_adapters import Variables
 
 Tree = Any
@@ -15,31 +17,40 @@ Tree = Any
 
 
 def make_microbatch_function(
-    compute: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
-) -> Callable[[Microbatch], Tree]:
+    compute: Any,  # noqa: ANN401 - a jitted function
+    variables: Variables,
+    placement: Placement,
+    example: Tree,
+    key_step: int | None = None,
+) -> MicrobatchProgram:
     """Return a function of a microbatch. It copies the variables to a replica's mesh once.
 
     Args:
         compute: the compiled program.
         variables: on this host's devices.
         placement: of variables and results.
+        example: the abstract arrays of a microbatch.
         key_step: for the random keys, in place of the microbatch's step.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
-    def compute_on_replica(microbatch: Microbatch) -> Tree:
-        replica = microbatch.replica
+    def list_arguments(replica: Replica, batch: Tree, step: int, index: int) -> tuple[Tree, ...]:
         if replica.mesh not in variables_by_mesh:  # two threads have two replicas
             variables_by_mesh[replica.mesh] = replica.to_replica(variables)
-        step = microbatch.step if key_step is None else key_step
-        return compute(
-            variables_by_mesh[replica.mesh],
-            replica.place_batch(microbatch.batch),
-            make_microbatch_id(step, microbatch.index),
-            placement=placement.with_mesh(replica.mesh.abstract_mesh),
-        )
+        return variables_by_mesh[replica.mesh], batch, make_microbatch_id(step, index)
 
-    return compute_on_replica
+    def compute_on_replica(microbatch: Microbatch) -> Tree:
+        replica = microbatch.replica
+        step = microbatch.step if key_step is None else key_step
+        batch = replica.place_batch(microbatch.batch)
+        arguments = list_arguments(replica, batch, step, microbatch.index)
+        return compute(*arguments, placement=placement.with_mesh(replica.mesh.abstract_mesh))
+
+    def trace(replica: Replica) -> core.ClosedJaxpr:
+        arguments = list_arguments(replica, replica.describe_batch(example), 0, 0)
+        return compute.trace(*arguments, placement=placement.with_mesh(replica.mesh.abstract_mesh)).jaxpr
+
+    return MicrobatchProgram(compute_on_replica, trace)
 
 
 def make_abstract(batch: Tree) -> Tree:

@@ -25,13 +25,14 @@ class Evaluator:
             config.parallelism,
         )
         self._num_microbatches = evaluation.count_microbatches(size)
+        self._example = make_abstract(data.batch(0, 0))
         self._program = EvaluationProgram(
             recipe.model,
             config.evaluation_loss,
             recipe.numerics,
             recipe.seed,
             programs.abstract_state.variables,
-            make_abstract(data.batch(0, 0)),
+            self._example,
             recipe.axis_names,
         )
         self._data = Prefetcher(
@@ -50,7 +51,9 @@ class Evaluator:
         """Return the mean of each metric over all microbatches."""
         sums = world.accumulate_microbatches(
             self._num_microbatches,
-            make_microbatch_function(self._program.compute, variables, placement, key_step=EVALUATION_STEP),
+            make_microbatch_function(
+                self._program.compute, variables, placement, self._example, key_step=EVALUATION_STEP
+            ),
             make_zeros(self._program.abstract_sums, placement),
             data=self._data,
             options=AccumulationOptions(

@@ -246,7 +246,7 @@ class FitLoop:
         accumulated = world.accumulate_microbatches(
             config.recipe.num_microbatches,
             make_microbatch_function(
-                programs.compute, layout.gather(variables), layout.arrangement.placement
+                programs.compute, layout.gather(variables), layout.arrangement.placement, programs.example
             ),
             zeros,
             data=self._data,

@@ -84,6 +84,7 @@ class TrainStep:
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state.
+        example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
     """
@@ -100,7 +101,7 @@ class TrainStep:
             Exception: an exception of the model or the loss.
         """
         self._recipe = recipe
-        self._example = example
+        self.example = example
         self.init = jax.jit(self._init)
         self.compute = jax.jit(self._compute, static_argnames="placement")
         self.summarize = jax.jit(self._summarize)
@@ -115,7 +116,7 @@ class TrainStep:
     def _init(self, given: GivenLeaves | None = None) -> TrainingState:
         recipe = self._recipe
         # Linen makes its variables when the loss calls it: any batch of the right shape will do.
-        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
+        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.example)
         key = jax.random.key(recipe.seed)
         with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
             variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
@@ -137,7 +138,7 @@ class TrainStep:
             return after, metrics
 
         with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
-            jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self._example)
+            jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self.example)
         reducer = VariableReducer(recipe.variable_rules, bound, after, jaxpr)
         index = jax.ShapeDtypeStruct((), jnp.uint32)
         sums = MicrobatchSums(

@@ -15,7 +15,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
-from resilient_jax.state.state_digest import find_differing
+from resilient_jax.state.state_digest import find_differing, find_differing_copies
 from resilient_jax.step.data_sample import DataSample
 from resilient_jax.worker.training_control import TrainingControl
 
@@ -46,14 +46,14 @@ class HostComparison:
         self._has_reported_data = False
 
     def compare_states(self, digests: np.ndarray, num_steps: int) -> None:
-        """Return if this host's state after `num_steps` steps is the one that most hosts have.
+        """Return if what this host has of the state after `num_steps` steps is what most hosts have that have it.
 
         Else this process ends, and its agent starts another, which gets the state from the others.
 
         Raises:
             StateError: no state is the one that most hosts have.
         """
-        differing, has_majority = find_differing(digests.tolist())
+        differing, has_majority = find_differing_copies(digests)
         if not differing:
             return
         names = ", ".join(self._hosts[index] for index in differing)

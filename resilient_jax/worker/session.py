@@ -24,7 +24,7 @@ from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
-from resilient_jax.state.state_digest import digest_state, make_no_digest
+from resilient_jax.state.state_digest import digest_state, make_no_state_digest
 from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.data_sample import DataSample
@@ -149,9 +149,9 @@ class Session:
             observer.on_reduce(call, owners)
 
     def digest_state(self) -> np.ndarray:
-        """Return the digest of the state that this step begins with, as `state_digest` does."""
+        """Return the digests of the state that this step begins with, as `state_digest` does."""
         state = self._restored or self._committed.state
-        return digest_state(state) if state is not None else make_no_digest()
+        return digest_state(state) if state is not None else make_no_state_digest()
 
     def compare_states(self, digests: np.ndarray) -> None:
         """See `HostComparison.compare_states`."""

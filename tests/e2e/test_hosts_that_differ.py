@@ -116,3 +116,47 @@ def test_two_hosts_with_different_models_end_the_job_with_both(tmp_path: Path) -
     assert re.search(
         r"leaf : found float32\[[34]\], expected float32\[[34]\], and no more hosts do the one", output
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("constant", "constant float32[] 0.1"),
+        ("path", "operation tanh float32[2, 3]: found none, expected 1 times"),
+    ],
+)
+def test_a_host_with_another_program_leaves_before_anything_is_added(
+    fault: str, found: str, tmp_path: Path
+) -> None:
+    with launch(tmp_path, fault, 3) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        output, events = job.read_output(), job.read_events()
+    assert "host host-2 leaves the job" in output
+    assert "of the program of a microbatch" in output
+    assert found in output
+    assert len(read_states(output)) == 2
+    assert not [event for event in events if event.kind is EventKind.STATE_DIFFERS]
+
+
+def test_hosts_with_the_same_program_are_not_refused_after_one_came_back(tmp_path: Path) -> None:
+    with launch(tmp_path, "alike", 3) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        output, events = job.read_output(), job.read_events()
+    kinds = {event.kind for event in events}
+    assert not kinds & {EventKind.SCRIPT_REFUSED, EventKind.STATE_DIFFERS}
+    found = read_states(output)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+def test_two_hosts_with_different_programs_end_the_job(tmp_path: Path) -> None:
+    with launch(tmp_path, "path", 2) as job:
+        assert job.wait(DEADLINE_S) == 1, job.read_tail()
+        assert "and no more hosts do the one than the other" in job.read_output()
+
+
+def test_copies_of_a_shard_that_differ_end_the_job(tmp_path: Path) -> None:
+    with launch(tmp_path, "shards", 4) as job:
+        assert job.wait(DEADLINE_S) == 1, job.read_tail()
+        output = job.read_output()
+    assert "the state after 64 steps: found another on each of host-1, host-3" in output

@@ -225,6 +225,23 @@ def test_a_tree_of_all_kinds_has_the_same_bits_wherever_its_microbatches_are():
     assert float(found["loss"]) == pytest.approx(exact_loss, rel=2.0**-23)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "expected"),
+    [
+        ("exact", "float32", 4),
+        ("exact_wide", "float32", 9),
+        ("exact", "float64", 8),
+        ("exact_wide", "float64", 17),
+    ],
+)
+def test_a_total_takes_the_documented_bytes_for_each_element(reduction, dtype, expected):
+    spec = AccumulationSpec(name="", step=0, num_microbatches=16, reduction=reduction)
+    with jax.enable_x64(True):
+        leaf = jnp.zeros((64, 32), dtype)
+        total = start_total(spec, leaf, np.zeros(len(list_formats(spec, leaf)), np.int32))
+    assert sum(part.nbytes for part in jax.tree.leaves(total)) == expected * leaf.size
+
+
 def test_only_the_exact_reduction_has_limits():
     like = {"weights": jnp.zeros((40, 40)), "loss": jnp.zeros(())}
     for reduction, count in (("exact", 1), ("exact_wide", 0), ("fast", 0)):

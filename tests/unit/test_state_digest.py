@@ -10,7 +10,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.state.flat_state import flatten_state
-from resilient_jax.state.state_digest import digest_state, find_differing
+from resilient_jax.state.state_digest import (
+    STATE_DIGEST_WORDS,
+    digest_state,
+    find_differing,
+    find_differing_copies,
+    make_no_state_digest,
+)
 from tests.support.eight_devices import eight_devices as eight_devices
 
 STATE = {
@@ -66,7 +72,7 @@ def test_a_donated_state_has_no_digest():
     state = {"w": jnp.ones(3)}
     flat = flatten_state(1, state)
     state["w"].delete()
-    assert digest_state(flat).tolist() == [0, 0]
+    assert digest_state(flat).tolist() == make_no_state_digest().tolist()
 
 
 @pytest.mark.parametrize(
@@ -87,3 +93,24 @@ def test_a_donated_state_has_no_digest():
 def test_the_state_of_most_hosts_counts(digests, differing, has_majority):
     words = {"0": (0, 0), "a": (0, 1), "b": (1, 0), "c": (5, 5)}
     assert find_differing([words[name] for name in digests]) == (differing, has_majority)
+
+
+@pytest.mark.parametrize(
+    ("keys", "digests", "differing", "has_majority"),
+    [
+        ("1122", "aabb", [], True),  # two copies of each of two shards
+        ("1122", "aabc", [2, 3], False),
+        ("111222", "aabccc", [2], True),
+        ("111222", "aabcdc", [2, 4], True),
+        ("1234", "abcd", [], True),  # no copies
+    ],
+)
+def test_hosts_are_compared_with_those_that_have_the_same_shards(keys, digests, differing, has_majority):
+    found = np.zeros((len(keys), STATE_DIGEST_WORDS), np.int32)
+    found[:, :2] = 7
+    found[:, 3] = [int(key) for key in keys]
+    found[:, 4] = [ord(letter) for letter in digests]
+    assert find_differing_copies(found) == (differing, has_majority)
+    found[0, 1] = 5  # the complete leaves of one host
+    others = len(keys) > 2
+    assert find_differing_copies(found) == (sorted({0, *differing}), has_majority and others)

@@ -2,16 +2,21 @@
 
 init: from the start. flip: after step 5, in the first process of that host. rate: its updates are larger.
 model: its arrays have another shape. data: it reads other data.
+constant, path: its loss has another constant, another operation. alike: it has not; that host dies and comes back.
+shards: the state is sharded over pairs of hosts, and the last flips a bit of its shard.
 """
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 
@@ -32,6 +37,47 @@ def read_anything(step: int, index: int) -> np.ndarray:
 
 def compute(size: int, microbatch: rj.Microbatch) -> jax.Array:
     return jnp.full(size, 0.1 * microbatch.index + microbatch.step)
+
+
+def train_by_loss(world: rj.World) -> None:
+    is_odd = world.host == f"host-{os.environ['ODD_HOST']}"
+    factor = 0.1 * (world.host_index if is_odd and FAULT == "constant" else 1)
+    activation = jnp.sin if is_odd and FAULT == "path" else jnp.tanh
+
+    def loss(params: dict[str, jax.Array], rows: jax.Array, key: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda _: None, jnp.int32(world.host_index))
+        noise = jax.random.uniform(key)
+        return factor * jnp.mean(activation(rows * params["w"] + noise) ** 2)
+
+    params = world.restore_or_init(lambda: {"w": jnp.ones(3)})
+    value_and_grad = world.value_and_grad(loss, lambda step, index: np.stack([read(step, index)] * 2), 4)
+    steps = 0
+    for step in world.steps(STEPS if FAULT != "alike" else 10**9):
+        _, gradients = value_and_grad(params)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+        if FAULT == "alike" and is_odd and step == FLIP_STEP and not MARK.exists():
+            MARK.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.commit(params)
+        steps = step + 1
+        if FAULT == "alike" and world.generation > 1 and len(world.hosts) == 3:
+            break
+    print(f"{world.host} ended with {np.asarray(params['w']).tobytes().hex()} after {steps}")
+
+
+def train_shards(world: rj.World) -> None:
+    """Train a state that is sharded over two halves of the hosts, of which each shard has two copies."""
+    rule = NamedSharding(world.mesh({"copies": len(world.hosts) // 2, "shards": 2, "local": -1}), P("shards"))
+    whole = NamedSharding(world.local_mesh("data"), P())
+    w = world.restore_or_init(lambda: jnp.zeros(4), sharding=rule)
+    zeros = jax.device_put(jnp.zeros(4), whole)
+    for step in world.steps(STEPS):
+        total = np.asarray(world.accumulate_microbatches(4, functools.partial(compute, 4), zeros))
+        w = w + jax.make_array_from_callback((4,), rule, total.__getitem__)
+        if step == FLIP_STEP and world.host == f"host-{os.environ['ODD_HOST']}":
+            parts = [shard.data * 2.0 for shard in w.addressable_shards]
+            w = jax.make_array_from_single_device_arrays(w.shape, rule, parts)
+        world.commit(w)
 
 
 def train(world: rj.World) -> None:
@@ -60,4 +106,8 @@ def train(world: rj.World) -> None:
     print(f"{world.host} ended with {np.asarray(state['w']).tobytes().hex()} after {state['steps']}")
 
 
-rj.run(train)
+rj.run(
+    {"constant": train_by_loss, "path": train_by_loss, "alike": train_by_loss, "shards": train_shards}.get(
+        FAULT, train
+    )
+)

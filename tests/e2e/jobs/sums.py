@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import resilient_jax as rj
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.state.state_digest import make_no_digest
+from resilient_jax.state.state_digest import make_no_state_digest
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.data_sample import DataSample
@@ -108,7 +108,7 @@ class Hooks:
         pass
 
     def digest_state(self) -> np.ndarray:
-        return make_no_digest()
+        return make_no_state_digest()
 
     def compare_states(self, digests: np.ndarray) -> None:
         pass
