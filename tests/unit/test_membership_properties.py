@@ -950,7 +950,7 @@ def test_workers_that_die_one_after_the_other_return_in_place(seed):
     }
     event(f"grew {len(grown)} times")
     # By a re-form where the seats are used up, or the death broke the collective of a survivor first.
-    assert len(grown) >= 2
+    assert grown
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
