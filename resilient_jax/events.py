@@ -168,6 +168,9 @@ class EventKind(enum.StrEnum):
     """A worker has connected to a spare seat of the world in which others train. Detail: `seconds`."""
     SEAT_NOT_TAKEN = "seat.not_taken"
     """A worker could not connect to its seat, and joins by a re-form. Detail: `error`."""
+    STEP_REHEARSED = "step.rehearsed"
+    """A worker that is about to join has loaded the programs of a step, while the others trained. Detail: `seconds`,
+    and why not all of it was possible, if so: `problem`."""
     WORLD_FORMED = "world.formed"
     """A worker has entered the world of a generation. Detail: `change` (`shrink`, `grow`, `reform`), `hosts` (their
     number), `seconds`."""

@@ -20,6 +20,10 @@ class CollectiveGivenUp(PeerError):
     """The collective did not return although its connections were shut; its world cannot be used again."""
 
 
+class RehearsalFailed(PeerError):
+    """A part of a step cannot be rehearsed without the other hosts."""
+
+
 _PEER_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Status codes that XLA gives only to waits on other processes."""
 

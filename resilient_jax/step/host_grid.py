@@ -19,6 +19,8 @@ from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 HOST_AXIS, LOCAL_AXIS = "host", "local"
+MAX_GRIDS = 8
+"""Worlds whose programs are kept in memory: the present one, and those that it may become by a loss or a return."""
 
 
 class HostGrid:
@@ -155,7 +157,7 @@ def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return gather
 
 
-_gather = functools.cache(_make_gather)
+_gather = functools.lru_cache(MAX_GRIDS)(_make_gather)
 
 
 @functools.cache

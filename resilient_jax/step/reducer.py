@@ -106,6 +106,7 @@ class Reducer:
         process_index: of this worker.
         kept: contributions by the name of their accumulation; they outlive the reducer.
         hooks: of the session.
+        max_microbatches: of one accumulation that a replica computes at most, in a rehearsal; None: all.
 
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
@@ -117,7 +118,10 @@ class Reducer:
         process_index: ProcessIndex,
         kept: dict[str, Contributions],
         hooks: StepHooks,
+        *,
+        max_microbatches: int | None = None,
     ) -> None:
+        self._max_microbatches = max_microbatches
         self._list_devices = list_devices
         self._process_index = process_index
         self._kept = kept
@@ -385,7 +389,7 @@ class Reducer:
             # A replica on one host continues the total of the replica that was in its place. Of a replica on several
             # hosts, some may have dropped it: a new part.
             part = len(calls) if replica.is_on_one_host else 1 + max(contributions.parts, default=-1)
-            indexes = assignment.by_replica[number]
+            indexes = assignment.by_replica[number][: self._max_microbatches]
             calls.append(
                 functools.partial(accumulator.accumulate, contributions, replica, indexes, part, exchange)
             )

@@ -32,7 +32,7 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.binned_sum import BinnedFormat, BinnedSum, merge_binned, read_binned
 from resilient_jax.step.binned_table import compile_table, fits_table, make_table, read_table
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, group_by_dtype
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, MAX_GRIDS, HostGrid, group_by_dtype
 from resilient_jax.step.running_total import NO_LIMITS, find_format, is_exact, join_complex, read_total
 
 Tree = TypeVar("Tree")
@@ -252,8 +252,8 @@ def _from_words(words: jax.Array, dtype: Any) -> jax.Array:  # noqa: ANN401 - wh
 
 
 # Programs compiled ahead for other worlds are not cached here: they would refer to their meshes after `clear_caches`.
-_reduce = functools.cache(_make_reduce)
-_merge_slices = functools.cache(_make_merge_slices)
+_reduce = functools.lru_cache(MAX_GRIDS)(_make_reduce)
+_merge_slices = functools.lru_cache(MAX_GRIDS)(_make_merge_slices)
 
 
 def clear_caches() -> None:

@@ -179,7 +179,7 @@ class FitLoop:
     def _evaluate(self, layout: StateLayout, state: TrainingState, step: int) -> TrainingState:
         """Evaluate if an evaluation is due; return the state with the new state of early stopping."""
         config, evaluator = self._config, self._evaluator
-        if evaluator is None or not evaluator.is_due(step):
+        if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
         variables = state.variables

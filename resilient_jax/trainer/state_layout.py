@@ -123,7 +123,7 @@ class ShardedLayout(StateLayout):
     """Every host has its shards; snapshots have those of a dead host."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
-        mesh = world.mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
+        mesh = world.make_global_mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
         super().__init__(world, fully_sharded(mesh), arrangement)
         self._update: Compiled | None = None
 

@@ -41,6 +41,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerReported,
 )
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
+from resilient_jax.worker.training_control import GenerationEnded
 
 HandledOrder = (
     Quiesce
@@ -53,13 +54,6 @@ HandledOrder = (
     | WorkerAdmitted
     | StopWorker
 )
-
-
-class GenerationEnded(BaseException):
-    """Unwinds the user's train function: its generation has ended.
-
-    Not an `Exception`, so that an `except Exception` in a training loop does not swallow it.
-    """
 
 
 class AgentConnection:

@@ -48,6 +48,7 @@ class Session:
         snapshotter: for snapshots to the hosts' memory; None without an agent.
         observers: called at each moment, in this order.
         comparison: of the hosts' states and data.
+        is_rehearsal: the step is not one of the job's; the state is the initial one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Session:
         snapshotter: Snapshotter | None = None,
         observers: Sequence[Observer] = (),
         comparison: HostComparison | None = None,
+        is_rehearsal: bool = False,
     ) -> None:
         self._committed = committed
         self._control = control
@@ -66,6 +68,7 @@ class Session:
         self._snapshotter = snapshotter
         self._observers = tuple(observers)
         self._comparison = comparison
+        self.is_rehearsal = is_rehearsal
         self._restored: FlatState | None = None
         """What the user's function began this generation with; until its first commit, which may have donated it."""
         self._step: int | None = None
@@ -76,7 +79,7 @@ class Session:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing is committed yet."""
-        return self._committed.is_empty
+        return self._committed.is_empty and not self.is_rehearsal
 
     # Steps.
 

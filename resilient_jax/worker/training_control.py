@@ -5,6 +5,13 @@ from typing import Protocol
 from resilient_jax.events import Event, EventKind
 
 
+class GenerationEnded(BaseException):
+    """Unwinds the user's train function: its generation has ended.
+
+    Not an `Exception`, so that an `except Exception` in a training loop does not swallow it.
+    """
+
+
 class TrainingControl(Protocol):
     """What a session needs of the agent; `AgentConnection` is one, `StandaloneControl` another."""
 

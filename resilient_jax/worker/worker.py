@@ -36,7 +36,7 @@ from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step import reduction
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.worker.agent_connection import AgentConnection, GenerationEnded
+from resilient_jax.worker.agent_connection import AgentConnection
 from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
@@ -44,9 +44,11 @@ from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
+from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.state_handover import StateHandover
+from resilient_jax.worker.training_control import GenerationEnded
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
 
@@ -161,7 +163,7 @@ class Worker:
                 atexit.register(lambda: self._agent.record_event(EventKind.SCRIPT_ENDED))
                 return
             if isinstance(order, TakeSeat):
-                self._take_seat(order)
+                self._take_seat(order, train_fn)
                 continue
             is_done, failure = self._run_generation(order, train_fn)
             self._record_event(EventKind.WORKER_IDLE, done=is_done)
@@ -274,7 +276,7 @@ class Worker:
         self._hit_failpoint(FailPoint.BEFORE_CONNECT)
         self._connector.form_world(order)
 
-    def _take_seat(self, order: TakeSeat) -> None:
+    def _take_seat(self, order: TakeSeat, train_fn: TrainFunction) -> None:
         """Connect to a seat of the world in which others train, and report whether it worked."""
         failure, started_s = None, time.monotonic()
         try:
@@ -284,6 +286,8 @@ class Worker:
             self._agent.raise_if_ended()
             self._hit_failpoint(FailPoint.BEFORE_CONNECT)
             self._connector.take_seat(order)
+            self._record_event(EventKind.SEAT_TAKEN, seconds=time.monotonic() - started_s)
+            self._rehearse(order, train_fn)
         except GenerationEnded:
             pass
         except Exception as error:
@@ -291,10 +295,21 @@ class Worker:
                 self._record_event(EventKind.SEAT_NOT_TAKEN, error=_summarize(error))
                 text = "".join(traceback.format_exception(error))
                 failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
-        else:
-            self._record_event(EventKind.SEAT_TAKEN, seconds=time.monotonic() - started_s)
         self._connector.end_generation(is_intact=True)
         self._agent.report_seat(order.generation.world if self._connector.is_connected else None, failure)
+
+    def _rehearse(self, order: TakeSeat, train_fn: TrainFunction) -> None:
+        """Load what a step needs; whatever fails in it fails again where it counts."""
+        started_s, problem = time.monotonic(), ""
+        self._monitor.begin_generation(order.generation)
+        try:
+            if not rehearse(train_fn, order, self._agent, self._connector.interrupt):
+                problem = "the train function did not come to a commit"
+        except Exception as error:
+            self._agent.raise_if_ended()
+            problem = _summarize(error)
+        gc.collect()  # the state of the rehearsal, and tracebacks that refer to it
+        self._record_event(EventKind.STEP_REHEARSED, seconds=time.monotonic() - started_s, problem=problem)
 
     def _leave_world(self) -> None:
         # Programs refer to their devices, and cached ones would keep the old backend in memory.

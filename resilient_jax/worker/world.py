@@ -22,6 +22,7 @@ from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
 from resilient_jax.worker.session import Session, TrainingControl
+from resilient_jax.worker.training_control import GenerationEnded
 
 Tree = TypeVar("Tree")
 DEFAULT_OPTIONS = AccumulationOptions()
@@ -45,6 +46,9 @@ class World:
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
             from that checkpoint because no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
+        is_rehearsal: whether this worker, which is about to join, only runs a step for practice while the others train,
+            so that all programs are loaded when it does join. The state is the initial one, nothing is counted,
+            collectives give zeros, and the train function is unwound at its first commit.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class World:
         self.reason = info.reason
         self.state_loss = info.state_loss
         self.events = info.events
+        self.is_rehearsal = session.is_rehearsal
         self._info = info
         self._session = session
         self._control = control
@@ -90,6 +95,12 @@ class World:
         Raises:
             CallerError: the sizes do not multiply to the number of live devices.
         """
+        if self.is_rehearsal:
+            raise GenerationEnded  # programs on it would wait for the others
+        return self.make_global_mesh(axes)
+
+    def make_global_mesh(self, axes: AxisSizes) -> Mesh:
+        """Return what `mesh` does, also in a rehearsal: for programs that run through the reducer, or without peers."""
         return make_mesh(self.devices, axes, f"the {len(self.hosts)} live hosts")
 
     def local_mesh(self, axes: AxisSizes = "data") -> Mesh:

@@ -102,7 +102,9 @@ class WorldConnector:
             )
         )
         self._known_seats = frozenset((newcomer.seat,))
-        set_members((*(member.seat for member in generation.members), newcomer.seat))
+        seats = (*(member.seat for member in generation.members), newcomer.seat)
+        set_members(seats)
+        self._spare(self._cliques.begin(seats))
 
     def _connect(self, place: WorldSeat) -> None:
         connection = connect(
@@ -112,7 +114,6 @@ class WorldConnector:
         self._cliques = CliqueConnections()
         limit_interruption(self._cliques.is_current)
         self._cliques.form_local_clique(connection.gloo)
-        self._spare(self._cliques.begin((place.seat,)))
         self._are_spared_broken = self._has_given_up = False
         self._check_devices()
 

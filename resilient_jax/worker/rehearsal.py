@@ -1,0 +1,128 @@
+"""The rehearsal: a worker that is about to join runs a step alone, while the others train without it.
+
+What a worker's first step takes is not computing, but tracing, loading programs, and their first use: seconds in which
+all others would wait. So the train function is called in a world that looks like the next generation, and is unwound at
+its first commit:
+
+- the state is made by the user's own `init`, and placed as a restored one;
+- this host's devices compute one microbatch of each accumulation, and the update;
+- what needs the other hosts is loaded and not run (`collective_thread.rehearse`): its result is zeros;
+- nothing is counted, recorded or kept, except for the programs.
+
+A rehearsal that fails, or that waits for the other hosts by a way of the script's own, is given up: the worker joins
+all the same, and loads the rest then.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import jax
+
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName, ProcessIndex
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.compilation_state import is_compiling
+from resilient_jax.protocol.worker_messages import TakeSeat
+from resilient_jax.step.reducer import Reducer
+from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.session import Session
+from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
+from resilient_jax.worker.world import World
+
+MAX_IDLE_S: Final = 30.0
+"""A rehearsal that neither compiles nor ends for so long waits for the other hosts."""
+CHECK_INTERVAL_S: Final = 0.5
+ABORT_INTERVAL_S: Final = 0.02
+
+
+class RehearsalControl:
+    """The control of a session that is rehearsed: its generation ends with the first commit."""
+
+    def __init__(self, host: HostName, agent: TrainingControl) -> None:
+        self._host = host
+        self._agent = agent
+        self.has_committed = False
+        """Whether the step was rehearsed to its end."""
+
+    def begin_step(self, step: int) -> None:
+        """Return if the step may start."""
+        self._agent.raise_if_ended()
+
+    def raise_if_ended(self) -> None:
+        """Raise GenerationEnded if this worker has another order."""
+        self._agent.raise_if_ended()
+
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+        """End the rehearsal."""
+        self.has_committed = True
+        raise GenerationEnded
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
+        """Return the event, which is written nowhere: it did not happen in the job."""
+        return Event(
+            kind=kind, host=self._host, monotonic_s=time.monotonic(), wall_s=time.time(), detail=dict(detail)
+        )
+
+
+def rehearse(
+    train_fn: Callable[[World], None],
+    order: TakeSeat,
+    agent: TrainingControl,
+    interrupt: Callable[[], None],
+) -> bool:
+    """Run a step of `train_fn` without the other hosts; return whether it came to its commit.
+
+    Args:
+        train_fn: of the user.
+        order: to join the others; JAX counts this process as one of them already.
+        agent: says whether this worker has another order.
+        interrupt: breaks the main thread out of a wait for other hosts.
+
+    Raises:
+        Exception: whatever `train_fn` raises.
+        GenerationEnded: this worker has another order.
+    """
+    generation = order.generation
+    control, committed = RehearsalControl(order.host, agent), CommittedState()
+    committed.first_step = generation.step
+    info = GenerationInfo(
+        number=generation.number,
+        hosts=(*(member.host for member in generation.members), order.host),
+        process_index=ProcessIndex(len(generation.members)),
+        change="grow",
+        reason="a rehearsal",
+    )
+    session = Session(committed, control, is_rehearsal=True)
+    reducer = Reducer(jax.devices, info.process_index, committed.contributions, session, max_microbatches=1)
+    try:
+        with collective_thread.rehearse(), _watch(interrupt):
+            train_fn(World(info, session, control, reducer))
+    except GenerationEnded:
+        agent.raise_if_ended()
+    return control.has_committed
+
+
+@contextlib.contextmanager
+def _watch(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Break the calling thread out if it has waited for too long without compiling."""
+    ended, thread = threading.Event(), threading.current_thread().ident
+
+    def watch() -> None:
+        idle_since_s = time.monotonic()
+        while not ended.wait(CHECK_INTERVAL_S):
+            if is_compiling(thread):
+                idle_since_s = time.monotonic()
+            while time.monotonic() - idle_since_s > MAX_IDLE_S and not ended.wait(ABORT_INTERVAL_S):
+                interrupt()
+
+    watcher = threading.Thread(target=watch, name="resilient-jax-rehearsal", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
