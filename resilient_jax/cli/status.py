@@ -16,6 +16,7 @@ from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.protocol.records import StandbyStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
@@ -60,6 +61,13 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     )
 
 
+def describe_standby(standby: StandbyStatus | None) -> str:
+    """Return a description such as "ready (173 MiB)"."""
+    if standby is None:
+        return "-"
+    return f"{standby.state} ({standby.memory_mib} MiB)" if standby.memory_mib else str(standby.state)
+
+
 def print_report(console: Console, report: JobReport) -> None:
     """Print the generation in a line, and a table with a row for each host."""
     job, generation = escape(report.job), report.generation
@@ -72,7 +80,18 @@ def print_report(console: Console, report: JobReport) -> None:
         )
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
-    for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
+    for name in (
+        "host",
+        "process",
+        "worker",
+        "incarnation",
+        "pid",
+        "step",
+        "services",
+        "standby",
+        "snapshots",
+        "notes",
+    ):
         table.add_column(name, overflow="fold")
     for host in report.hosts:
         member = generation.find_member(host.host) if generation else None
@@ -87,6 +106,7 @@ def print_report(console: Console, report: JobReport) -> None:
             str(worker.pid) if worker else "-",
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
+            describe_standby(host.standby),
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             ", ".join(notes),
         )

@@ -7,30 +7,28 @@ import asyncio
 from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.standby_worker import StandbyWorker
+from resilient_jax.cluster.worker_exit import apply_exit_code, describe_exit, find_error, is_users_error
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
-from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind, WorkerStatus
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
-    JOB_OVER_EXIT_CODE,
-    RESTART_EXIT_CODE,
     AdmissionRequested,
     AgentRequest,
     EventOccurred,
+    ImportsReported,
     SnapshotServerReady,
     SnapshotServerRequested,
-    SnapshotSettings,
     StepCommitted,
     StopWorker,
     WorkerAdmitted,
     WorkerOrder,
-    WorkerSettings,
 )
 
 STOP_GRACE_S = 2.0
@@ -41,8 +39,6 @@ START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
 """How often to print that a script still works after training, for which it may take as long as it likes."""
-SIGNAL_EXIT_CODE_BASE = 128
-"""What shells add to a signal's number for the exit code of a process that it ended."""
 
 
 class WorkerSupervisor:
@@ -52,6 +48,7 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
+        standby: the process that waits to replace it.
     """
 
     def __init__(
@@ -78,8 +75,9 @@ class WorkerSupervisor:
         directory = settings.run_directory
         self._snapshots = snapshots
         self._on_change = on_change
-        self._do_others_train = do_others_train
         self._is_over = is_over
+        self.standby = StandbyWorker(context, on_change)
+        self._starter = WorkerStarter(context, snapshots, self.standby, do_others_train)
         self._output = WorkerOutput(
             settings.host,
             directory / f"{settings.host}.log" if directory else None,
@@ -106,12 +104,9 @@ class WorkerSupervisor:
         Raises:
             JoinRefused: the job's other hosts run another script.
         """
-        number = 0
         while True:
-            # From the clock, so that it differs from those of an earlier agent of this host, too.
-            number = max(number + 1, int(self._clock.wall_s() * 1000))
             try:
-                worker = self._start(Incarnation(number))
+                worker = await self._start()
             except OSError as error:
                 self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
                 self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
@@ -140,10 +135,10 @@ class WorkerSupervisor:
                 generation=worker.report.generation,
                 step=worker.report.step,
                 exit_code=code,
-                incarnation=number,
+                incarnation=worker.incarnation,
             )
             self._on_changed(worker)
-            if self._is_over() or _is_users_error(code):
+            if self._is_over() or is_users_error(code):
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
@@ -152,41 +147,14 @@ class WorkerSupervisor:
             delay_s = self._spend_restart()
             if delay_s is None:
                 return self._out_of_budget()
-            self._print_line(f"{self._settings.host}: worker {_describe_exit(code)}; starting another")
+            self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; starting another")
             await asyncio.sleep(delay_s)
 
-    def _start(self, incarnation: Incarnation) -> WorkerProcess:
-        settings = self._settings
+    async def _start(self) -> WorkerProcess:
         self._wants_snapshots = False
         self._output.clear_errors()
-        worker = WorkerProcess.start(
-            incarnation,
-            settings.command,
-            settings.environment,
-            WorkerSettings(
-                job=settings.job,
-                host=settings.host,
-                address=settings.address,
-                token=settings.credentials.token,
-                tls=settings.credentials.tls_paths,
-                devices_per_host=settings.devices_per_host,
-                forming_timeout_s=settings.config.forming_timeout_s,
-                snapshots=SnapshotSettings(
-                    num_parity=settings.config.snapshot_parity,
-                    interval_steps=settings.config.snapshot_interval_steps,
-                    group_size=settings.config.snapshot_group_size,
-                    mean_time_between_failures_s=settings.config.mean_time_between_failures_s,
-                ),
-                failure_domain=settings.failure_domain,
-                compile_cache_bytes=settings.config.compile_cache_mib * 2**20,
-            ),
-            self._clock,
-            self._snapshots.connect_worker(),
-        )
-        if self._do_others_train():
-            worker.child.lower_priority()
+        worker = await self._starter.start()
         self.worker = worker
-        self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
         self._on_changed(worker)
         return worker
 
@@ -224,7 +192,7 @@ class WorkerSupervisor:
             is_unresponsive=worker.is_unresponsive,
             is_dying=worker.is_dying,
             exit_code=worker.child.exit_code,
-            error=_error_of(worker),
+            error=find_error(worker),
         )
         self._on_change()
 
@@ -240,6 +208,9 @@ class WorkerSupervisor:
                     self._refuse(ScriptRefused(why))
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
+                self.standby.commit(worker.report.generation)
+            case ImportsReported():
+                self.standby.remember_imports(message)
             case SnapshotServerRequested():
                 self._wants_snapshots = True
                 try:
@@ -297,6 +268,7 @@ class WorkerSupervisor:
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
+        await self.standby.close()
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
@@ -324,68 +296,17 @@ class WorkerSupervisor:
             )
 
     def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
-        """Return the outcome with the exit code of a script that failed after training, or was killed then.
-
-        A worker that was killed then counts even if another was started in its place.
-        """
-        worker = self.worker
-        code = worker.child.exit_code if worker is not None else None
-        if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
+        """Return the outcome with the exit code of a script that failed after training, or was killed then."""
+        if self.worker is None:
             return outcome
-        host = self._settings.host
-        if code < 0 and worker.has_script_ended:
-            self._print_line(
-                f"{host}: Python's shutdown {_describe_exit(code)}; the script had come to its end, nothing is missing"
-            )
-            return outcome
-        # This worker did not train to the end: it was ready too late, and ended by order or was killed.
-        if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
-            if self._done_and_killed is None:
-                self._print_line(
-                    f"{host}: training was done without this host; what its script does then is left out"
-                )
-                return outcome
-            code = self._done_and_killed
-        if code == 0:
-            return outcome
-        missing = (
-            f"training is done, but the script {_describe_exit(code)} before its end; what it does after training is "
-            "missing on this host"
-        )
-        return JobOutcome(
-            kind=JobOutcomeKind.USER_ERROR,
-            exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
-            host=host,
-            message=_error_of(worker) if code > 0 else missing,
-        )
+        final, remark = apply_exit_code(outcome, self.worker, self._settings.host, self._done_and_killed)
+        if remark:
+            self._print_line(f"{self._settings.host}: {remark}")
+        return final
 
     async def close(self) -> None:
-        """Kill the worker if it runs, and close the log of its output."""
+        """Kill the worker if it runs, end its standby, and close the log of its output."""
         if self.worker is not None:
             await self.worker.child.kill_and_wait()
+        await self.standby.close()
         self._output.close()
-
-
-def _is_users_error(code: int) -> bool:
-    """Return whether the script ended by itself without asking for a restart; a signal is not the script's doing."""
-    return code >= 0 and code != RESTART_EXIT_CODE
-
-
-def _error_of(worker: WorkerProcess) -> str:
-    """Return the error text of a script that failed, for the user; empty if it did not fail, or was killed."""
-    code, failure = worker.child.exit_code, worker.report.failure
-    if code is None or code <= 0:
-        return ""
-    if failure is not None and failure.kind is WorkerFailureKind.USER:
-        return failure.text  # complete, with its cause, however long
-    if not worker.error:
-        return f"the script exited with code {code} and wrote nothing to standard error"
-    if worker.error.startswith("Traceback"):
-        return worker.error
-    return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was ended by {get_signal_name(-code)}"
-    return f"exited with code {code}"

@@ -22,6 +22,7 @@ from resilient_jax.protocol.worker_messages import (
     EventOccurred,
     FormWorld,
     HoldTraining,
+    ImportsReported,
     Pause,
     Quiesce,
     RunToBoundary,
@@ -101,6 +102,10 @@ class AgentConnection:
             while not self._is_admitted and self._stop is None:
                 self._changed.wait()
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
+
+    def report_imports(self, imports: ImportsReported) -> None:
+        """Report what a standby of this worker should import."""
+        send_unless_closed(self._connection, imports)
 
     def wait_for_order(self) -> FormWorld | StopWorker:
         """Wait for the next world to train in, or for the end of the job."""

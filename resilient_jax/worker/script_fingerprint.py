@@ -39,7 +39,7 @@ def describe_script() -> dict[str, str]:
             found[f"version of {name}"] = "not installed"
     for name in JAX_OPTIONS:
         found[f"option {name}"] = str(getattr(jax.config, name, None))
-    installed = _installed_folders()
+    installed = list_installed_folders()
     for name, module in sorted(sys.modules.items()):
         path = _find_file(module)
         if path is None or any(folder in path.parents for folder in installed):
@@ -50,7 +50,7 @@ def describe_script() -> dict[str, str]:
     return found
 
 
-def _installed_folders() -> set[Path]:
+def list_installed_folders() -> set[Path]:
     """Return the folders of Python's library, of installed packages, and of this one."""
     names = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     names |= {*site.getsitepackages(), site.getusersitepackages()}
