@@ -1,16 +1,18 @@
 """What a script has imported, described by its worker, and imported again by a standby.
 
 Only modules outside of the script's folder: what the user is writing there may start threads, open files or look at the
-arguments, and runs when the script runs. Libraries are imported once by everybody, in any order.
+arguments, and runs when the script runs. This file imports no jax: the script may set variables before it does.
 """
 
 import importlib
 import os
+import site
 import sys
+import sysconfig
+from pathlib import Path
 from types import ModuleType
 
 from resilient_jax.protocol.worker_messages import ImportsReported
-from resilient_jax.worker.script_fingerprint import list_installed_folders
 
 
 def describe_imports() -> ImportsReported:
@@ -41,7 +43,10 @@ def import_again(imports: ImportsReported) -> int:
             try:
                 importlib.import_module(name)
                 continue
-            except (Exception, SystemExit):  # whatever a module does at its import, as long as the process lives
+            except (
+                Exception,
+                SystemExit,
+            ):  # whatever a module does at its import, as long as the process lives
                 failed.add(next((package for package in packages if package not in sys.modules), name))
         num_failed += 1
     return num_failed
@@ -105,3 +110,10 @@ def find_file(name: str, module: ModuleType | None) -> str | None:
 def is_below(file: str, folder: str) -> bool:
     """Return whether a file is in a folder, at any depth."""
     return file.startswith(os.path.join(folder, ""))
+
+
+def list_installed_folders() -> set[Path]:
+    """Return the folders of Python's library, of installed packages, and of this one."""
+    names = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    names |= {*site.getsitepackages(), site.getusersitepackages()}
+    return {Path(name).resolve() for name in names if name} | {Path(__file__).resolve().parents[1]}
