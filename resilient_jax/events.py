@@ -35,7 +35,7 @@ class EventKind(enum.StrEnum):
     WORKER_KILLED = "worker.killed"
     """An agent killed its worker. Detail: `pid`, `why`."""
     STANDBY_STARTED = "standby.started"
-    """An agent started a standby of its worker. Detail: `pid`, `mode` (the setting `standby`)."""
+    """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
     STANDBY_READY = "standby.ready"
     """A standby waits to replace its host's worker. Detail: `pid`, `seconds` since its start, `memory_mib` (resident),
     `failed_imports` (modules of the worker that it could not import by itself)."""

@@ -22,7 +22,6 @@ from resilient_jax.protocol.worker_messages import (
     EventOccurred,
     FormWorld,
     HoldTraining,
-    ImportsReported,
     Pause,
     Quiesce,
     RunToBoundary,
@@ -36,6 +35,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerReported,
 )
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
+from resilient_jax.worker.imported_modules import describe_imports
 
 HandledOrder = (
     Quiesce
@@ -102,10 +102,9 @@ class AgentConnection:
             while not self._is_admitted and self._stop is None:
                 self._changed.wait()
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
-
-    def report_imports(self, imports: ImportsReported) -> None:
-        """Report what a standby of this worker should import."""
-        send_unless_closed(self._connection, imports)
+        send_unless_closed(
+            self._connection, describe_imports()
+        )  # for a standby; last, since no other host needs it
 
     def wait_for_order(self) -> FormWorld | StopWorker:
         """Wait for the next world to train in, or for the end of the job."""

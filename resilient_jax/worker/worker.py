@@ -38,7 +38,6 @@ from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.host_comparison import HostComparison
-from resilient_jax.worker.imported_modules import describe_imports
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
 from resilient_jax.worker.script_fingerprint import describe_script
@@ -143,7 +142,6 @@ class Worker:
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._agent.join_job(describe_script(), self._server.endpoint)
-        self._agent.report_imports(describe_imports())
         is_done = False
         while True:
             self._poller.resume()

@@ -104,9 +104,9 @@ def test_a_standby_that_is_killed_or_stopped_costs_nothing(shared: TinyJob) -> N
     assert after.number == before.number
     (failed,) = list_events(shared, EventKind.STANDBY_FAILED, OTHER)
     assert failed.detail == {"pid": waiting.pid, "reason": "it was ended by SIGKILL", "retried": True}
-    stopped = wait_ready(shared, OTHER)  # another, after a while
+    stopped = wait_ready(shared, VICTIM)
     os.kill(stopped.pid, signal.SIGSTOP)
-    assert replace_worker(shared, OTHER) != stopped.pid
+    assert replace_worker(shared, VICTIM) != stopped.pid
     wait_until("the end of the stopped standby", lambda: is_gone(stopped.pid), RECOVERY_S)
 
 

@@ -46,10 +46,9 @@ def double(value):
 def main():
     wait_for_promotion()
     module = sys.modules["__main__"]
-    hidden = ("Thing", "double", "main", "__cached__")
-    print(
-        {name: repr(value).split(" object at ")[0] for name, value in sorted(vars(module).items()) if name not in hidden}
-    )
+    hidden = ("Thing", "double", "main", "fail", "wait_for_promotion", "__cached__")
+    seen = {name: repr(value).split(" at 0x")[0] for name, value in vars(module).items() if name not in hidden}
+    print(sorted(seen.items()))
     print(__name__, __file__, sys.argv, sys.path)
     print({k: v for k, v in sorted(os.environ.items()) if not k.startswith("RESILIENT_JAX")})
     print(type(pickle.loads(pickle.dumps(Thing()))) is Thing)
