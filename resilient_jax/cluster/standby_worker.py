@@ -87,7 +87,7 @@ class StandbyWorker:
 
     def remember_imports(self, imports: ImportsReported) -> None:
         """Have the next standby import what the worker has imported."""
-        self._imports = imports
+        self._imports = imports if self._mode == "imports" else None
 
     def commit(self, generation: GenerationNumber) -> None:
         """Start a standby if one is due at this commit of the worker."""

@@ -39,7 +39,7 @@ class Agent:
         self.changed = asyncio.Event()
         self._log_path = work / "events.jsonl"
         self.log = EventLog(self._log_path, HOST)
-        (work / "script.py").write_text("print('the script runs', flush=True)")
+        (work / "script.py").write_text("import os; print('script:', os.environ.get('SET_BY_THE_SCRIPT'))")
         settings = AgentSettings(
             job=JobName("job"),
             host=HOST,
@@ -86,8 +86,9 @@ async def agent(work: Path, modules: dict[str, str]) -> AsyncIterator[Agent]:
     async with MemoryStore() as store:
         found = Agent(work, store)
         before = os.listdir("/proc/self/fd")
-        path = (str(work), *sys.path)
-        imports = ImportsReported(modules=modules, search_path=path, environment=dict(os.environb))
+        path = (str(work), str(work / "libraries"), *sys.path)
+        environment = {**os.environb, b"SET_BY_THE_SCRIPT": b"1"}
+        imports = ImportsReported(modules=modules, search_path=path, environment=environment)
         found.standby.remember_imports(imports)
         yield found
         await found.standby.close()
@@ -103,9 +104,16 @@ def descriptors():
         yield WorkerDescriptors(file.fileno(), file.fileno(), file.fileno())
 
 
-def test_a_promoted_standby_is_the_process_that_runs_the_script(tmp_path: Path) -> None:
+def test_a_promoted_standby_runs_the_script_with_the_libraries_that_the_worker_imported(
+    tmp_path: Path,
+) -> None:
+    """The libraries have seen the variables that the script had set before; the script sets them again."""
+    (tmp_path / "libraries").mkdir()
+    library = tmp_path / "libraries" / "reads.py"
+    library.write_text("import os; print('library:', os.environ.get('SET_BY_THE_SCRIPT'))")
+
     async def main() -> None:
-        async with agent(tmp_path, {}) as waiting:
+        async with agent(tmp_path, {"reads": str(library)}) as waiting:
             waiting.train()
             await waiting.wait_status(lambda state: state is StandbyState.READY)
             assert waiting.standby.status is not None
@@ -117,7 +125,7 @@ def test_a_promoted_standby_is_the_process_that_runs_the_script(tmp_path: Path) 
             with child.process as process:
                 assert await child.wait_exited() == 0
                 assert process.stdout is not None
-                assert process.stdout.read() == b"the script runs\n"
+                assert process.stdout.read() == b"library: 1\nscript: None\n"
 
     asyncio.run(main())
 
