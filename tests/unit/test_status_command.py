@@ -19,6 +19,8 @@ from resilient_jax.protocol.records import (
     HostStatus,
     JobOutcome,
     JobOutcomeKind,
+    StandbyState,
+    StandbyStatus,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
@@ -46,6 +48,7 @@ REPORT = JobReport(
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
             services=(CoordinationServiceStatus(world=WorldId(11), num_processes=2, address="", pid=2),),
             snapshots=(SNAPSHOT,),
+            standby=StandbyStatus(state=StandbyState.READY, pid=3, memory_mib=186),
             step=123456,
             is_draining=True,
         ),
@@ -62,6 +65,8 @@ WHOLE = [
     "1795312",
     "123456",
     "draining",
+    "standby",
+    "186",
 ]
 
 
