@@ -61,11 +61,10 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     )
 
 
-def describe_standby(standby: StandbyStatus | None) -> str:
-    """Return a description such as "ready (173 MiB)"."""
-    if standby is None:
-        return "-"
-    return f"{standby.state} ({standby.memory_mib} MiB)" if standby.memory_mib else str(standby.state)
+def _describe_standby(standby: StandbyStatus) -> str:
+    """Return a description such as "standby ready (173 MiB)"."""
+    memory = f" ({standby.memory_mib} MiB)" if standby.memory_mib else ""
+    return f"standby {standby.state}{memory}"
 
 
 def print_report(console: Console, report: JobReport) -> None:
@@ -88,7 +87,6 @@ def print_report(console: Console, report: JobReport) -> None:
         "pid",
         "step",
         "services",
-        "standby",
         "snapshots",
         "notes",
     ):
@@ -98,6 +96,7 @@ def print_report(console: Console, report: JobReport) -> None:
         worker = host.worker
         notes = ["draining"] if host.is_draining else []
         notes += ["stopped"] if worker and worker.is_unresponsive else []
+        notes += [_describe_standby(host.standby)] if host.standby is not None else []
         table.add_row(
             host.host,
             str(member.process_index) if member else "-",
@@ -106,7 +105,6 @@ def print_report(console: Console, report: JobReport) -> None:
             str(worker.pid) if worker else "-",
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
-            describe_standby(host.standby),
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             ", ".join(notes),
         )

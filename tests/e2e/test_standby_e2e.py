@@ -11,7 +11,7 @@ from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import HostStatus, StandbyState, StandbyStatus
+from resilient_jax.protocol.records import HostStatus, StandbyStatus
 
 pytestmark = pytest.mark.timeout(280)
 HOSTS = 2
@@ -31,23 +31,9 @@ def find_host(report: JobReport, host: str) -> HostStatus | None:
 
 
 def wait_ready(tiny: TinyJob, host: str) -> StandbyStatus:
-    """Wait until this host's standby is ready and all hosts train; return its status."""
-
-    def is_ready(report: JobReport) -> bool:
-        status = find_host(report, host)
-        return (
-            status is not None
-            and status.standby is not None
-            and status.standby.state is StandbyState.READY
-            and status.worker is not None
-            and status.worker.pid != status.standby.pid
-        )
-
+    """Wait until all hosts train and this host's standby is ready; return its status."""
     tiny.wait_training(HOSTS)
-    status = find_host(tiny.wait_report(f"a standby on {host}", is_ready), host)
-    assert status is not None
-    assert status.standby is not None
-    return status.standby
+    return tiny.wait_standby(host)
 
 
 def replace_worker(tiny: TinyJob, host: str) -> int:
