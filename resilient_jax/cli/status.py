@@ -62,9 +62,8 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
 
 
 def _describe_standby(standby: StandbyStatus) -> str:
-    """Return a description such as "standby ready (173 MiB)"."""
-    memory = f" ({standby.memory_mib} MiB)" if standby.memory_mib else ""
-    return f"standby {standby.state}{memory}"
+    """Return a description such as "standby ready, 173 MiB"."""
+    return f"standby {standby.state}" + (f", {standby.memory_mib} MiB" if standby.memory_mib else "")
 
 
 def print_report(console: Console, report: JobReport) -> None:
@@ -79,17 +78,7 @@ def print_report(console: Console, report: JobReport) -> None:
         )
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
-    for name in (
-        "host",
-        "process",
-        "worker",
-        "incarnation",
-        "pid",
-        "step",
-        "services",
-        "snapshots",
-        "notes",
-    ):
+    for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
         table.add_column(name, overflow="fold")
     for host in report.hosts:
         member = generation.find_member(host.host) if generation else None
@@ -106,6 +95,6 @@ def print_report(console: Console, report: JobReport) -> None:
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
-            ", ".join(notes),
+            "\n".join(notes),
         )
     console.print(table)
