@@ -22,6 +22,8 @@ class EventKind(enum.StrEnum):
     """An agent is about to exit."""
     WORKER_STARTED = "worker.started"
     """An agent started its worker's process. Detail: `pid`, `incarnation`."""
+    WORKER_PROMOTED = "worker.promoted"
+    """A standby has become this host's worker, in place of a new process. Detail: `pid`, `incarnation`, `seconds`."""
     WORKER_START_FAILED = "worker.start_failed"
     """The machine could not start a worker; the agent tries again. Detail: `error`."""
     WORKER_EXITED = "worker.exited"
@@ -34,6 +36,14 @@ class EventKind(enum.StrEnum):
     """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"
     """An agent killed its worker. Detail: `pid`, `why`."""
+    STANDBY_STARTED = "standby.started"
+    """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
+    STANDBY_READY = "standby.ready"
+    """A standby waits to replace its host's worker. Detail: `pid`, `seconds` since its start, `memory_mib` (resident),
+    `failed_imports` (modules of the worker that it could not import by itself)."""
+    STANDBY_FAILED = "standby.failed"
+    """A standby ended, or cannot replace the worker. Detail: `pid`, `reason`, `retried` (whether another is started
+    later)."""
     RESTART_BACKOFF = "restart.backoff"
     """A dead worker is started again later, because it died shortly before, too. Detail: `seconds`."""
     RESTART_BUDGET_EXHAUSTED = "restart.budget_exhausted"

@@ -16,6 +16,7 @@ from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.protocol.records import StandbyStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
@@ -60,6 +61,11 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     )
 
 
+def _describe_standby(standby: StandbyStatus) -> str:
+    """Return a description such as "standby ready, 173 MiB"."""
+    return f"standby {standby.state}" + (f", {standby.memory_mib} MiB" if standby.memory_mib else "")
+
+
 def print_report(console: Console, report: JobReport) -> None:
     """Print the generation in a line, and a table with a row for each host."""
     job, generation = escape(report.job), report.generation
@@ -79,6 +85,7 @@ def print_report(console: Console, report: JobReport) -> None:
         worker = host.worker
         notes = ["draining"] if host.is_draining else []
         notes += ["stopped"] if worker and worker.is_unresponsive else []
+        notes += [_describe_standby(host.standby)] if host.standby is not None else []
         table.add_row(
             host.host,
             str(generation.members.index(member)) if generation and member else "-",
@@ -88,6 +95,6 @@ def print_report(console: Console, report: JobReport) -> None:
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
-            ", ".join(notes),
+            "\n".join(notes),
         )
     console.print(table)

@@ -185,6 +185,7 @@ class Agent:
             services=self._services.running,
             snapshot_server=self._snapshots.server,
             snapshots=self._snapshots.snapshots,
+            standby=self._supervisor.standby.status,
             script=self._supervisor.script_digest,
             step=step,
             metrics=metrics,

@@ -104,6 +104,10 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then start-up competes
             os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))
 
+    def restore_priority(self) -> None:
+        """Give the process normal priority again."""
+        restore_normal_priority(self.process.pid)
+
     def kill(self) -> None:
         """Send SIGKILL to the process and to what is left of its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -153,6 +157,15 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._exited.set()
+
+
+def restore_normal_priority(pid: int) -> None:
+    """Give all threads of a process normal priority: its agent may have started it with the lowest."""
+    for _ in range(2):  # a thread that starts during the first pass is found by the second
+        with contextlib.suppress(OSError):  # the process is gone
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 async def open_line_reader(pipe: int) -> "asyncio.StreamReader":

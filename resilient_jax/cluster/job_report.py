@@ -79,6 +79,7 @@ def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator
         known = ", ".join(h.host for h in report.hosts) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}, or leader")
     worker = [found.worker.pid] if found.worker is not None and found.worker.exit_code is None else []
+    standby = [found.standby.pid] if found.standby is not None else []
     server = [found.snapshot_server.pid] if found.snapshot_server is not None else []
     match component:
         case JobComponent.WORKER:
@@ -91,5 +92,5 @@ def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator
             yield from server
         case JobComponent.HOST:
             yield found.agent_pid
-            yield from (*worker, *server)
+            yield from (*worker, *standby, *server)
             yield from (service.pid for service in found.services)

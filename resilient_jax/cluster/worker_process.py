@@ -5,9 +5,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-
-import msgspec
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
@@ -15,6 +14,7 @@ from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.records import WorkerReport
+from resilient_jax.protocol.standby_messages import STANDBY_CONNECTION_VARIABLE
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
@@ -27,6 +27,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerOrder,
     WorkerReported,
     WorkerSettings,
+    encode_settings,
 )
 
 POLL_INTERVAL_S = 0.1
@@ -37,7 +38,22 @@ WORKER_VARIABLES = (
     WORKER_SETTINGS_VARIABLE,
     SNAPSHOT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
+    STANDBY_CONNECTION_VARIABLE,
 )
+
+
+class WorkerDescriptors(NamedTuple):
+    """A worker's ends of what connects it, in the order in which a standby gets them.
+
+    Attributes:
+        agent: of the connection to the agent.
+        snapshots: of the connection to the snapshot server.
+        death_pipe: the write end of the pipe that closes when the worker dies.
+    """
+
+    agent: int
+    snapshots: int
+    death_pipe: int
 
 
 class WorkerProcess:
@@ -71,16 +87,20 @@ class WorkerProcess:
         self._last_message_s = clock.monotonic_s()
 
     @classmethod
-    def start(
+    async def start(
         cls,
         incarnation: Incarnation,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        settings: WorkerSettings,
+        launch: "Callable[[WorkerDescriptors], Awaitable[ChildProcess]]",
         clock: Clock,
         snapshot_socket: socket.socket,
     ) -> "WorkerProcess":
-        """Start `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_socket`.
+        """Start a worker with its ends of a socket pair, of a pipe and of `snapshot_socket`.
+
+        Args:
+            incarnation: of the worker.
+            launch: starts a process that has copies of the descriptors, such as `launch_script`.
+            clock: for the time of its messages.
+            snapshot_socket: the worker's end of a connection to the snapshot server; it is closed here.
 
         Raises:
             OSError: there is no descriptor, process or memory left for it.
@@ -95,17 +115,7 @@ class WorkerProcess:
             death_pipe, held = os.pipe()
             unless_started.callback(os.close, death_pipe)
             theirs_too.callback(os.close, held)
-            child = ChildProcess(
-                [sys.executable, "-u", *command],
-                env={
-                    **environment,
-                    AGENT_CONNECTION_VARIABLE: str(theirs.fileno()),
-                    DEATH_PIPE_VARIABLE: str(held),
-                    SNAPSHOT_CONNECTION_VARIABLE: str(snapshot_socket.fileno()),
-                    WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
-                },
-                pass_fds=(theirs.fileno(), held, snapshot_socket.fileno()),
-            )
+            child = await launch(WorkerDescriptors(theirs.fileno(), snapshot_socket.fileno(), held))
             unless_started.pop_all()
         return cls(incarnation, child, AsyncConnection(ours, WORKER_MESSAGE_DECODER), death_pipe, clock)
 
@@ -181,6 +191,30 @@ class WorkerProcess:
             if stopped != self.is_unresponsive:
                 self.is_unresponsive = stopped
                 on_change()
+
+
+def launch_script(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    settings: WorkerSettings,
+    descriptors: WorkerDescriptors,
+) -> ChildProcess:
+    """Start `python -u COMMAND...` as a worker.
+
+    Raises:
+        OSError: there is no descriptor, process or memory left for it.
+    """
+    return ChildProcess(
+        [sys.executable, "-u", *command],
+        env={
+            **environment,
+            AGENT_CONNECTION_VARIABLE: str(descriptors.agent),
+            DEATH_PIPE_VARIABLE: str(descriptors.death_pipe),
+            SNAPSHOT_CONNECTION_VARIABLE: str(descriptors.snapshots),
+            WORKER_SETTINGS_VARIABLE: encode_settings(settings),
+        },
+        pass_fds=descriptors,
+    )
 
 
 def copy_environment() -> dict[str, str]:

@@ -8,31 +8,37 @@ import contextlib
 from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
-from resilient_jax.cluster.traceback_text import is_start
+from resilient_jax.cluster.standby_worker import StandbyWorker
+from resilient_jax.cluster.worker_exit import (
+    SIGNAL_EXIT_CODE_BASE,
+    apply_exit_code,
+    describe_exit,
+    find_error,
+    find_reported_error,
+    is_users_error,
+)
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
-from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind, WorkerStatus
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
     AdmissionRequested,
     AgentRequest,
     EventOccurred,
+    ImportsReported,
     SnapshotServerReady,
     SnapshotServerRequested,
-    SnapshotSettings,
     StepCommitted,
     StopWorker,
     WorkerAdmitted,
     WorkerOrder,
-    WorkerSettings,
 )
 
 STOP_GRACE_S = 2.0
@@ -45,8 +51,6 @@ START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
 """How often to print that a script still works after training, for which it may take as long as it likes."""
-SIGNAL_EXIT_CODE_BASE = 128
-"""What shells add to a signal's number for the exit code of a process that it ended."""
 
 
 class WorkerSupervisor:
@@ -56,6 +60,7 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
+        standby: the process that waits to replace it.
     """
 
     def __init__(
@@ -82,13 +87,14 @@ class WorkerSupervisor:
         directory = settings.run_directory
         self._snapshots = snapshots
         self._on_change = on_change
-        self._do_others_train = do_others_train
         self._is_over = is_over
+        self.standby = StandbyWorker(context, on_change)
+        self._starter = WorkerStarter(context, snapshots, self.standby, do_others_train)
         self._output = WorkerOutput(
             settings.host,
             directory / f"{settings.host}.log" if directory else None,
             show_all=settings.show_all_output,
-            is_failing=lambda: self.worker is not None and bool(_reported_error_of(self.worker)),
+            is_failing=lambda: self.worker is not None and bool(find_reported_error(self.worker)),
         )
         self._exit_recorded = asyncio.Event()
         self._budget = RestartBudget(
@@ -112,12 +118,9 @@ class WorkerSupervisor:
         Raises:
             JoinRefused: the job's other hosts run another script.
         """
-        number = 0
         while True:
-            # From the clock, so that it differs from those of an earlier agent of this host, too.
-            number = max(number + 1, int(self._clock.wall_s() * 1000))
             try:
-                worker = self._start(Incarnation(number))
+                worker = await self._start()
             except OSError as error:
                 self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
                 self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
@@ -146,11 +149,11 @@ class WorkerSupervisor:
                 generation=worker.report.generation,
                 step=worker.report.step,
                 exit_code=code,
-                incarnation=number,
+                incarnation=worker.incarnation,
             )
             self._settle_traceback(worker, code)
             self._on_changed(worker)
-            if self._is_over() or _is_users_error(code):
+            if self._is_over() or is_users_error(code):
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
@@ -159,49 +162,22 @@ class WorkerSupervisor:
             delay_s = self._spend_restart()
             if delay_s is None:
                 return self._out_of_budget()
-            self._print_line(f"{self._settings.host}: worker {_describe_exit(code)}; starting another")
+            self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; starting another")
             await asyncio.sleep(delay_s)
 
-    def _start(self, incarnation: Incarnation) -> WorkerProcess:
-        settings = self._settings
+    async def _start(self) -> WorkerProcess:
         self._wants_snapshots = False
         self._output.clear_errors()
         self._exit_recorded.clear()
-        worker = WorkerProcess.start(
-            incarnation,
-            settings.command,
-            settings.environment,
-            WorkerSettings(
-                job=settings.job,
-                host=settings.host,
-                address=settings.address,
-                token=settings.credentials.token,
-                tls=settings.credentials.tls_paths,
-                devices_per_host=settings.devices_per_host,
-                forming_timeout_s=settings.config.forming_timeout_s,
-                snapshots=SnapshotSettings(
-                    num_parity=settings.config.snapshot_parity,
-                    interval_steps=settings.config.snapshot_interval_steps,
-                    group_size=settings.config.snapshot_group_size,
-                    mean_time_between_failures_s=settings.config.mean_time_between_failures_s,
-                ),
-                failure_domain=settings.failure_domain,
-                compile_cache_bytes=settings.config.compile_cache_mib * 2**20,
-            ),
-            self._clock,
-            self._snapshots.connect_worker(),
-        )
-        if self._do_others_train():
-            worker.child.lower_priority()
+        worker = await self._starter.start()
         self.worker = worker
-        self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
         self._on_changed(worker)
         return worker
 
     def _settle_traceback(self, worker: WorkerProcess, code: int) -> None:
         """Record the error of a script that failed; print it, unless `launch` shows it in its last lines."""
         is_failed = code not in (0, RESTART_EXIT_CODE, JOB_OVER_EXIT_CODE)
-        error = (_error_of(worker) or _reported_error_of(worker)) if is_failed else ""
+        error = (find_error(worker) or find_reported_error(worker)) if is_failed else ""
         if error:
             self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=error)
         if error and self._settings.is_launched:
@@ -244,7 +220,7 @@ class WorkerSupervisor:
             is_unresponsive=worker.is_unresponsive,
             is_dying=worker.is_dying,
             exit_code=worker.child.exit_code,
-            error=_error_of(worker),
+            error=find_error(worker),
         )
         self._on_change()
 
@@ -260,6 +236,9 @@ class WorkerSupervisor:
                     self._refuse(ScriptRefused(why))
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
+                self.standby.commit(worker.report.generation)
+            case ImportsReported():
+                self.standby.remember_imports(message)
             case SnapshotServerRequested():
                 self._wants_snapshots = True
                 try:
@@ -317,6 +296,7 @@ class WorkerSupervisor:
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
+        await self.standby.close()
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
@@ -345,76 +325,21 @@ class WorkerSupervisor:
             )
 
     def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
-        """Return the outcome with the exit code of a script that failed after training, or was killed then.
-
-        A worker that was killed then counts even if another was started in its place.
-        """
-        worker = self.worker
-        code = worker.child.exit_code if worker is not None else None
-        if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
+        """Return the outcome with the exit code of a script that failed after training, or was killed then."""
+        if self.worker is None:
             return outcome
-        host = self._settings.host
-        if code < 0 and worker.has_script_ended:
-            self._print_line(
-                f"{host}: Python's shutdown {_describe_exit(code)}; the script had come to its end, nothing is missing"
-            )
-            return outcome
-        # This worker did not train to the end: it was ready too late, and ended by order or was killed.
-        if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
-            if self._done_and_killed is None:
-                self._print_line(
-                    f"{host}: training was done without this host; what its script does then is left out"
-                )
-                return outcome
-            code = self._done_and_killed
-        if code == 0:
-            return outcome
-        missing = (
-            f"training is done, but the script {_describe_exit(code)} before its end; what it does after training is "
-            "missing on this host"
-        )
-        if code < 0:  # no error of the script's was recorded at its exit
-            self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=missing)
-        return JobOutcome(
-            kind=JobOutcomeKind.USER_ERROR,
-            exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
-            host=host,
-            message=_error_of(worker) if code > 0 else missing,
-        )
+        final, remark = apply_exit_code(outcome, self.worker, self._settings.host, self._done_and_killed)
+        if final.message not in (outcome.message, find_error(self.worker)):
+            # Killed: no error of the script's was recorded at its exit.
+            code = SIGNAL_EXIT_CODE_BASE - final.exit_code
+            self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=final.message)
+        if remark:
+            self._print_line(f"{self._settings.host}: {remark}")
+        return final
 
     async def close(self) -> None:
-        """Kill the worker if it runs, and close the log of its output."""
+        """Kill the worker if it runs, end its standby, and close the log of its output."""
         if self.worker is not None:
             await self.worker.child.kill_and_wait()
+        await self.standby.close()
         self._output.close()
-
-
-def _is_users_error(code: int) -> bool:
-    """Return whether the script ended by itself without asking for a restart; a signal is not the script's doing."""
-    return code >= 0 and code != RESTART_EXIT_CODE
-
-
-def _error_of(worker: WorkerProcess) -> str:
-    """Return the error text of a script that failed, for the user; empty if it did not fail, or was killed."""
-    code = worker.child.exit_code
-    if code is None or code <= 0:
-        return ""
-    if error := _reported_error_of(worker):
-        return error  # complete, with its cause, however long
-    if not worker.error:
-        return f"the script exited with code {code} and wrote nothing to standard error"
-    if is_start(worker.error.partition("\n")[0]):
-        return worker.error
-    return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
-
-
-def _reported_error_of(worker: WorkerProcess) -> str:
-    """Return the error of its user's that the worker has reported, also if it was killed then; empty: none."""
-    failure = worker.report.failure
-    return failure.text if failure is not None and failure.kind is WorkerFailureKind.USER else ""
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was ended by {get_signal_name(-code)}"
-    return f"exited with code {code}"

@@ -63,6 +63,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds before a worker's second restart in a window, doubled for each one after. The first restart is immediate:
     most crashes do not repeat."""
 
+    standby: Literal["off", "imports", "gate"] = "imports"
+    """A process on each host that waits to replace the host's worker when that dies. `off`: none; a new worker first
+    imports its libraries. `imports`: it has imported the libraries, and runs the script when it is needed. `gate`: it
+    has run the script up to `rj.run`, so the top of the script runs a second time beside the worker."""
+
     min_hosts: Count = 1
     """Hosts below which the job does not train, but waits for others to join."""
 

@@ -156,7 +156,9 @@ def _load(program: Any, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as
     compiled = program.lower(*arguments).compile()
     return jax.tree.map(
         lambda shape, sharding: jax.make_array_from_callback(
-            shape.shape, sharding, lambda index: np.zeros(_find_shape(index, shape.shape), shape.dtype)
+            shape.shape,
+            sharding,
+            lambda index: np.zeros(_find_shape(index, shape.shape), shape.dtype),  # pyright: ignore[reportArgumentType]
         ),
         jax.eval_shape(program, *arguments),
         compiled.output_shardings,

@@ -341,6 +341,29 @@ class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
+class StandbyState(enum.StrEnum):
+    """What a standby is doing."""
+
+    STARTING = "starting"
+    """It imports libraries or runs the script up to `rj.run`."""
+    READY = "ready"
+    """It waits to replace the worker."""
+
+
+class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that waits to replace its host's worker.
+
+    Attributes:
+        state: what the process is doing.
+        pid: its process id.
+        memory_mib: its resident memory when it became ready, in MiB; 0 before.
+    """
+
+    state: StandbyState
+    pid: int
+    memory_mib: int = 0
+
+
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
     """The versions that must be equal on all hosts of a job.
 
@@ -371,6 +394,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
         snapshots: the snapshots that are complete on this host.
+        standby: the process that waits to replace the worker; None: none runs.
         script: the digest of the script with which the worker was let in; empty before.
         metrics: the metrics that the worker last reported, by name.
         step: the step that the worker last reported, refreshed a few times a second; for progress lines, not for
@@ -387,6 +411,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
+    standby: StandbyStatus | None = None
     script: str = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0

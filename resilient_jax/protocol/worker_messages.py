@@ -124,6 +124,22 @@ class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     event: Event
 
 
+class ImportsReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the script has imported, and in which surroundings, for a standby to do the same before it is needed.
+
+    Attributes:
+        modules: the file of each module, by name, in the order in which their imports ended; none of the script's own
+            folder.
+        search_path: `sys.path` without the script's folder.
+        environment: of the worker: libraries read their settings from it when they are imported, and the script may
+            have changed it before.
+    """
+
+    modules: dict[str, str]
+    search_path: tuple[str, ...]
+    environment: dict[bytes, bytes]
+
+
 WorkerOrder = (
     Quiesce
     | Pause
@@ -136,7 +152,7 @@ WorkerOrder = (
     | WorkerAdmitted
     | StopWorker
 )
-AgentRequest = StepCommitted | SnapshotServerRequested | AdmissionRequested | EventOccurred
+AgentRequest = StepCommitted | SnapshotServerRequested | AdmissionRequested | EventOccurred | ImportsReported
 """What an agent handles itself, beside the report that it passes on."""
 WorkerMessage = WorkerReported | Heartbeat | AgentRequest
 
@@ -190,3 +206,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)
+
+
+def encode_settings(settings: WorkerSettings) -> str:
+    """Return the value of `WORKER_SETTINGS_VARIABLE`."""
+    return msgspec.json.encode(settings).decode()

@@ -41,6 +41,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerReported,
 )
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
+from resilient_jax.worker.imported_modules import describe_imports
 from resilient_jax.worker.training_control import GenerationEnded
 
 HandledOrder = (
@@ -107,6 +108,9 @@ class AgentConnection:
             while not self._is_admitted and self._stop is None:
                 self._changed.wait()
         self._update_report(state=WorkerState.IDLE, endpoint=endpoint)
+        send_unless_closed(
+            self._connection, describe_imports()
+        )  # for a standby; last, since no other host needs it
 
     def wait_for_order(self) -> FormWorld | TakeSeat | StopWorker:
         """Wait for the next world to train in, for a seat to take, or for the end of the job."""

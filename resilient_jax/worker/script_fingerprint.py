@@ -2,14 +2,14 @@
 
 import hashlib
 import importlib.metadata
-import site
 import sys
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
 import jax
+
+from resilient_jax.worker.imported_modules import list_installed_folders
 
 LIBRARIES: Final = ("flax", "optax", "orbax-checkpoint", "numpy")
 """What computes, beside the libraries whose versions are compared before a worker is started."""
@@ -39,7 +39,7 @@ def describe_script() -> dict[str, str]:
             found[f"version of {name}"] = "not installed"
     for name in JAX_OPTIONS:
         found[f"option {name}"] = str(getattr(jax.config, name, None))
-    installed = _installed_folders()
+    installed = list_installed_folders()
     for name, module in sorted(sys.modules.items()):
         path = _find_file(module)
         if path is None or any(folder in path.parents for folder in installed):
@@ -48,13 +48,6 @@ def describe_script() -> dict[str, str]:
         if digest:
             found["script" if name == "__main__" else f"module {name}"] = digest
     return found
-
-
-def _installed_folders() -> set[Path]:
-    """Return the folders of Python's library, of installed packages, and of this one."""
-    names = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    names |= {*site.getsitepackages(), site.getusersitepackages()}
-    return {Path(name).resolve() for name in names if name} | {Path(__file__).resolve().parents[1]}
 
 
 def _find_file(module: ModuleType | None) -> Path | None:

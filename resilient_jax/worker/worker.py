@@ -1,7 +1,6 @@
 """The worker's loop over generations: execute the agent's order, call the train function, report how it ended."""
 
 import atexit
-import contextlib
 import faulthandler
 import gc
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from resilient_jax.cluster.child_process import restore_normal_priority
 from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.errors import PeerError, SnapshotLost
@@ -142,7 +142,7 @@ class Worker:
         Raises:
             SystemExit: the job ended without this worker.
         """
-        restore_normal_priority()
+        restore_normal_priority(os.getpid())
         if not faulthandler.is_enabled():  # a crash in a library leaves its stack in the log of the host
             faulthandler.enable(file=2)  # `sys.stderr` may be an object of the user's
         if death_pipe is not None and (problem := isolate_death_pipe(death_pipe)) is not None:
@@ -370,14 +370,6 @@ def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generat
         state_loss=generation.state_loss,
         events=events,
     )
-
-
-def restore_normal_priority() -> None:
-    """Give all threads of this process normal priority: its agent may have started it with the lowest."""
-    for _ in range(2):  # a thread that starts during the first pass is found by the second
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def _format_from_script(error: Exception) -> str:

@@ -143,11 +143,13 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
+        tiny.wait_standby("host-1")
         at_first = descriptors()
         for _ in range(5):
             assert report.generation is not None
             tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)
+        tiny.wait_standby("host-1")
         # An agent listens for a world's workers for 22 s more, for one that has not left it yet.
         wait_until("the old descriptors' end", lambda: descriptors() <= at_first, RECOVERY_S)
         tiny.finish()

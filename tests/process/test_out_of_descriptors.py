@@ -16,7 +16,7 @@ from agents import wait_until
 
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.child_process import ChildProcess
-from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess, launch_script
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.connection import Connection
@@ -111,15 +111,16 @@ async def start_worker_with(free: int) -> bool:
     with ours:
         number = theirs.detach()
         settings = WorkerSettings(job="job", host=HostName("host-0"), address="127.0.0.1", token="token")
+
+        async def launch(descriptors: WorkerDescriptors) -> ChildProcess:
+            return launch_script(
+                ["-c", "import time; time.sleep(60)"], dict(os.environ), settings, descriptors
+            )
+
         try:
             with free_descriptors(free):
-                worker = WorkerProcess.start(
-                    Incarnation(1),
-                    ["-c", "import time; time.sleep(60)"],
-                    dict(os.environ),
-                    settings,
-                    SystemClock(),
-                    socket.socket(fileno=number),
+                worker = await WorkerProcess.start(
+                    Incarnation(1), launch, SystemClock(), socket.socket(fileno=number)
                 )
         except OSError:
             now = describe_descriptors()

@@ -20,7 +20,7 @@ from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "tiny.py"
 FAST_TOLERANCE = 1e-3
@@ -115,6 +115,17 @@ class TinyJob:
             return found
 
         return self.job.wait_report(what, look, RECOVERY_S)
+
+    def wait_standby(self, host: str) -> StandbyStatus:
+        """Wait until this host has a standby that is ready; return its status."""
+
+        def find(report: JobReport) -> StandbyStatus | None:
+            found = next((status.standby for status in report.hosts if status.host == host), None)
+            return found if found is not None and found.state is StandbyState.READY else None
+
+        standby = find(self.wait_report(f"a standby on {host}", lambda report: find(report) is not None))
+        assert standby is not None
+        return standby
 
     # Breaking the job.
 

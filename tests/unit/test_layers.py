@@ -58,8 +58,9 @@ STARRED = frozenset(
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 
-LATE_LOADERS = frozenset({"resilient_jax.cli.main"})
-"""Modules that load others by a name that is not written there: the commands, each when it is asked for."""
+LATE_LOADERS = frozenset({"resilient_jax.cli.main", "resilient_jax.worker.imported_modules"})
+"""Modules that load others by a name that is not written there: the commands, each when it is asked for; in a standby
+what the worker has loaded."""
 
 PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

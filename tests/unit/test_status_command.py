@@ -19,6 +19,8 @@ from resilient_jax.protocol.records import (
     HostStatus,
     JobOutcome,
     JobOutcomeKind,
+    StandbyState,
+    StandbyStatus,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
@@ -48,6 +50,7 @@ REPORT = JobReport(
                 CoordinationServiceStatus(world=WorldId(11), num_processes=2, num_seats=2, address="", pid=2),
             ),
             snapshots=(SNAPSHOT,),
+            standby=StandbyStatus(state=StandbyState.READY, pid=3, memory_mib=186),
             step=123456,
             is_draining=True,
         ),
@@ -64,6 +67,8 @@ WHOLE = [
     "1795312",
     "123456",
     "draining",
+    "standby",
+    "186",
 ]
 
 

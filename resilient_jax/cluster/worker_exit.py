@@ -1,0 +1,86 @@
+"""What the end of a worker means for its host and its job. Pure."""
+
+from resilient_jax.cluster.child_process import get_signal_name
+from resilient_jax.cluster.traceback_text import is_start
+from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind
+from resilient_jax.protocol.worker_messages import JOB_OVER_EXIT_CODE, RESTART_EXIT_CODE
+
+SIGNAL_EXIT_CODE_BASE = 128
+"""What shells add to a signal's number for the exit code of a process that it ended."""
+
+
+def is_users_error(code: int) -> bool:
+    """Return whether the script ended by itself without asking for a restart; a signal is not the script's doing."""
+    return code >= 0 and code != RESTART_EXIT_CODE
+
+
+def find_error(worker: WorkerProcess) -> str:
+    """Return the error text of a script that failed, for the user; empty if it did not fail, or was killed."""
+    code = worker.child.exit_code
+    if code is None or code <= 0:
+        return ""
+    if error := find_reported_error(worker):
+        return error  # complete, with its cause, however long
+    if not worker.error:
+        return f"the script exited with code {code} and wrote nothing to standard error"
+    if is_start(worker.error.partition("\n")[0]):
+        return worker.error
+    return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
+
+
+def find_reported_error(worker: WorkerProcess) -> str:
+    """Return the error of its user's that the worker has reported, also if it was killed then; empty: none."""
+    failure = worker.report.failure
+    return failure.text if failure is not None and failure.kind is WorkerFailureKind.USER else ""
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words, as the predicate of a sentence."""
+    if code < 0:
+        return f"was ended by {get_signal_name(-code)}"
+    return f"exited with code {code}"
+
+
+def apply_exit_code(
+    outcome: JobOutcome, worker: WorkerProcess, host: HostName, earlier_code: int | None
+) -> tuple[JobOutcome, str]:
+    """Return the outcome with the exit code of a script that failed after training, or was killed then.
+
+    Args:
+        outcome: of the job.
+        worker: the last of this host.
+        host: this host.
+        earlier_code: the exit code of a worker that had trained to the end and was killed then; it counts even if
+            another was started in its place. None: there was none.
+
+    Returns:
+        The outcome of this host, and what to print about it; empty: nothing.
+    """
+    code = worker.child.exit_code
+    if code is None or outcome.kind is not JobOutcomeKind.DONE:
+        return outcome, ""
+    if code < 0 and worker.has_script_ended:
+        return (
+            outcome,
+            f"Python's shutdown {describe_exit(code)}; the script had come to its end, nothing is missing",
+        )
+    # This worker did not train to the end: it was ready too late, and ended by order or was killed.
+    if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
+        if earlier_code is None:
+            return outcome, "training was done without this host; what its script does then is left out"
+        code = earlier_code
+    if code == 0:
+        return outcome, ""
+    missing = (
+        f"training is done, but the script {describe_exit(code)} before its end; what it does after training is "
+        "missing on this host"
+    )
+    failed = JobOutcome(
+        kind=JobOutcomeKind.USER_ERROR,
+        exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
+        host=host,
+        message=find_error(worker) if code > 0 else missing,
+    )
+    return failed, ""

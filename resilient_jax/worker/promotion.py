@@ -1,0 +1,92 @@
+"""How a standby becomes the worker: it waits for the order of its agent, then has what a worker is started with.
+
+In the mode `imports` this happens before the script runs; in the mode `gate` inside of `rj.run`.
+"""
+
+import os
+import time
+from typing import NoReturn
+
+from resilient_jax.errors import MessageError
+from resilient_jax.protocol.connection import Connection
+from resilient_jax.protocol.standby_messages import (
+    PromoteStandby,
+    StandbyMessage,
+    StandbyOrder,
+    StandbyPromoted,
+    StandbyReady,
+    StandbyUnfit,
+)
+from resilient_jax.protocol.worker_messages import (
+    AGENT_CONNECTION_VARIABLE,
+    DEATH_PIPE_VARIABLE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    WORKER_SETTINGS_VARIABLE,
+    encode_settings,
+)
+from resilient_jax.worker.imported_modules import find_changed_module
+
+StandbyConnection = Connection[StandbyMessage, StandbyOrder]
+
+UNFIT_EXIT_CODE = 1
+
+_started_ns = time.time_ns()
+"""About when this process began to import; what is written later is not what it has imported."""
+_connection_at_gate: StandbyConnection | None = None
+
+
+def hold_at_gate(connection: StandbyConnection) -> None:
+    """Make `wait_for_promotion` wait for the order on this connection."""
+    global _connection_at_gate
+    _connection_at_gate = connection
+    # As in a worker: the script's code asks whether an agent has started it.
+    os.environ[AGENT_CONNECTION_VARIABLE] = ""
+
+
+def wait_for_promotion() -> None:
+    """Return at once in a worker; in a standby that runs the script already, when it is the worker."""
+    global _connection_at_gate
+    connection, _connection_at_gate = _connection_at_gate, None
+    if connection is not None:
+        become_worker(connection, replaces_environment=False)
+
+
+def become_worker(
+    connection: StandbyConnection, *, num_failed_imports: int = 0, replaces_environment: bool
+) -> None:
+    """Report that this standby is ready, and return when it is the worker.
+
+    Args:
+        connection: to the agent; closed here.
+        num_failed_imports: for the report.
+        replaces_environment: whether the process gets the environment that a worker is started with, or keeps what the
+            script has made of it.
+    """
+    connection.send(StandbyReady(failed_imports=num_failed_imports))
+    try:
+        (received,) = connection.receive()
+    except EOFError:
+        os._exit(UNFIT_EXIT_CODE)  # the agent is gone; no code of the script's may run
+    if changed := find_changed_module(_started_ns):
+        refuse_promotion(connection, f"{changed} was changed after this process had started")
+    try:
+        agent, snapshots, death_pipe = received.take_descriptors(3)
+    except MessageError as error:
+        refuse_promotion(connection, str(error))
+    order = received.message
+    assert isinstance(order, PromoteStandby), "sent once, after the first order"
+    if replaces_environment:
+        os.environb.clear()
+        os.environb.update(order.environment)
+    os.environ[AGENT_CONNECTION_VARIABLE] = str(agent)
+    os.environ[SNAPSHOT_CONNECTION_VARIABLE] = str(snapshots)
+    os.environ[DEATH_PIPE_VARIABLE] = str(death_pipe)
+    os.environ[WORKER_SETTINGS_VARIABLE] = encode_settings(order.settings)
+    connection.send(StandbyPromoted())
+    connection.close()
+
+
+def refuse_promotion(connection: StandbyConnection, reason: str) -> NoReturn:
+    """Tell the agent why this process cannot be the worker, and end it."""
+    connection.send(StandbyUnfit(reason=reason))
+    os._exit(UNFIT_EXIT_CODE)
