@@ -44,7 +44,11 @@ class FailPoint(enum.StrEnum):
     AFTER_COMMIT = "after_commit"
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
-    """A world is about to be formed."""
+    """A world is about to be formed, or a worker that joins is about to take its seat."""
+    BEFORE_REHEARSAL = "before_rehearsal"
+    """A worker that joins has its seat, and is about to load programs while the others train."""
+    BEFORE_FORMED = "before_formed"
+    """A worker is in the world of a new generation, with its state, and has not reported it."""
     BEFORE_COMPILE = "before_compile"
     """Training is about to compile a program, for which other hosts may wait."""
     # Snapshots: training

@@ -25,6 +25,7 @@ from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import StepSummary, TrainingState
+from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
@@ -123,7 +124,9 @@ class ShardedLayout(StateLayout):
     """Every host has its shards; snapshots have those of a dead host."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
-        mesh = world.make_global_mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
+        axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
+        # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
+        mesh = make_mesh(world.devices, axes, "all hosts")
         super().__init__(world, fully_sharded(mesh), arrangement)
         self._update: Compiled | None = None
 

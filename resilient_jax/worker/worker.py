@@ -253,6 +253,7 @@ class Worker:
             self._handover.prepare(generation, in_place=True)
         self._agent.raise_if_ended()
         self._connector.begin_generation(generation)
+        self._hit_failpoint(FailPoint.BEFORE_FORMED)
         self._record_event(
             EventKind.WORLD_FORMED,
             change=str(generation.change),
@@ -287,6 +288,7 @@ class Worker:
             self._hit_failpoint(FailPoint.BEFORE_CONNECT)
             self._connector.take_seat(order)
             self._record_event(EventKind.SEAT_TAKEN, seconds=time.monotonic() - started_s)
+            self._hit_failpoint(FailPoint.BEFORE_REHEARSAL)
             self._rehearse(order, train_fn)
         except GenerationEnded:
             pass

@@ -97,10 +97,6 @@ class World:
         """
         if self.is_rehearsal:
             raise GenerationEnded  # programs on it would wait for the others
-        return self.make_global_mesh(axes)
-
-    def make_global_mesh(self, axes: AxisSizes) -> Mesh:
-        """Return what `mesh` does, also in a rehearsal: for programs that run through the reducer, or without peers."""
         return make_mesh(self.devices, axes, f"the {len(self.hosts)} live hosts")
 
     def local_mesh(self, axes: AxisSizes = "data") -> Mesh:

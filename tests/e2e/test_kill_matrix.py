@@ -114,9 +114,9 @@ def break_and_recover(
         case "while compiling":
             tiny.wait_compiling(everybody)
         case "while forming":
-            # A worker that comes back makes all hosts form a new world; all are held while forming.
+            # A lost coordination service makes all hosts form a new world; all are held while forming.
             tiny.job.hold(FailPoint.BEFORE_CONNECT, everybody)
-            tiny.signal(JobComponent.WORKER, others[-1], signal.SIGKILL)
+            tiny.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
             tiny.job.wait_held(everybody, RECOVERY_S)
         case _:
             raise AssertionError(place)

@@ -126,9 +126,9 @@ def test_a_death_during_a_recovery_is_survived(broken: TinyJob) -> None:
     assert report.generation is not None
     hosts = [member.host for member in report.generation.members]
     first, second, *_ = hosts
-    broken.job.hold(FailPoint.BEFORE_CONNECT, hosts)
+    broken.job.hold(FailPoint.BEFORE_CONNECT, [first])
     broken.signal(JobComponent.WORKER, first, signal.SIGKILL)
-    broken.job.wait_held(hosts, RECOVERY_S)  # the others resumed; the first is back and joins
+    broken.job.wait_held([first], RECOVERY_S)  # the others resumed; the first is back and takes a seat
     broken.signal(JobComponent.WORKER, first, signal.SIGKILL)
     broken.signal(JobComponent.WORKER, second, signal.SIGKILL)
     broken.job.release()

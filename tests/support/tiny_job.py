@@ -268,7 +268,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
         )
         # A replica on several hosts has other devices in another generation, each with a program of its own.
         if not any(word.startswith("hosts=") for word in words):
-            assert max(row["programs"] for row in rows) <= replicas, f"{process} compiled again"
+            assert max((row["programs"] for row in rows), default=0) <= replicas, f"{process} compiled again"
         for row in rows:
             by_step.setdefault(row["step"], []).append(row)
     total = max(by_step) + 1

@@ -1,0 +1,83 @@
+"""A worker that was killed joins in place: the others keep their world, whoever dies on its way back.
+
+The cells are incidents of one running job; at its end every step was done once, with the bits of a run without
+failures.
+"""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
+
+from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.records import Generation, WorldChange
+
+HOSTS = 4
+NEWCOMER, SURVIVOR = "the newcomer", "a survivor"
+PLACES = {
+    "it takes its seat": FailPoint.BEFORE_CONNECT,
+    "it loads programs": FailPoint.BEFORE_REHEARSAL,
+    "the next world forms": FailPoint.BEFORE_FORMED,
+    "its first clique forms": FailPoint.BEFORE_REDUCE,
+}
+
+
+def generation_of(report: JobReport) -> Generation:
+    assert report.generation is not None
+    return report.generation
+
+
+def find_follower(report: JobReport, *others: str) -> str:
+    """Return a host that does not lead, and is none of the others."""
+    names = [member.host for member in generation_of(report).members]
+    return next(name for name in names if name not in (report.leader, *others))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    with TinyJob(tmp_path_factory.mktemp("rejoin"), HOSTS, options=ONE_DEVICE) as tiny:
+        yield tiny
+        tiny.finish()
+
+
+def test_a_killed_worker_is_back_in_the_same_world_and_the_others_keep_their_processes(
+    broken: TinyJob,
+) -> None:
+    before = broken.wait_training(HOSTS)
+    victim = find_follower(before)
+    broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    after = broken.wait_training(HOSTS, generation_of(before).number + 1)
+    grown = generation_of(after)
+    assert (grown.change, grown.world) == (WorldChange.GROW, generation_of(before).world)
+    pids = [{h.host: h.worker.pid for h in report.hosts if h.worker} for report in (before, after)]
+    assert {host for host in pids[0] if pids[0][host] != pids[1][host]} == {victim}
+    rehearsed = [e for e in broken.job.read_events() if e.kind is EventKind.STEP_REHEARSED]
+    assert [(e.host, e.detail["problem"]) for e in rehearsed] == [(victim, "")]
+
+
+@pytest.mark.parametrize("who", [NEWCOMER, SURVIVOR])
+@pytest.mark.parametrize("when", PLACES)
+def test_a_second_death_while_a_worker_returns_is_survived(when: str, who: str, broken: TinyJob) -> None:
+    report = broken.wait_training(HOSTS)
+    newcomer = find_follower(report)
+    survivor = find_follower(report, newcomer)
+    broken.signal(JobComponent.WORKER, newcomer, signal.SIGKILL)
+    broken.job.hold(PLACES[when], [newcomer])
+    broken.job.wait_held([newcomer], RECOVERY_S)
+    before = generation_of(broken.read_report()).number
+    broken.signal(JobComponent.WORKER, newcomer if who == NEWCOMER else survivor, signal.SIGKILL)
+    broken.job.release()
+    broken.wait_training(HOSTS, before)
+
+
+def test_a_world_without_seats_is_formed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
+    work = tmp_path_factory.mktemp("seats")
+    with TinyJob(work, 3, options=ONE_DEVICE, config="spare_seats = 1\n") as tiny:
+        for change in (WorldChange.GROW, WorldChange.REFORM):
+            before = generation_of(tiny.wait_training(3)).number
+            tiny.signal(JobComponent.WORKER, find_follower(tiny.read_report()), signal.SIGKILL)
+            assert generation_of(tiny.wait_training(3, before + 1)).change is change
+        tiny.finish()
