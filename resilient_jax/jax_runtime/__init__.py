@@ -10,7 +10,9 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `world_forming`: an attempt to form a world, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's (no jax).
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
-- `local_clique`: keeps the clique of a process's own devices through an abort.
+- `clique_connections`: which connections an abort spares: of the local devices, and of earlier members.
+- `spare_seats`, `local_topology`: seats for processes that join a world later (jaxlib only; no jax).
+- `live_processes`: JAX counts the members of a generation alone.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
 - `collective_thread`: runs collectives on a thread that can be given up.
 - `compilation_state`: whether a thread compiles (no jax).
@@ -33,6 +35,9 @@ Private parts used, and why a public one does not do:
 `jax._src.interpreters.partial_eval             so that a re-form compiles again, but does not trace
 .trace_to_jaxpr`, `jax._src.util._caches`       again
 keys `cpu:global_topology/`, `cpu:gloo/`        to end waits of a world that will never be complete
+`cpu:local_topology/`, `LocalTopologyProto`     devices of seats that no process has taken yet
+`jaxlib._jax.{Client,Device}`: devices,         what JAX counts: members alone, neither dead processes nor
+device_count, process_index                     empty seats
 the layout of gloo's published address          the same, for a connection that never arrives
 `jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key
 cache_key}`                                     that does not depend on its process index

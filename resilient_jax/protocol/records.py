@@ -42,7 +42,12 @@ class WorldChange(enum.StrEnum):
 
 
 class SeatId(msgspec.Struct, frozen=True):
-    """A seat of any world of a job."""
+    """A seat of any world of a job.
+
+    Attributes:
+        world: the number of its coordination service.
+        seat: the place in that world.
+    """
 
     world: WorldId
     seat: Seat
