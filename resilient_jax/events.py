@@ -52,6 +52,8 @@ class EventKind(enum.StrEnum):
     """JAX's coordination service of a world serves. Detail: `world`, `address`, `pid`."""
     COORDINATION_SERVICE_START_FAILED = "coordination_service.start_failed"
     """JAX's coordination service did not start; the leader asks again. Detail: `world`, `error`."""
+    COORDINATION_SERVICE_STANDBY_LOST = "coordination_service.standby_lost"
+    """The process that waits to be the next world's service was killed or stopped, and is replaced. Detail: `pid`."""
     COORDINATION_SERVICE_EXITED = "coordination_service.exited"
     """JAX's coordination service of a world ended. Detail: `world`, `exit_code`."""
     # membership

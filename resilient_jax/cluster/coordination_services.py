@@ -51,6 +51,7 @@ class CoordinationServices:
         """Start a standby process unless there is one."""
         if self._standby is None:
             self._standby = asyncio.get_running_loop().create_task(_start_standby_process())
+            self._spawn(self._replace_lost(self._standby))
 
     def start(self, world: WorldId, num_processes: int, num_seats: int) -> None:
         """Start a service for a world that `num_processes` form, in the background. Idempotent.
@@ -131,6 +132,19 @@ class CoordinationServices:
             )
             self._spawn(self._watch(status, standby.child))
         return is_serving
+
+    async def _replace_lost(self, starting: "asyncio.Task[_Standby]") -> None:
+        """Start another standby as soon as this one ends or is stopped, unless it has been taken into service."""
+        await asyncio.wait((starting,))
+        if starting.cancelled() or starting.exception() is not None:
+            return  # whoever needs it finds out, and why
+        child = starting.result().child
+        await child.wait_exited_or_stopped()
+        if self._standby is starting:
+            self._standby = None
+            self._log.record(EventKind.COORDINATION_SERVICE_STANDBY_LOST, pid=child.pid)
+            await child.kill_and_wait()
+            self.start_standby()
 
     async def _watch(self, status: CoordinationServiceStatus, child: ChildProcess) -> None:
         code = await child.wait_exited_or_stopped()

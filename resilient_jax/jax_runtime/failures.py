@@ -29,7 +29,7 @@ _PEER_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED
 
 _PATTERN: Final = re.compile(
     r"gloo|connection (closed|reset|refused)|broken pipe|socket closed|"
-    r"nccl|communicator|clique|coordination service|rendezvous",
+    r"nccl|communicator|clique|coordination service|rendezvous|incarnation",
     re.IGNORECASE,
 )
 _AMBIGUOUS_STATUS: Final = ("UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "ALREADY_EXISTS")

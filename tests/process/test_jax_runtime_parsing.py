@@ -17,6 +17,8 @@ FAILURES = [
     "UNAVAILABLE: failed to connect to all addresses",
     "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:gloo/0,1/1",
     "ABORTED: communicator was aborted",
+    "FAILED_PRECONDITION: Task with incarnation id 17 is not connected",  # GPU: the clique was aborted
+    "FAILED_PRECONDITION: Incarnation id 17 is stale",
 ]
 OTHERS = [
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1099511627776 bytes. clique",
