@@ -99,6 +99,8 @@ class FitLoop:
                     is_compiling_ahead = True
                 if self._stop is not None:
                     break
+        if world.is_rehearsal:
+            return  # its state is no trained one, and must not be saved
         if self._checkpointer is not None:
             self._checkpointer.ensure_final_saved(layout, state)
         self.result = FitResult(

@@ -40,17 +40,21 @@ ABORT_INTERVAL_S: Final = 0.02
 
 
 class RehearsalControl:
-    """The control of a session that is rehearsed: its generation ends with the first commit."""
+    """The control of a session that is rehearsed: its generation ends with the first step."""
 
     def __init__(self, host: HostName, agent: TrainingControl) -> None:
         self._host = host
         self._agent = agent
+        self._has_begun = False
         self.has_committed = False
         """Whether the step was rehearsed to its end."""
 
     def begin_step(self, step: int) -> None:
-        """Return if the step may start."""
+        """Return for the first step; a second one is not rehearsed."""
         self._agent.raise_if_ended()
+        if self._has_begun:
+            raise GenerationEnded
+        self._has_begun = True
 
     def raise_if_ended(self) -> None:
         """Raise GenerationEnded if this worker has another order."""

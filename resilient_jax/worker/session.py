@@ -31,7 +31,7 @@ from resilient_jax.step.data_sample import DataSample
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.observers import Observer
-from resilient_jax.worker.training_control import TrainingControl
+from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 
 Tree = TypeVar("Tree")
 MAX_NAMED_LEAVES = 3
@@ -96,6 +96,8 @@ class Session:
             yield step
             # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
+        if self.is_rehearsal:  # what follows the loop, such as saving, is for a state that was trained
+            raise GenerationEnded
 
     def resume_at(self, step: int) -> None:
         """See `World.resume_at`."""

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
+from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
@@ -83,7 +83,8 @@ def broken(
 ) -> Iterator[tuple[TinyJob, signal.Signals]]:
     """Yield a running job and the signal that breaks it; check the job's invariants when all cells are done."""
     options = DEVICE_OPTIONS[request.param]
-    with TinyJob(tmp_path_factory.mktemp("matrix"), HOSTS, options=options) as tiny:
+    config = CONFIG if request.param is signal.SIGKILL else CONFIG_WITHOUT_STANDBYS
+    with TinyJob(tmp_path_factory.mktemp("matrix"), HOSTS, config, options) as tiny:
         yield tiny, request.param
         tiny.finish()
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
+from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
@@ -38,7 +38,7 @@ def find_follower(report: JobReport, *others: str) -> str:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
-    with TinyJob(tmp_path_factory.mktemp("rejoin"), HOSTS, options=ONE_DEVICE) as tiny:
+    with TinyJob(tmp_path_factory.mktemp("rejoin"), HOSTS, CONFIG, options=ONE_DEVICE) as tiny:
         yield tiny
         tiny.finish()
 
@@ -75,7 +75,7 @@ def test_a_second_death_while_a_worker_returns_is_survived(when: str, who: str, 
 
 def test_a_world_without_seats_is_formed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
     work = tmp_path_factory.mktemp("seats")
-    with TinyJob(work, 3, options=ONE_DEVICE, config="spare_seats = 1\n") as tiny:
+    with TinyJob(work, 3, options=ONE_DEVICE, config=f"{CONFIG_WITHOUT_STANDBYS}spare_seats = 1\n") as tiny:
         for change in (WorldChange.GROW, WorldChange.REFORM):
             before = generation_of(tiny.wait_training(3)).number
             tiny.signal(JobComponent.WORKER, find_follower(tiny.read_report()), signal.SIGKILL)

@@ -21,7 +21,7 @@ VICTIM, OTHER = "host-1", "host-0"
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
     """Yield the job that the tests below break, one after the other; check its invariants after them."""
-    with TinyJob(tmp_path_factory.mktemp("standby"), HOSTS, options=ONE_DEVICE) as tiny:
+    with TinyJob(tmp_path_factory.mktemp("standby"), HOSTS, CONFIG, options=ONE_DEVICE) as tiny:
         yield tiny
         tiny.finish()
 

@@ -132,15 +132,20 @@ def open_log(kind: str, host: str) -> TextIO:
 
 
 @functools.cache
-def open_data(host: str) -> Prefetcher:
-    return Prefetcher(Rows(open_log("reads", host)))
+def open_data(host: str, prefix: str) -> Prefetcher:
+    return Prefetcher(Rows(open_log(f"{prefix}reads", host)))
 
 
 def train(world: rj.World) -> None:
     whole = NamedSharding(world.local_mesh("data"), P())
     state = world.restore_or_init(init_state, sharding=whole)
     zeros = jax.device_put((jnp.zeros(()), jax.tree.map(jnp.zeros_like, state[0])), whole)
-    with open_log("steps", world.host) as steps, open_log("microbatches", world.host) as log:
+    # What a rehearsal computes is no part of the job.
+    prefix = "rehearsed-" if world.is_rehearsal else ""
+    with (
+        open_log(f"{prefix}steps", world.host) as steps,
+        open_log(f"{prefix}microbatches", world.host) as log,
+    ):
         for count, step in enumerate(world.steps(NEVER)):
             if step >= step_in("stop"):
                 np.savez(WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(state)))
@@ -158,7 +163,7 @@ def train(world: rj.World) -> None:
                 MICROBATCHES,
                 compute,
                 zeros,
-                data=open_data(world.host),
+                data=open_data(world.host, prefix),
                 options=rj.AccumulationOptions(
                     reduction=REDUCTION,
                     replica_shape=REPLICAS,

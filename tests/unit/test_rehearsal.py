@@ -1,0 +1,150 @@
+"""A rehearsed step: what the train function meets, and what it must not reach."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import resilient_jax as rj
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.failures import RehearsalFailed
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.worker_messages import TakeSeat
+from resilient_jax.trainer import trainer
+from resilient_jax.worker.rehearsal import rehearse
+from resilient_jax.worker.standalone import StandaloneControl
+from resilient_jax.worker.training_control import GenerationEnded
+from resilient_jax.worker.world import World
+
+STEP = 7
+ORDER = TakeSeat(
+    generation=Generation(
+        number=GenerationNumber(4), phase=GenerationPhase.ACTIVE, step=STEP, newcomers=(
+            Member(host=HostName("b"), incarnation=Incarnation(2), seat=Seat(4)),
+        ),
+    ),
+    host=HostName("b"),
+    relay_address="",
+)  # fmt: skip
+
+
+def run(train: Callable[[World], None]) -> bool:
+    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None)
+
+
+def make_state() -> dict[str, jax.Array]:
+    return {"w": jnp.zeros(3)}
+
+
+def test_the_train_function_is_unwound_at_its_first_commit():
+    seen: list[object] = []
+
+    def train(world: World) -> None:
+        seen.append((world.is_rehearsal, world.is_fresh, world.host))
+        state = world.restore_or_init(make_state)
+        loss_fn = world.value_and_grad(
+            lambda params, batch: jnp.mean((params["w"] - batch) ** 2), batch_at, 8
+        )
+        for step in world.steps(100):
+            seen.append(step)
+            _, gradients = loss_fn(state)
+            world.commit(gradients)
+            seen.append("after the commit")
+        seen.append("after the loop")
+
+    def batch_at(step: int, index: int) -> np.ndarray:
+        seen.append(f"reads {index}")
+        return np.ones(3, np.float32)
+
+    assert run(train)
+    assert seen[:2] == [(True, False, "b"), STEP]
+    assert len({word for word in seen[2:] if str(word).startswith("reads")}) == 1, "one microbatch of eight"
+    assert not [word for word in seen if str(word).startswith("after")]
+
+
+@pytest.mark.parametrize("num_steps", [STEP, STEP + 5])
+def test_what_follows_the_loop_is_never_reached(num_steps: int):
+    reached: list[str] = []
+
+    def train(world: World) -> None:
+        world.restore_or_init(make_state)
+        for _ in world.steps(num_steps):
+            pass  # a step without a commit
+        reached.append("the final checkpoint")
+
+    assert not run(train)
+    assert reached == []
+
+
+def test_a_mesh_over_all_hosts_ends_it_and_an_error_is_the_callers():
+    def make_mesh(world: World) -> None:
+        world.mesh("data")
+
+    def fail(world: World) -> None:
+        raise ZeroDivisionError
+
+    assert not run(make_mesh)
+    with pytest.raises(ZeroDivisionError):
+        run(fail)
+
+
+def test_another_order_ends_it():
+    class Ordered(StandaloneControl):
+        def raise_if_ended(self) -> None:
+            raise GenerationEnded
+
+    def train(world: World) -> None:
+        world.restore_or_init(make_state)
+
+    with pytest.raises(GenerationEnded):
+        rehearse(train, ORDER, Ordered("b"), lambda: None)
+
+
+def test_a_collective_is_loaded_and_gives_zeros_of_its_shape_and_sharding():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    split = NamedSharding(mesh, P("d"))
+    values = jax.device_put(np.ones((len(jax.devices()), 2), np.float32), split)
+    program = jax.jit(
+        lambda x: (x + 1, x.sum().astype(jnp.int32)), out_shardings=(split, NamedSharding(mesh, P()))
+    )
+    with collective_thread.rehearse():
+        many, one = collective_thread.run(program, values)
+        with pytest.raises(RehearsalFailed):
+            collective_thread.run(lambda x: x, values)
+    assert (many.shape, many.dtype, many.sharding) == (values.shape, np.float32, split)
+    assert not np.asarray(many).any()
+    assert (one.shape, one.dtype, int(one)) == ((), np.int32, 0)
+    assert int(collective_thread.run(program, values)[1]) == values.size, "afterwards programs run"
+
+
+@pytest.mark.parametrize("num_steps", [STEP, STEP + 1], ids=["past its end", "in its last step"])
+def test_a_trainer_saves_logs_and_reports_nothing(
+    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    reports: list[object] = []
+    rehearsed: list[bool] = []
+    monkeypatch.setattr(trainer, "run", lambda train, **_: rehearsed.append(run(train)))
+    with pytest.raises(SystemExit):  # there is no result
+        rj.Trainer(
+            model=lambda key: {"w": jnp.zeros((1, 1))},
+            optimizer=optax.sgd(0.1),
+            loss_fn=lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2),
+            data=data,
+            batch_size=8,
+            microbatch_size=2,
+            evaluation=rj.Evaluation(data=data, interval_steps=1),
+            checkpoints=rj.Checkpoints(directory=tmp_path / "checkpoints", save_interval_steps=1),
+            callbacks=[reports.append],
+            log_directory=tmp_path / "log",
+        ).fit(num_steps=num_steps)
+    assert rehearsed == [num_steps > STEP]
+    assert reports == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
