@@ -140,7 +140,7 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{agent}/fd"))
 
-    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
+    with TinyJob(tmp_path, 2, CONFIG, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
         tiny.wait_standby("host-1")

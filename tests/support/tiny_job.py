@@ -39,8 +39,8 @@ forming_timeout_s = 20.0
 store_timeout_s = 30.0
 """
 CONFIG_WITHOUT_STANDBYS = f'{CONFIG}standby = "off"\n'
-"""For most jobs: to import everything twice on two cores is most of what a test of some seconds costs. Jobs with standbys:
-test_standby_e2e, test_rejoin_e2e, SIGKILL in the kill matrix, and the campaigns of test_chaos_e2e."""
+"""For most jobs: to import everything twice on two cores is most of what a test of some seconds costs. With standbys
+run test_standby_e2e, test_rejoin_e2e, SIGKILL in the kill matrix, and the campaigns of test_chaos_e2e."""
 LOOK_PAUSE_S = 0.06
 SHARED_STEPS = 200
 """Undisturbed runs have a multiple of so many steps, so that later tests can share them."""
