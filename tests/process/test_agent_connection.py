@@ -12,8 +12,8 @@ from resilient_jax.worker.agent_connection import AgentConnection
 
 ours, worker = socket.socketpair()
 agent = Connection(ours.detach(), WORKER_MESSAGE_DECODER)
-connection = AgentConnection(worker.detach(), HostName("a"), lambda: None)
-connection.announce_checkpoint_polling()
+connection = AgentConnection(worker.detach(), HostName("a"), lambda: None, polls_checkpoints=True)
+connection.report_world_left()  # any report
 connection.report_checkpoint(None)  # of a look that began before
 connection.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
 reports = []

@@ -126,7 +126,7 @@ def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_pat
                 ),
                 DEADLINE_S,
             )
-        job.kill(JobComponent.WORKER, "host-1")  # which restarts: the others form a world with it
+        job.kill(JobComponent.COORDINATION_SERVICE, "leader")  # all form a new world
         for name in ("host-0", "host-2"):
             left = job.wait_event(
                 f"{name} left its world",
