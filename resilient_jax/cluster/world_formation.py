@@ -161,22 +161,11 @@ def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation 
     A worker has one try: if it cannot take its seat, it joins by a re-form.
     """
     generation = state.generation
-    waiting = [
-        status.worker
-        for status in joiners
-        if status.worker is not None and find_seat(generation, status) is None
-    ]
+    waiting = [status for status in joiners if find_seat(generation, status) is None]
     if not waiting or len(waiting) > generation.num_seats - generation.next_seat:
         return None
-    hosts = {worker.incarnation: status.host for status in joiners if (worker := status.worker) is not None}
     given = tuple(
-        Member(
-            host=hosts[worker.incarnation],
-            incarnation=worker.incarnation,
-            seat=Seat(seat),
-            endpoint=worker.report.endpoint,
-        )
-        for seat, worker in enumerate(waiting, generation.next_seat)
+        _make_member(status, Seat(seat)) for seat, status in enumerate(waiting, generation.next_seat)
     )
     return msgspec.structs.replace(
         generation,
@@ -234,23 +223,25 @@ def _assign_seats(
 ) -> tuple[Member, ...]:
     """Return members with dense seats; a host keeps its seat if possible, because compiled programs depend on it."""
     count = len(kept) + len(joiners)
-    seats: dict[HostName, int] = {}
+    seats: dict[HostName, Seat] = {}
     for status in kept:
         member = generation.find_member(status.host)
         # Seats are dense: one beyond the new number of members cannot be kept.
         if member is not None and member.seat < count:
             seats[status.host] = member.seat
     free = iter(sorted(set(range(count)) - set(seats.values())))
-    members: list[Member] = []
-    for status in (*kept, *joiners):
-        assert status.worker is not None, "only hosts with a worker are kept or join"
-        seat = seats[status.host] if status.host in seats else next(free)
-        members.append(
-            Member(
-                host=status.host,
-                incarnation=status.worker.incarnation,
-                seat=Seat(seat),
-                endpoint=status.worker.report.endpoint,
-            )
-        )
+    members = [
+        _make_member(status, seats[status.host] if status.host in seats else Seat(next(free)))
+        for status in (*kept, *joiners)
+    ]
     return tuple(sorted(members, key=lambda m: m.seat))
+
+
+def _make_member(status: HostStatus, seat: Seat) -> Member:
+    assert status.worker is not None, "only hosts with a worker are kept or join"
+    return Member(
+        host=status.host,
+        incarnation=status.worker.incarnation,
+        seat=seat,
+        endpoint=status.worker.report.endpoint,
+    )

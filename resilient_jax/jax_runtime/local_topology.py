@@ -1,11 +1,11 @@
-"""The local topology of a spare seat: what a process publishes of its devices when it joins a world, for nobody yet.
+"""The local topology of a spare seat: what a process that joined a world would publish of its devices.
 
 A CPU backend waits, when it is made, until the devices of every seat of its world are known: each process publishes a
 `LocalTopologyProto` (XLA, xla/pjrt/distributed/protocol.proto), and the first one combines them. A seat that is taken
 later has the same devices as the first, under other ids. So its topology is a copy of that one with these ids:
 
     LocalTopologyProto   1 node_id   3 devices (repeated DeviceProto)
-    DeviceProto          1 local_device_ordinal   4 global_device_id   9 and 10 texts that name the id
+    DeviceProto          1 local_device_ordinal   4 global_device_id   9 and 10 strings that name the id
 
 where on CPU `global_device_id = node_id * 2048 + local_device_ordinal`. The messages are edited field by field: no
 generated code, and what is unknown is kept. Imports no jax.
@@ -24,7 +24,7 @@ FIXED_SIZES: Final = {FIXED64: 8, FIXED32: 4}
 
 NODE_ID, DEVICES = 1, 3
 LOCAL_DEVICE_ORDINAL, GLOBAL_DEVICE_ID = 1, 4
-TEXTS_WITH_ID: Final = (9, 10)
+STRINGS_WITH_ID: Final = (9, 10)
 
 Field = tuple[int, int, int | bytes]
 """Number, wire type and value of a field: an int for a varint, else its bytes."""
@@ -58,7 +58,7 @@ def _copy_device(encoded: bytes, seat: Seat) -> bytes:
     device_id = seat * DEVICE_IDS_PER_PROCESS + ordinal
     found: list[Field] = [(GLOBAL_DEVICE_ID, VARINT, device_id)]
     for number, wire_type, value in fields:
-        if number in TEXTS_WITH_ID and isinstance(value, bytes):
+        if number in STRINGS_WITH_ID and isinstance(value, bytes):
             found.append(
                 (number, wire_type, value.replace(f"id={before}".encode(), f"id={device_id}".encode()))
             )

@@ -297,7 +297,8 @@ class Host:
 class Cluster:
     """All hosts, the store, and the invariants."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_collectives_fragile: bool = True) -> None:
+        self.are_collectives_fragile = are_collectives_fragile
         self.now_s = 0.0
         self.store = StoreStateMachine(first_lease=LeaseId(1))
         self.hosts = {name: Host(name) for name in NAMES}
@@ -418,13 +419,10 @@ class Cluster:
                 yield 2, lambda: self.begin_step(worker, generation)
             return
         arrived = self.arrived[generation.number]
-        if all(arrived.get(m.host, 0) >= worker.begun for m in generation.members):
+        has_result = all(arrived.get(m.host, 0) >= worker.begun for m in generation.members)
+        if has_result:
             yield 2, lambda: self.commit(worker)
-            # Who has the result and stops at the boundary breaks nothing; one that dies may.
-            leavers = [m for m in generation.members if not self.workers[m.host, m.incarnation].alive]
-        else:
-            leavers = generation.members
-        if any(self.has_left(m, generation) for m in leavers):
+        if any(self.breaks_collective(m, generation, has_result=has_result) for m in generation.members):
             yield (
                 2,
                 lambda: worker.go_idle(
@@ -432,11 +430,17 @@ class Cluster:
                 ),
             )
 
-    def has_left(self, member: Member, generation: Generation) -> bool:
-        """Return whether a member has died or unwound: one that has not begun yet is waited for."""
+    def breaks_collective(self, member: Member, generation: Generation, *, has_result: bool) -> bool:
+        """Return whether a collective may fail because of this member.
+
+        By default because of any that is not in the generation. Else as gloo has it: a member that has not begun yet is
+        waited for, and one that stops after the result is there does no harm; one that dies may.
+        """
         worker = self.workers[member.host, member.incarnation]
+        if worker.generation == generation:
+            return False
         has_entered = member.host in self.entered[generation.number]
-        return worker.generation != generation and (has_entered or not worker.alive)
+        return self.are_collectives_fragile or not worker.alive or (has_entered and not has_result)
 
     def time_moves(self):
         late = any(h.reaches_store and h.registered and self.has_news(h) for h in self.hosts.values())
@@ -938,7 +942,7 @@ def test_a_job_survives_any_long_sequence_of_faults(seed):
 @given(seed=st.integers(0, 2**32))
 def test_workers_that_die_one_after_the_other_return_in_place(seed):
     chance = random.Random(seed)
-    cluster = Cluster()
+    cluster = Cluster(are_collectives_fragile=False)
     assert play_fairly(cluster, lambda: cluster.do_all_train, chance)
     for _ in range(6):
         before = len(cluster.written)
@@ -957,7 +961,7 @@ def test_workers_that_die_one_after_the_other_return_in_place(seed):
 @given(seed=st.integers(0, 2**32))
 def test_a_death_at_any_moment_of_a_return_is_survived(seed):
     chance = random.Random(seed)
-    cluster = Cluster()
+    cluster = Cluster(are_collectives_fragile=False)
     assert play_fairly(cluster, lambda: cluster.do_all_train, chance)
     for _ in range(3):
         for _ in range(2):

@@ -62,6 +62,18 @@ def test_a_host_that_was_never_there_joins_in_place_too():
     assert (job.generation.change, job.members) == (WorldChange.GROW, ["a", "b", "c"])
 
 
+def test_hosts_that_come_at_once_get_a_seat_each_also_if_their_workers_started_in_the_same_millisecond():
+    job = training("a", "b", "c", "d", spare_seats=4)
+    for name in "bd":
+        job.worker(name, exit_code=-9)
+    job.acknowledge("a", "c", step=5, holds_state=True)
+    for name in "bd":
+        job.restart(name, incarnation=2)
+    job.form()
+    job.train(6)
+    assert sorted(seats_of(job.generation.newcomers)) == [("b", 4), ("d", 5)]
+
+
 def test_a_worker_that_cannot_take_its_seat_joins_by_a_reform():
     job = training("a", "b", "c", spare_seats=4)
     lose_and_restart(job, "b")
