@@ -1,7 +1,7 @@
 """What JAX says of processes and devices, restricted to the members of the present generation.
 
-A world has seats that nobody has taken yet, and others whose process is dead, and XLA lists the devices of all of them.
-JAX's own functions (`jax.devices`, `jax.process_count`, ...), and with them `multihost_utils`, Orbax, Grain and users,
+A world has seats that no process has taken yet, and others whose process is dead; XLA lists the devices of all of
+them. JAX's own functions (`jax.devices`, `jax.process_count`, ...), and with them `multihost_utils`, Orbax and Grain,
 would count them. So the methods from which all of these are made give the members alone, and number them densely:
 
     client.devices(), client.device_count()         of members only

@@ -147,7 +147,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         change: how the world is built from the one before.
         world: the number of the coordination service that the members share; unchanged by a change in place.
         num_seats: the seats of that world, taken or not.
-        next_seat: the first of them that nobody was given; the later ones are free, too.
+        next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
         newcomers: the workers that were given a seat while others train, and have asked or may ask to join.
         service_address: the address of the world's coordination service; empty until it is known.
