@@ -314,12 +314,10 @@ class Worker:
         self._record_event(EventKind.STEP_REHEARSED, seconds=time.monotonic() - started_s, problem=problem)
 
     def _leave_world(self) -> None:
-        # Programs refer to their devices, and cached ones would keep the old backend in memory.
-        reduction.clear_caches()
+        started_s = time.monotonic()
+        is_idle = drop_programs(self._compiler)
         if not self._connector.is_connected:
             return
-        started_s = time.monotonic()
-        is_idle = self._compiler.wait_until_idle(LEAVE_TIMEOUT_S)
         leaks = self._connector.leave(is_backend_in_use=not is_idle)
         self._agent.report_world_left()
         self._record_event(
@@ -357,6 +355,17 @@ class Worker:
 
     def _record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
         self._events.append(self._agent.record_event(kind, **detail))
+
+
+def drop_programs(compiler: AheadOfTimeCompiler) -> bool:
+    """Drop the cached programs of a world that is left: they refer to its devices, and would keep its backend.
+
+    Returns:
+        Whether `compiler` has stopped working for the world's devices, within `LEAVE_TIMEOUT_S`.
+    """
+    is_idle = compiler.wait_until_idle(LEAVE_TIMEOUT_S)
+    reduction.clear_caches()  # not sooner: the compiler's thread would fill them again
+    return is_idle
 
 
 def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
