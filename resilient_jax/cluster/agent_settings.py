@@ -41,3 +41,9 @@ class AgentSettings:
     def has_cpu_workers(self) -> bool:
         """Whether workers train on CPU for sure, where a world may have spare seats."""
         return self.environment.get("JAX_PLATFORMS") == "cpu"
+
+    @property
+    def replaces_workers(self) -> bool:
+        """Whether the workers of a world in which one was lost are replaced, instead of interrupted."""
+        abort = self.config.abort
+        return abort == "replace" or (abort == "auto" and not self.has_cpu_workers)

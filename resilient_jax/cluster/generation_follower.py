@@ -51,6 +51,8 @@ class GenerationFollower:
         self._old_relays: list[Relay] = []
         """Of worlds that the worker has left, but to which it may be connected still."""
         self._killing: asyncio.Task[None] | None = None
+        self._in_world: WorkerProcess | None = None
+        """The newest worker that was ordered to form a world or to take a seat of one."""
 
     def is_outsider(self) -> bool:
         """Return whether a generation stands in which this host is no member."""
@@ -130,6 +132,7 @@ class GenerationFollower:
                 )
             case GenerationPhase.FORM:
                 relay = await self._relay_to(generation)
+                self._in_world = worker
                 worker.send_order(
                     FormWorld(generation=generation, host=self._context.settings.host, relay_address=relay)
                 )
@@ -141,6 +144,7 @@ class GenerationFollower:
         """Have the worker take the seat that it was given; one that has it waits while the members change."""
         if generation.phase is GenerationPhase.ACTIVE and not self._is_leaving():
             relay = await self._relay_to(generation)
+            self._in_world = worker
             worker.send_order(
                 TakeSeat(generation=generation, host=self._context.settings.host, relay_address=relay)
             )
@@ -166,6 +170,9 @@ class GenerationFollower:
             return
         if worker.is_unresponsive:
             self._supervisor.kill("it was suspended, and the others continued without it")
+            return
+        if self._context.settings.replaces_workers and worker is self._in_world:
+            self._supervisor.replace(generation.reason)
             return
         # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
         worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))

@@ -158,6 +158,7 @@ def _make_leader(context: AgentContext, services: CoordinationServices) -> Leade
             max_collective_retries=config.max_collective_retries,
             state_loss_policy=StateLossPolicy(config.state_loss_policy),
             spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
+            replaces_workers=settings.replaces_workers,
         ),
         services=services,
         log=context.log,

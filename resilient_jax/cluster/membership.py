@@ -18,6 +18,8 @@ The rules, from which the code below follows:
    that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
 7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
    retried a few times, and then ends the job with its error.
+8. Where collectives cannot be broken off, an unplanned change has no survivors: the agents kill all workers that were
+   in the world, and those that replace them resume from a snapshot.
 
 The machine reads only statuses (levels), so a new leader restarts it from the store. membership_state.py interprets
 the statuses, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a state.
@@ -49,6 +51,7 @@ from resilient_jax.cluster.membership_state import (
     list_dropped_workers,
     list_joiners,
     list_live_workers,
+    list_replaced_workers,
     list_survivors,
 )
 from resilient_jax.cluster.state_loss import (
@@ -107,6 +110,8 @@ class MembershipConfig:
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
     spare_seats: int = 0
     """Of each new world."""
+    replaces_workers: bool = False
+    """Whether collectives cannot be broken off (rule 8)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,7 +197,7 @@ def _next_transition(
         return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
-        return _quiesce(state, disruption)
+        return _replace(state, disruption) if config.replaces_workers else _quiesce(state, disruption)
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return _in_quiesce(state, now, config)
@@ -240,6 +245,14 @@ def _quiesce(
         failed_host=why.failed_host,
         failure_text=why.failure_text,
         reason=why.reason,
+    )
+
+
+def _replace(state: MembershipState, why: Disruption) -> Generation:
+    """Return the next number, in QUIESCE, without members: all workers of the world are replaced."""
+    left = _quiesce(state, why)
+    return msgspec.structs.replace(
+        left, members=(), dropped_workers=list_replaced_workers(state, left.number)
     )
 
 
@@ -303,7 +316,8 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
         return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
     if now - state.phase_since_s > config.forming_timeout_s:
         text = f"{join_names(late)} did not join the world within {config.forming_timeout_s:g} s"
-        return _quiesce(state, Disruption(text, late[0], text))
+        disruption = Disruption(text, late[0], text)
+        return _replace(state, disruption) if config.replaces_workers else _quiesce(state, disruption)
     return None
 
 
@@ -401,7 +415,10 @@ def _settle(
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
-    waiting = _decide_to_wait(kept, joiners, waited_s, origin, generation, config)
+    # Hosts whose workers are replaced stay registered, so no other is waited for.
+    is_replacing = config.replaces_workers and generation.progress > 0
+    num_expected = min(config.num_hosts, len(state.hosts)) if is_replacing else config.num_hosts
+    waiting = _decide_to_wait(kept, joiners, waited_s, origin, generation, num_expected, config)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
     return form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
@@ -434,6 +451,7 @@ def _decide_to_wait(
     waited_s: float,
     origin: StateOrigin,
     generation: Generation,
+    num_expected: int,
     config: MembershipConfig,
 ) -> Generation | _Wait | None:
     """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to proceed."""
@@ -444,7 +462,7 @@ def _decide_to_wait(
         # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
         # If there is a state to continue from, the wait is short.
         patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-        expected = 0 if waited_s > patience_s else config.num_hosts
+        expected = 0 if waited_s > patience_s else num_expected
         enough = present >= max(expected, config.min_hosts, 1)
     if enough:
         return None

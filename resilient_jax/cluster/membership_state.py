@@ -116,6 +116,21 @@ def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -
     )
 
 
+def list_replaced_workers(state: MembershipState, generation: GenerationNumber) -> tuple[DroppedWorker, ...]:
+    """Return the workers that are to be killed because a world was left with this generation.
+
+    No agent asks them for the answer that they owe, so none of them can join.
+    """
+    workers = {m: find_worker(state, m) for m in state.generation.members}
+    replaced = tuple(
+        DroppedWorker(host=m.host, incarnation=m.incarnation, required_generation=generation)
+        for m, worker in workers.items()
+        if worker is not None and worker.exit_code is None
+    )
+    hosts = {d.host for d in replaced}
+    return tuple(d for d in state.generation.dropped_workers if d.host not in hosts) + replaced
+
+
 def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) -> tuple[DroppedWorker, ...]:
     """Return the workers that owe an answer when only `members` stay: from before, and those dropped while idle.
 

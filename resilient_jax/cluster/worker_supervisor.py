@@ -108,6 +108,8 @@ class WorkerSupervisor:
         self.progress: tuple[int, dict[str, float]] = (0, {})
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
+        self._replaced: WorkerProcess | None = None
+        """The newest worker that was killed because its collectives cannot be broken off."""
 
     async def supervise(self) -> JobOutcome | None:
         """Start the worker, and start it again when it dies.
@@ -124,7 +126,7 @@ class WorkerSupervisor:
             except OSError as error:
                 self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
                 self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
-                delay_s = self._spend_restart()
+                delay_s = self._spend_restart(None)
                 if delay_s is None:
                     return self._out_of_budget()
                 await asyncio.sleep(max(delay_s, START_RETRY_INTERVAL_S))
@@ -159,7 +161,7 @@ class WorkerSupervisor:
                 return None
             if worker.report.is_done:
                 self._done_and_killed = code
-            delay_s = self._spend_restart()
+            delay_s = self._spend_restart(worker)
             if delay_s is None:
                 return self._out_of_budget()
             self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; starting another")
@@ -186,8 +188,10 @@ class WorkerSupervisor:
             self._output.release()
         self._exit_recorded.set()
 
-    def _spend_restart(self) -> float | None:
-        """Return the seconds to wait before the next start; None if the budget is spent."""
+    def _spend_restart(self, ended: WorkerProcess | None) -> float | None:
+        """Return the seconds to wait before the start after this worker; None if the budget is spent."""
+        if ended is not None and ended is self._replaced:
+            return 0.0  # it has done nothing wrong: its replacement costs no restart
         self._budget, delay_s = self._budget.spend(self._clock.monotonic_s())
         if delay_s:
             self._log.record(EventKind.RESTART_BACKOFF, seconds=delay_s)
@@ -293,6 +297,11 @@ class WorkerSupervisor:
         if self.worker is not None and self.worker.child.exit_code is None:
             self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
             self.worker.child.kill()
+
+    def replace(self, why: str) -> None:
+        """Kill the worker because the world that it is in has lost another; start one that takes its place at once."""
+        self._replaced = self.worker
+        self.kill(f"its collectives cannot be broken off: {why}")
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""

@@ -34,6 +34,7 @@ from resilient_jax.cluster.membership import (
     make_initial_state,
 )
 from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
     GenerationNumber,
@@ -52,6 +53,7 @@ from resilient_jax.protocol.records import (
     JobOutcomeKind,
     Member,
     SeatId,
+    SnapshotServerStatus,
     Versions,
     WorkerFailure,
     WorkerFailureKind,
@@ -60,6 +62,7 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
     WorldChange,
 )
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.store_keys import (
     make_generation_key,
     make_host_key,
@@ -265,6 +268,7 @@ class Host:
         self.read = Revision(0)
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
+        self.snapshots: tuple[SnapshotStatus, ...] = ()
         self.start_worker()
 
     @property
@@ -291,11 +295,15 @@ class Host:
             is_draining=self.draining,
             worker=self.seen,
             services=tuple(self.services),
+            snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
+            snapshots=self.snapshots,
         )
 
 
 class Cluster:
     """All hosts, the store, and the invariants."""
+
+    config = CONFIG
 
     def __init__(self, *, are_collectives_fragile: bool = True) -> None:
         self.are_collectives_fragile = are_collectives_fragile
@@ -620,7 +628,7 @@ class Cluster:
 
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
-        term.state, commands = handle(term.state, change, self.now_s, CONFIG)
+        term.state, commands = handle(term.state, change, self.now_s, self.config)
         for command in commands:
             if isinstance(command, PublishGeneration):
                 term.pending.append(command.generation)
@@ -686,7 +694,7 @@ class Cluster:
         return generation.change is not WorldChange.REFORM or generation.number in self.complete
 
     def form(self, worker: Worker, generation: Generation) -> None:
-        if worker.host in generation.receivers:
+        if worker.host in generation.receivers or generation.snapshot is not None:
             worker.held = generation.step
         elif not generation.sources:
             worker.held = None
@@ -841,6 +849,52 @@ class Cluster:
         assert len(complete) <= 1, f"train at once: {[g.number for g in complete]}"
 
 
+class ReplacingCluster(Cluster):
+    """A cluster whose collectives cannot be broken off: agents kill workers, which resume from snapshots."""
+
+    config = dataclasses.replace(CONFIG, replaces_workers=True, state_loss_policy=StateLossPolicy.RESTART)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_world: set[Worker] = set()
+        """Those that were ordered into a world; a generation that is not theirs has them killed."""
+
+    def order(self, host: Host, generation: Generation) -> None:
+        super().order(host, generation)
+        newcomer = generation.find_newcomer(host.name)
+        takes_seat = newcomer is not None and newcomer.incarnation == host.worker.incarnation
+        if self.is_outside(host) and host.worker in self.in_world and not takes_seat:
+            self.kill(host.worker)
+        elif any(isinstance(order, (FormWorld, TakeSeat)) for order in host.worker.inbox):
+            self.in_world.add(host.worker)
+
+    def commit(self, worker: Worker) -> None:
+        generation = worker.generation
+        assert generation is not None
+        super().commit(worker)
+        members = tuple(sorted(m.host for m in generation.members))
+        made = SnapshotStatus(
+            id=SnapshotId(worker.step, generation.number),
+            phase=SnapshotPhase.COMPLETE,
+            groups=(ParityGroup(hosts=members, parity=len(members) - 1),),
+            nbytes=1,
+            wall_s=0.0,
+        )
+        host = self.hosts[worker.host]
+        host.snapshots, host.touched = (*host.snapshots[-1:], made), True
+
+    def check_form(self, old: Generation, new: Generation) -> None:
+        """Check that a world that was left by force passes no worker on to the next."""
+        if new.change is WorldChange.REFORM and not new.sources:
+            workers = [self.workers[m.host, m.incarnation] for m in new.members]
+            assert not [w for w in workers if w.generation is not None], "trains in another world"
+        if old.phase is GenerationPhase.QUIESCE:
+            assert not old.members
+            assert new.change is WorldChange.REFORM
+        if new.snapshot is not None:
+            assert new.step == new.snapshot.id.step
+
+
 def pick(moves, choice: int):
     weighted = [action for weight, action in moves for _ in range(weight)]
     return weighted[choice % len(weighted)] if weighted else None
@@ -894,9 +948,9 @@ def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
     return False
 
 
-def play(tape: bytes, chance: random.Random) -> Cluster:
+def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> Cluster:
     """Disturb a job, let it recover and end, and check that it does both."""
-    cluster = Cluster()
+    cluster = cluster or Cluster()
     disturb(cluster, tape)
     was_running = not cluster.finished
     calm_down(cluster)
@@ -973,3 +1027,12 @@ def test_a_death_at_any_moment_of_a_return_is_survived(seed):
         assert play_fairly(cluster, lambda: cluster.do_all_train or cluster.finished, chance)
     grown = any(g.change is WorldChange.GROW for g, _ in cluster.written)
     event(f"grew: {grown}, ended: {cluster.outcome and cluster.outcome.kind}")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_a_job_whose_workers_are_all_replaced_survives_any_sequence_of_faults(seed):
+    chance = random.Random(seed)
+    cluster = play(chance.randbytes(chance.choice((400, 4000))), chance, ReplacingCluster())
+    event(f"ended: {cluster.outcome and cluster.outcome.kind}")
+    event(f"restored: {any(g.snapshot is not None for g, _ in cluster.written)}")
