@@ -18,9 +18,10 @@ SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
 class ShardedJob(TinyJob):
     """A job that takes a snapshot in every step, with parity for the loss of `parity` hosts."""
 
-    def __init__(self, work: Path, hosts: int, parity: int, words: Sequence[str] = ()) -> None:
-        config = f"{CONFIG}\nsnapshot_parity = {parity}\n"
-        super().__init__(work, hosts, config, words=words, script=SCRIPT)
+    def __init__(
+        self, work: Path, hosts: int, parity: int, words: Sequence[str] = (), config: str = CONFIG
+    ) -> None:
+        super().__init__(work, hosts, f"{config}\nsnapshot_parity = {parity}\n", words=words, script=SCRIPT)
 
     def promised_step(self) -> int:
         """Return the step of the newest snapshot that a server reports as committed on all hosts; 0: none."""

@@ -1,0 +1,75 @@
+"""Collectives that cannot be broken off: all workers are replaced, and go on from the snapshots in memory."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from sharded_job import ShardedJob
+from tiny_job import CONFIG, RECOVERY_S
+
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
+from resilient_jax.protocol.records import WorkerState
+
+pytestmark = pytest.mark.timeout(600)
+HOSTS = tuple(f"host-{index}" for index in range(4))
+REPLACING = f'{CONFIG.replace("max_restarts = 1000", "max_restarts = 3")}\nabort = "replace"\n'
+"""With fewer restarts than there are replacements, which must not count."""
+
+Faults = tuple[tuple[JobComponent, str, signal.Signals], ...]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
+    """Yield the job that the tests below break, one after the other; check its invariants after them."""
+    with ShardedJob(tmp_path_factory.mktemp("replace"), 4, parity=1, config=REPLACING) as job:
+        yield job
+        job.finish(more_steps=5)
+
+
+def lose(job: ShardedJob, faults: Faults) -> None:
+    """Cause these faults at once; check that all workers are replaced, and that at most one step is done again."""
+    promised = job.promised_step()
+    before = {status.host: status.worker for status in job.read_report().hosts}
+    generation = job.read_report().generation
+    assert generation is not None
+    for part, host, number in faults:
+        job.signal(part, host, number)
+    job.job.release()
+    job.wait_protected(4, after_generation=generation.number)
+    job.wake_all()
+    for status in job.read_report().hosts:
+        old, new = before[status.host], status.worker
+        assert old is not None
+        assert new is not None
+        if old.report.state is not WorkerState.RUNNING:
+            continue  # it came too late for the world that was left
+        assert new.pid != old.pid, f"the worker of {status.host} was in the world that was left"
+    went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > generation.number]
+    assert min(went_on) >= promised, f"went back to step {min(went_on)}, {promised} was committed"
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ((JobComponent.WORKER, "host-2", signal.SIGKILL),),
+        ((JobComponent.WORKER, "host-1", signal.SIGSTOP),),
+        (
+            *((JobComponent.WORKER, host, signal.SIGKILL) for host in HOSTS[:3]),
+            (JobComponent.HOST, "host-3", signal.SIGKILL),
+        ),
+    ],
+    ids=["a worker dies", "a worker hangs", "all workers and a host die"],
+)
+def test_all_workers_are_replaced_after(faults: Faults, job: ShardedJob) -> None:
+    job.wait_protected(4)
+    lose(job, faults)
+
+
+@pytest.mark.parametrize("place", [FailPoint.BEFORE_CONNECT, FailPoint.DURING_RESTORE])
+def test_all_workers_are_replaced_again_after_a_death_at(place: FailPoint, job: ShardedJob) -> None:
+    job.wait_protected(4)
+    job.job.hold(place, ["host-1"], ANY_STEP)
+    job.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
+    job.job.wait_held(["host-1"], RECOVERY_S)
+    lose(job, ((JobComponent.WORKER, "host-1", signal.SIGKILL),))
