@@ -8,6 +8,11 @@ from jax_processes import Pool, Worker, everyone, interrupt, strike, sum_to
 
 SEATS = 40
 RETURNS = 20
+EVERY_PLACE = 6
+"""In so many returns the lost one is that of each place in turn; afterwards one process stays to the end."""
+SOME_TURNS = 4
+MAX_GROWTH_MIB = 5.0
+"""Of the process that stays, in the last ten returns or so: programs and connections of old members must not stay."""
 DEATH_INTERVAL = 5
 """Every fifth leaves by SIGKILL, and another process returns; the others leave their world, and take another seat."""
 
@@ -76,9 +81,10 @@ class Seats:
 def test_twenty_deaths_and_returns_leave_the_survivors_in_their_world_and_leak_nothing(pool: Pool) -> None:
     seats = Seats(pool, pool.take(3))
     assert seats.add_up() == [sum_to(6)] * 3
-    descriptors: list[int] = []
+    measured: list[dict] = []
     for turn in range(RETURNS):
-        lost = sorted(seats.workers)[turn % 3]  # each place in turn, seat 0 of the world first
+        # Each place in turn, seat 0 of the world first; later the two that came last.
+        lost = sorted(seats.workers)[turn % 3 if turn < EVERY_PLACE else 1 + turn % 2]
         if turn % DEATH_INTERVAL == 0:
             seats.kill(lost)
             returning = None
@@ -95,11 +101,13 @@ def test_twenty_deaths_and_returns_leave_the_survivors_in_their_world_and_leak_n
         seats.seat(returning)
         assert [found["processes"] for found in seats.begin()] == [3, 3, 3]
         assert seats.add_up() == [sum_to(6)] * 3
-        # The one of the three that has been a member longest.
-        (found,) = everyone([seats.workers[min(seats.workers)]], "measure")
-        descriptors.append(found["descriptors"])
-    assert max(descriptors[-6:]) <= max(descriptors[2:8])
+        if turn >= EVERY_PLACE:
+            measured += everyone([seats.workers[min(seats.workers)]], "measure")
     seats.close()
+    first, last = measured[:SOME_TURNS], measured[-SOME_TURNS:]
+    assert max(m["descriptors"] for m in last) <= max(m["descriptors"] for m in first)
+    grown_mib = (min(m["resident_bytes"] for m in last) - max(m["resident_bytes"] for m in first)) / 2**20
+    assert grown_mib <= MAX_GROWTH_MIB
 
 
 def test_members_go_on_in_their_old_clique_when_a_newcomer_dies(pool: Pool) -> None:
