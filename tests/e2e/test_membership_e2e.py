@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agents import served_store, wait_until
 from pod import Pod, loopback_sites, may_build_networks, wait_steps
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, read_logs
 
 from resilient_jax.chaos.network import build_network
 from resilient_jax.cluster.job_report import JobComponent, JobReport
@@ -57,6 +57,25 @@ def test_a_notice_is_a_planned_leave_and_a_job_recovers_from_a_single_host(tmp_p
         pod.wait_training(4, number_of(report))
         wait_until("their steps", lambda: all(pod.steps_of(host)[-1] > alone for host in dead), RECOVERY_S)
         pod.finish()
+
+
+def test_a_job_grows_from_two_hosts_to_six_and_shrinks_back(tmp_path: Path) -> None:
+    with served_store() as store, Pod(tmp_path, store, loopback_sites(6), num_hosts=2) as pod:
+        number = number_of(pod.wait_training(2))
+        more = [f"host-{index}" for index in range(2, 6)]
+        for host in more:
+            pod.start(host)
+        number = number_of(pod.wait_training(6, number))
+        wait_steps(pod, 3)
+        for host in more:
+            pod.agents[host].process.send_signal(signal.SIGTERM)
+        assert {pod.agents.pop(host).wait() for host in more} == {84}, pod.output()
+        pod.wait_training(2, number)
+        pod.finish()
+        kinds = {event.kind for event in pod.events()}
+        assert EventKind.COLLECTIVE_FAILED not in kinds, "hosts come and go between steps"
+    counted = {row["processes"] for rows in read_logs(tmp_path).values() for row in rows}
+    assert {2, 6} <= counted
 
 
 def assert_planned(events: list[Event]) -> None:

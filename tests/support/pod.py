@@ -24,17 +24,20 @@ def loopback_sites(hosts: int) -> list[HostSite]:
 
 
 class Pod:
-    """A job whose hosts the test starts and ends."""
+    """A job whose hosts the test starts and ends; it begins with `num_hosts` of them, by default with all."""
 
-    def __init__(self, work: Path, store: str, sites: Sequence[HostSite]) -> None:
+    def __init__(
+        self, work: Path, store: str, sites: Sequence[HostSite], num_hosts: int | None = None
+    ) -> None:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
         self._store = store
         self._sites = {f"host-{index}": site for index, site in enumerate(sites)}
+        self._num_hosts = num_hosts or len(sites)
         (work / "job.toml").write_text(CONFIG)
 
     def __enter__(self) -> "Pod":
-        for host in self._sites:
+        for host in list(self._sites)[: self._num_hosts]:
             self.start(host)
         return self
 
@@ -50,7 +53,7 @@ class Pod:
             "--job": "pod",
             "--host-name": host,
             "--address": site.address,
-            "--num-hosts": str(len(self._sites)),
+            "--num-hosts": str(self._num_hosts),
             "--run-dir": str(self.work / host),
             "--config": str(self.work / "job.toml"),
             "--platform": "cpu",

@@ -273,6 +273,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
         if not any(word.startswith("hosts=") for word in words):
             assert max((row["programs"] for row in rows), default=0) <= replicas, f"{process} compiled again"
         for row in rows:
+            assert row["processes"] == row["hosts"], f"{process}: JAX counts others than the members"
             by_step.setdefault(row["step"], []).append(row)
     total = max(by_step) + 1
     assert sorted(by_step) == list(range(total)), f"skipped: {sorted(set(range(total)) - set(by_step))}"

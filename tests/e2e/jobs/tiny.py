@@ -182,6 +182,8 @@ def train(world: rj.World) -> None:
                 "traced": traces,
                 "programs": program_count(differentiate),
                 "devices": len(world.local_devices),
+                "hosts": len(world.hosts),
+                "processes": jax.process_count(),
                 "owners": [world.host_of_microbatch(index) for index in range(MICROBATCHES)],
             }
             print(json.dumps(line), file=steps, flush=True)
