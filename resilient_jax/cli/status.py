@@ -15,6 +15,7 @@ from resilient_jax.cli.console import open_console
 from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
+from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.protocol.records import StandbyStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
@@ -66,6 +67,19 @@ def _describe_standby(standby: StandbyStatus) -> str:
     return f"standby {standby.state}" + (f", {standby.memory_mib} MiB" if standby.memory_mib else "")
 
 
+def describe_redundancy(redundancy: Redundancy | None) -> str:
+    """Return a description such as "state of step 12: on 3 hosts; survives the loss of 2 more hosts"."""
+    if redundancy is None:
+        return "state: none committed, or none left"
+    copies, snapshot = redundancy.copies, redundancy.snapshot
+    places = [f"on {copies} host{'s' if copies > 1 else ''}"] if copies else []
+    places += [f"in the snapshot of step {snapshot.step}"] if snapshot is not None else []
+    losses = redundancy.losses
+    survives = f"survives the loss of {losses} more host{'s' if losses > 1 else ''}"
+    after = survives if losses > 0 else "the loss of one more host may lose it"
+    return f"state of step {redundancy.step}: {' and '.join(places)}; {after}"
+
+
 def print_report(console: Console, report: JobReport) -> None:
     """Print the generation in a line, and a table with a row for each host."""
     job, generation = escape(report.job), report.generation
@@ -76,6 +90,7 @@ def print_report(console: Console, report: JobReport) -> None:
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
+    console.print(describe_redundancy(report.redundancy))
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):

@@ -5,6 +5,7 @@ small all-reduce), partition the state, and form parity groups. Partition and gr
 every host computes the same ones. Later snapshots of the generation only copy.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -33,6 +34,9 @@ from resilient_jax.transport.credentials import Credentials
 
 COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
+LAST_COPY_TIMEOUT_S: Final = 30.0
+"""The same for the first snapshot of a generation that begins with the last copy of the state: until it is there, the
+next loss is that of the state, which costs more than training that waits."""
 COMMIT_TIMEOUT_S: Final = 15.0
 """How long a planned change waits for the last snapshot, without which the other hosts resume from an earlier step.
 Shorter than the notice that schedulers give before they preempt a host."""
@@ -139,8 +143,13 @@ class Snapshotter:
         self._opened: _Opened | None = None
         self._restored: SnapshotId | None = None
         """The snapshot that the present generation resumed from, if any."""
+        self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
+
+    def begin_generation(self, *, is_last_copy: bool) -> None:
+        """Begin a generation; if it has the last copy of the state, its first snapshot is waited for longer."""
+        self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
@@ -176,12 +185,24 @@ class Snapshotter:
         started_s = time.monotonic()
         while not self._capture.wait_until_copied(POLL_INTERVAL_S):
             self._line.raise_if_ended()
-            if time.monotonic() - started_s > COPY_TIMEOUT_S:
-                self._capture.cancel(f"training waited {COPY_TIMEOUT_S:g} s for its copy")
+            if time.monotonic() - started_s > self._copy_timeout_s:
+                self._capture.cancel(f"training waited {self._copy_timeout_s:g} s for its copy")
                 # The copy may be in the middle of an array: what is cancelled still has to let go of it.
                 self._capture.wait_until_copied(COPY_TIMEOUT_S)
                 break
+        if self._copy_timeout_s != COPY_TIMEOUT_S and self._has_committed():
+            self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s += time.monotonic() - started_s
+
+    def _has_committed(self) -> bool:
+        """Return whether a snapshot of this generation is committed."""
+        first = self._capture.newest_finished
+        opened = self._opened
+        if first is None or opened is None or first.generation != opened.layout.generation:
+            return False
+        with contextlib.suppress(PeerUnreachable):  # the server has ended, as the agent notices
+            return self._server.wait_committed(first, 0)
+        return False
 
     def flush(self, generation: GenerationNumber, state: FlatState | None) -> SnapshotId | None:
         """Take and commit a snapshot of the committed state before a planned change; return its id.
