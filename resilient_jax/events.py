@@ -87,12 +87,12 @@ class EventKind(enum.StrEnum):
     """A host's snapshot server ended. Detail: `pid`, `exit_code`."""
     SNAPSHOT_LAYOUT = "snapshot.layout"
     """The workers agreed where snapshots are kept. Detail: `bytes` of this host's part, `groups` (their number),
-    `parity` (hosts of a group that may be lost), `copies` (whether several hosts have the same part)."""
+    `parity` (hosts of a group that may be lost)."""
     SNAPSHOT_DEGRADED = "snapshot.degraded"
     """Snapshots survive fewer losses than configured. Detail: `why`."""
     SNAPSHOT_INTERVAL = "snapshot.interval"
-    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `blocked_s`, `copy_s` and
-    `step_s` of the slowest host."""
+    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `cost_s` (by which one
+    prolongs training), `copy_s` and `step_s` of the slowest host."""
     SNAPSHOT_UNREADABLE = "snapshot.unreadable"
     """A snapshot cannot be restored: more of it is lost or corrupt than its parity covers. Detail: `error`."""
     SNAPSHOT_RESTORED = "snapshot.restored"

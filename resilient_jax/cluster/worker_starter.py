@@ -76,6 +76,7 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         snapshots=SnapshotSettings(
             num_parity=config.snapshot_parity,
             interval_steps=config.snapshot_interval_steps,
+            replicated_interval_steps=config.replicated_snapshot_interval_steps,
             group_size=config.snapshot_group_size,
             mean_time_between_failures_s=config.mean_time_between_failures_s,
         ),

@@ -102,12 +102,10 @@ def test_no_word_is_truncated_in_a_narrow_terminal():
     assert "…" not in shown.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("num_copies", "parity", "said"), [(0, 1, "1 of 2"), (1, 1, "1 of 2"), (2, 0, "1 of 2"), (0, 0, "0 of 2")]
-)
-def test_the_losses_that_a_state_survives_count_copies_and_parity(num_copies, parity, said):
+@pytest.mark.parametrize(("parity", "said"), [(1, "1 of 2"), (0, "0 of 2")])
+def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
     groups = (ParityGroup(hosts=HOSTS, parity=parity),)
-    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups, num_copies=num_copies)
+    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups)
     host = msgspec.structs.replace(REPORT.hosts[0], snapshots=(snapshot,))
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=300), msgspec.structs.replace(REPORT, hosts=(host,)))
