@@ -74,6 +74,9 @@ class EventKind(enum.StrEnum):
     (their number), `reason`, `token` of the leader, `revision` of the store."""
     GENERATION_STALE = "generation.stale"
     """A record or order of an older generation was refused. Detail: `newest`, and from a worker `refused`."""
+    STATE_REDUNDANCY = "state.redundancy"
+    """The number of further losses of hosts that the committed state survives has changed. Detail: `losses` (0: the
+    next may be that of the state), `copies` (hosts with a complete state), `snapshot` (whether host memory has one)."""
     STATE_LOST = "state.lost"
     """No live host holds the training state. Detail: `source` (what training resumes from), `goes_on_from` (the
     step), `steps_lost`, `at_least` (whether more steps may be lost), `reason`."""
@@ -84,12 +87,12 @@ class EventKind(enum.StrEnum):
     """A host's snapshot server ended. Detail: `pid`, `exit_code`."""
     SNAPSHOT_LAYOUT = "snapshot.layout"
     """The workers agreed where snapshots are kept. Detail: `bytes` of this host's part, `groups` (their number),
-    `parity` (hosts of a group that may be lost), `copies` (whether several hosts have the same part)."""
+    `parity` (hosts of a group that may be lost)."""
     SNAPSHOT_DEGRADED = "snapshot.degraded"
     """Snapshots survive fewer losses than configured. Detail: `why`."""
     SNAPSHOT_INTERVAL = "snapshot.interval"
-    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `blocked_s`, `copy_s` and
-    `step_s` of the slowest host."""
+    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `cost_s` (by which one
+    prolongs training), `copy_s` and `step_s` of the slowest host."""
     SNAPSHOT_UNREADABLE = "snapshot.unreadable"
     """A snapshot cannot be restored: more of it is lost or corrupt than its parity covers. Detail: `error`."""
     SNAPSHOT_RESTORED = "snapshot.restored"

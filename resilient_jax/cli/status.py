@@ -15,6 +15,7 @@ from resilient_jax.cli.console import open_console
 from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
+from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.protocol.records import StandbyStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
@@ -52,18 +53,28 @@ def describe_end(ended: EndedJob, now_s: float) -> str:
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives the loss of 2 of 6 hosts)"."""
     weakest = min(snapshot.groups, key=lambda group: group.parity)
-    num_losses, num_hosts = weakest.parity, len(weakest.hosts)
-    if snapshot.num_copies - 1 > num_losses:  # the job goes on from a copy, then, not from the snapshot
-        num_losses, num_hosts = snapshot.num_copies - 1, sum(len(group.hosts) for group in snapshot.groups)
     return (
         f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
-        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {num_losses} of {num_hosts} hosts)"
+        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {weakest.parity} of {len(weakest.hosts)} hosts)"
     )
 
 
 def _describe_standby(standby: StandbyStatus) -> str:
     """Return a description such as "standby ready, 173 MiB"."""
     return f"standby {standby.state}" + (f", {standby.memory_mib} MiB" if standby.memory_mib else "")
+
+
+def describe_redundancy(redundancy: Redundancy | None) -> str:
+    """Return a description such as "state of step 12: on 3 hosts; survives the loss of 2 more hosts"."""
+    if redundancy is None:
+        return "state: none committed, or none left"
+    copies, snapshot = redundancy.copies, redundancy.snapshot
+    places = [f"on {copies} host{'s' if copies > 1 else ''}"] if copies else []
+    places += [f"in the snapshot of step {snapshot.step}"] if snapshot is not None else []
+    losses = redundancy.losses
+    survives = f"survives the loss of {losses} more host{'s' if losses > 1 else ''}"
+    after = survives if losses > 0 else "the loss of one more host may lose it"
+    return f"state of step {redundancy.step}: {' and '.join(places)}; {after}"
 
 
 def print_report(console: Console, report: JobReport) -> None:
@@ -76,6 +87,7 @@ def print_report(console: Console, report: JobReport) -> None:
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
+    console.print(describe_redundancy(report.redundancy))
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):

@@ -73,9 +73,7 @@ class Agent:
             snapshots=self._snapshots,
             on_change=self._on_worker_changed,
             # Called only once a worker starts, when `_follower` below exists: the two need each other.
-            do_others_train=lambda: (
-                self._follower.generation is not None and bool(self._follower.generation.members)
-            ),
+            is_start_urgent=lambda: self._follower.is_start_urgent(),
             is_over=self._ended.done,
         )
         self._follower = GenerationFollower(

@@ -59,6 +59,13 @@ class GenerationFollower:
         host = self._context.settings.host
         return self.generation is not None and self.generation.find_member(host) is None
 
+    def is_start_urgent(self) -> bool:
+        """Return whether a worker that starts now may slow down others: none trains, or they have the last copy of the
+        state.
+        """
+        generation = self.generation
+        return generation is None or not generation.members or generation.losses_left == 0
+
     def is_needed(self) -> bool:
         """Return whether other hosts may need this one: as a member, or for its part of a snapshot."""
         generation = self.generation
@@ -105,6 +112,7 @@ class GenerationFollower:
             )
             return
         self.generation = generation
+        self._supervisor.set_urgency(is_urgent=generation.losses_left == 0)
         if generation.phase is GenerationPhase.FINISHED:
             assert generation.outcome is not None, "a finished generation has an outcome"
             self._on_end(generation.outcome)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.redundancy import Redundancy, measure_redundancy
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
@@ -24,12 +26,14 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
         generation: the agreed membership; None: none was written yet.
         leader: the host whose agent leads; None: none does at the moment.
         hosts: the hosts whose agents have a valid lease.
+        redundancy: how many more hosts may be lost before the committed state is; None: no host has one.
     """
 
     job: str
     generation: Generation | None
     leader: HostName | None
     hosts: tuple[HostStatus, ...]
+    redundancy: Redundancy | None = None
 
 
 class JobComponent(enum.StrEnum):
@@ -56,12 +60,22 @@ async def read_job_report(contact: JobContact) -> JobReport:
         leader = await store.get(make_leader_key(job))
         _, hosts = await store.range(make_hosts_prefix(job))
     decode = msgspec.msgpack.decode
+    membership = decode(generation.value, type=Generation) if generation else None
+    statuses = tuple(decode(record.value, type=HostStatus) for record in hosts)
     return JobReport(
         job=contact.job,
-        generation=decode(generation.value, type=Generation) if generation else None,
+        generation=membership,
         leader=decode(leader.value, type=LeaderRecord).host if leader else None,
-        hosts=tuple(decode(record.value, type=HostStatus) for record in hosts),
+        hosts=statuses,
+        redundancy=_measure_redundancy(membership, statuses),
     )
+
+
+def _measure_redundancy(generation: Generation | None, hosts: tuple[HostStatus, ...]) -> Redundancy | None:
+    if generation is None:
+        return None
+    by_name = {status.host: status for status in hosts}
+    return measure_redundancy(MembershipState(generation=generation, hosts=by_name, phase_since_s=0.0))
 
 
 def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator[int]:

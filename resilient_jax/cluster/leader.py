@@ -26,6 +26,7 @@ from resilient_jax.cluster.membership import (
     handle,
     make_initial_state,
 )
+from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
 from resilient_jax.events import EventKind
@@ -162,7 +163,7 @@ class _Term:
             while True:
                 state, commands = handle(state, event, self._now(), self._leader._config)
                 for command in commands:
-                    await self._execute(command)
+                    await self._execute(command, state)
                 event = await self._next(inbox, watching)
         finally:
             watching.cancel()
@@ -188,14 +189,14 @@ class _Term:
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
         return HostLeft(host)
 
-    async def _execute(self, command: MembershipCommand) -> None:
+    async def _execute(self, command: MembershipCommand, state: MembershipState) -> None:
         if isinstance(command, StartCoordinationService):
             self._leader._services.start(command.world, command.num_processes, command.num_seats)
             return
         assert isinstance(command, PublishGeneration), "the machine has two commands"
-        await self._publish(command.generation)
+        await self._publish(command.generation, state)
 
-    async def _publish(self, generation: Generation) -> None:
+    async def _publish(self, generation: Generation, state: MembershipState) -> None:
         leader = make_leader_key(self._leader._job)
         result = await self._store.transaction(
             [
@@ -213,8 +214,11 @@ class _Term:
             raise _LeadershipLost
         self._known_revision = result.revision
         before, self._published = self._published, generation
-        if before is not None and msgspec.structs.replace(before, progress=generation.progress) == generation:
-            return  # only progress was recorded
+        if generation.losses_left != (before.losses_left if before is not None else None):
+            self._record_redundancy(state)
+        measured = {"progress": generation.progress, "losses_left": generation.losses_left}
+        if before is not None and msgspec.structs.replace(before, **measured) == generation:
+            return  # only progress or redundancy was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
@@ -230,6 +234,19 @@ class _Term:
             before is None or generation.state_loss != before.state_loss
         ):
             self._record_state_loss(generation, generation.state_loss)
+
+    def _record_redundancy(self, state: MembershipState) -> None:
+        redundancy = measure_redundancy(state)
+        if redundancy is None:
+            return  # the job begins, or its state is lost, which is an event of its own
+        self._leader._log.record(
+            EventKind.STATE_REDUNDANCY,
+            generation=state.generation.number,
+            step=redundancy.step,
+            losses=redundancy.losses,
+            copies=redundancy.copies,
+            snapshot=redundancy.snapshot is not None,
+        )
 
     def _record_state_loss(self, generation: Generation, lost: StateLoss) -> None:
         """Record that steps are lost, and print it for the user."""

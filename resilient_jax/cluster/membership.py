@@ -20,6 +20,8 @@ The rules, from which the code below follows:
    retried a few times, and then ends the job with its error.
 8. Where collectives cannot be broken off, an unplanned change has no survivors: the agents kill all workers that were
    in the world, and those that replace them resume from a snapshot.
+9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
+   waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
 
 The machine reads only statuses (levels), so a new leader restarts it from the store. membership_state.py interprets
 the statuses, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a state.
@@ -46,6 +48,7 @@ from resilient_jax.cluster.membership_state import (
     have_all_finished_step,
     is_draining,
     is_idle,
+    is_on_its_way,
     is_snapshot_needed,
     join_names,
     list_dropped_workers,
@@ -54,6 +57,7 @@ from resilient_jax.cluster.membership_state import (
     list_replaced_workers,
     list_survivors,
 )
+from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.cluster.state_loss import (
     StateLossPolicy,
     decide_after_state_loss,
@@ -84,6 +88,8 @@ from resilient_jax.protocol.records import (
 
 ALL_LATE_FACTOR: Final = 4
 """Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
+LAST_COPY_FACTOR: Final = 2
+"""How many times longer it is where the others have the last copy of the state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,9 @@ class MembershipConfig:
     """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host
     without a network cannot be distinguished from a dead one."""
     quiesce_timeout_s: float = 5.0
+    last_copy_grace_s: float = 5.0
+    """How long members with the last copy of the state wait for hosts whose worker is starting. To import libraries and
+    to load programs takes some seconds, less if no other host trains meanwhile; it saves a re-form, too."""
     compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0
@@ -166,8 +175,11 @@ def handle(
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
+        transition = msgspec.structs.replace(transition, keeps_workers=not config.replaces_workers)
         state = dataclasses.replace(state, generation=transition, phase_since_s=now)
-        commands.append(PublishGeneration(transition))
+        measured = msgspec.structs.replace(transition, losses_left=count_losses_left(state))
+        state = dataclasses.replace(state, generation=measured)
+        commands.append(PublishGeneration(measured))
     return state, tuple(commands)
 
 
@@ -275,7 +287,10 @@ def _in_quiesce(
     # what it has: one that fetches or commits just now has not reported it yet.
     if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
         # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
-        patience_s = config.quiesce_timeout_s * (1 if here else ALL_LATE_FACTOR)
+        is_last_copy = is_last_copy_without(state, _without_late(generation, waiting))
+        patience_s = config.quiesce_timeout_s * (
+            ALL_LATE_FACTOR if not here else LAST_COPY_FACTOR if is_last_copy else 1
+        )
     else:
         patient = not here or find_recoverable_step(state) > 0
         patience_s = config.compile_timeout_s if patient else config.quiesce_timeout_s
@@ -283,11 +298,16 @@ def _in_quiesce(
         if waited_s <= (config.compile_timeout_s if worker.report.is_compiling else patience_s):
             return None
     if waiting:
-        late = [member for member, _ in waiting]
-        left = tuple(m for m in generation.members if m not in late)
-        names = join_names(m.host for m in late)
+        names = join_names(m.host for m, _ in waiting)
+        left = _without_late(generation, waiting)
         return _quiesce(state, Disruption(f"{names} did not stop within {waited_s:.1f} s"), left)
     return _settle(state, now, config)
+
+
+def _without_late(generation: Generation, late: list[tuple[Member, WorkerStatus]]) -> tuple[Member, ...]:
+    """Return the members that are not late."""
+    names = {member.host for member, _ in late}
+    return tuple(m for m in generation.members if m.host not in names)
 
 
 def _in_pause(state: MembershipState) -> Generation | None:
@@ -332,7 +352,10 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
     if (snapshot, None) != (generation.snapshot, generation.state_loss):
         return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
-    if (progress := find_recoverable_step(state)) > generation.progress and (
+    progress = find_recoverable_step(state)
+    if count_losses_left(state) != generation.losses_left:
+        return msgspec.structs.replace(generation, progress=max(progress, generation.progress))
+    if progress > generation.progress and (
         # Every transition sets `phase_since_s`, this record too: it is the time since the last one.
         generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
@@ -415,10 +438,7 @@ def _settle(
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
-    # Hosts whose workers are replaced stay registered, so no other is waited for.
-    is_replacing = config.replaces_workers and generation.progress > 0
-    num_expected = min(config.num_hosts, len(state.hosts)) if is_replacing else config.num_hosts
-    waiting = _decide_to_wait(kept, joiners, waited_s, origin, generation, num_expected, config)
+    waiting = _decide_to_wait(state, kept, joiners, waited_s, origin, config)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
     return form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
@@ -441,20 +461,30 @@ def _choose_joiners(
     return joiners
 
 
+def _may_gain_copy(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
+    """Return whether these hosts would continue with the last copy of the state, and another one may soon join."""
+    if not kept or joiners or not any(map(is_on_its_way, state.hosts.values())):
+        return False
+    names = {status.host for status in kept}
+    members = tuple(m for m in state.generation.members if m.host in names)
+    return state.generation.progress > 0 and is_last_copy_without(state, members)
+
+
 class _Wait:
     """More hosts are expected; there is nothing to publish yet."""
 
 
 def _decide_to_wait(
+    state: MembershipState,
     kept: list[HostStatus],
     joiners: list[HostStatus],
     waited_s: float,
     origin: StateOrigin,
-    generation: Generation,
-    num_expected: int,
     config: MembershipConfig,
 ) -> Generation | _Wait | None:
     """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to proceed."""
+    if waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners):
+        return _Wait()
     present = len(kept) + len(joiners)
     if kept:
         enough = present >= config.min_hosts
@@ -462,7 +492,10 @@ def _decide_to_wait(
         # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
         # If there is a state to continue from, the wait is short.
         patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-        expected = 0 if waited_s > patience_s else num_expected
+        # Hosts whose workers are replaced stay registered, so no other is waited for.
+        is_replacing = config.replaces_workers and state.generation.progress > 0
+        num_hosts = min(config.num_hosts, len(state.hosts)) if is_replacing else config.num_hosts
+        expected = 0 if waited_s > patience_s else num_hosts
         enough = present >= max(expected, config.min_hosts, 1)
     if enough:
         return None
@@ -473,6 +506,6 @@ def _decide_to_wait(
         f"{waited_s:.0f} s; start more agents, or lower min_hosts"
     )
     return _finish(
-        generation,
+        state.generation,
         JobOutcome(kind=JobOutcomeKind.TOO_FEW_HOSTS, exit_code=int(ExitCode.TOO_FEW_HOSTS), message=message),
     )

@@ -91,6 +91,13 @@ def awaits_seat(generation: Generation, status: HostStatus) -> bool:
     return status.worker.report.seat != SeatId(generation.world, newcomer.seat)
 
 
+def is_on_its_way(status: HostStatus) -> bool:
+    """Return whether a host's worker has started, or takes a seat, and has not asked to join yet."""
+    if status.worker is None or not status.worker.is_alive or status.is_draining:
+        return False
+    return status.worker.report.state in (WorkerState.STARTING, WorkerState.PREPARING)
+
+
 def list_joiners(state: MembershipState) -> list[HostStatus]:
     """Return the hosts whose worker is idle and not a member, by name."""
     seated = {(m.host, m.incarnation) for m in list_survivors(state)}
@@ -266,7 +273,9 @@ def find_recoverable_step(state: MembershipState) -> int:
         status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
     )
     kept = any(
-        s.phase is SnapshotPhase.COMMITTED for statuses in _snapshots_of(state).values() for s in statuses[1]
+        s.phase is SnapshotPhase.COMMITTED
+        for statuses in get_snapshot_reports(state).values()
+        for s in statuses[1]
     )
     if held or kept or state.generation.progress > 0 or find_snapshot(state) is not None:
         return find_newest_step(state)
@@ -280,7 +289,7 @@ def have_all_finished_step(state: MembershipState) -> bool:
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
     """Return the newest snapshot of this job's state of which enough is left, also on hosts that do not train."""
-    return choose_snapshot(_snapshots_of(state))
+    return choose_snapshot(get_snapshot_reports(state))
 
 
 def is_snapshot_needed(state: MembershipState) -> bool:
@@ -304,10 +313,11 @@ def is_snapshot_needed(state: MembershipState) -> bool:
 
 def explain_snapshots(state: MembershipState) -> str:
     """Explain why `find_snapshot` finds none."""
-    return explain_loss(_snapshots_of(state))
+    return explain_loss(get_snapshot_reports(state))
 
 
-def _snapshots_of(state: MembershipState) -> ReportedStatuses:
+def get_snapshot_reports(state: MembershipState) -> ReportedStatuses:
+    """Return what every snapshot server reports of this job's state, without snapshots that do not count any more."""
     began, unreadable = state.generation.initial_generation, state.generation.unreadable_snapshots
     return {
         host: (

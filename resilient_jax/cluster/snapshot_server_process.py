@@ -28,6 +28,7 @@ from resilient_jax.snapshot.messages import (
     ServerSettings,
     ServerToAgent,
 )
+from resilient_jax.snapshot.process_priority import lower_priority, raise_priority
 from resilient_jax.telemetry.event_log import EventLog
 
 SERVER_MODULE = "resilient_jax.snapshot.server"
@@ -59,6 +60,7 @@ class SnapshotServerProcess:
         self._pending: socket.socket | None = None
         """The server's end of the newest worker's socket pair, until it is handed over."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_urgent = False
         self.server: SnapshotServerStatus | None = None
         self.snapshots: tuple[SnapshotStatus, ...] = ()
 
@@ -100,6 +102,14 @@ class SnapshotServerProcess:
             asyncio.create_task(self._watch(self._child)),
         ]
 
+    def set_urgency(self, *, is_urgent: bool) -> None:
+        """Have the server compete with training for the processor, or yield to it."""
+        if is_urgent == self._is_urgent:
+            return
+        self._is_urgent = is_urgent
+        if self.server is not None:
+            (raise_priority if is_urgent else lower_priority)(self.server.pid)
+
     async def close(self) -> None:
         """End the server, and with it every snapshot of this host."""
         for task in self._tasks:
@@ -130,6 +140,8 @@ class SnapshotServerProcess:
                 continue
             if isinstance(message, ServerReady):
                 self.server = SnapshotServerStatus(endpoint=message.endpoint, pid=child.pid)
+                if self._is_urgent:
+                    raise_priority(child.pid)
                 self._hand_over()
             else:
                 self.snapshots = message.snapshots

@@ -21,15 +21,15 @@ class WorkerStarter:
         context: AgentContext,
         snapshots: SnapshotServerProcess,
         standby: StandbyWorker,
-        do_others_train: Callable[[], bool],
+        is_start_urgent: Callable[[], bool],
     ) -> None:
-        """Start workers for this host; a new process gets low priority while `do_others_train`."""
+        """Start workers for this host; a new process gets low priority unless `is_start_urgent`."""
         self._settings = context.settings
         self._log = context.log
         self._clock = context.clock
         self._snapshots = snapshots
         self._standby = standby
-        self._do_others_train = do_others_train
+        self._is_start_urgent = is_start_urgent
         self._incarnation = Incarnation(0)
 
     async def start(self) -> WorkerProcess:
@@ -57,7 +57,7 @@ class WorkerStarter:
             )
             return promoted
         child = launch_script(self._settings.command, self._settings.environment, settings, descriptors)
-        if self._do_others_train():
+        if not self._is_start_urgent():
             child.lower_priority()
         return child
 
@@ -76,6 +76,7 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         snapshots=SnapshotSettings(
             num_parity=config.snapshot_parity,
             interval_steps=config.snapshot_interval_steps,
+            replicated_interval_steps=config.replicated_snapshot_interval_steps,
             group_size=config.snapshot_group_size,
             mean_time_between_failures_s=config.mean_time_between_failures_s,
         ),

@@ -69,7 +69,7 @@ class WorkerSupervisor:
         *,
         snapshots: SnapshotServerProcess,
         on_change: Callable[[], None],
-        do_others_train: Callable[[], bool],
+        is_start_urgent: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
         """Call `on_change` after every new status; `is_over` returns whether the job, or this host's part, has
@@ -89,7 +89,7 @@ class WorkerSupervisor:
         self._on_change = on_change
         self._is_over = is_over
         self.standby = StandbyWorker(context, on_change)
-        self._starter = WorkerStarter(context, snapshots, self.standby, do_others_train)
+        self._starter = WorkerStarter(context, snapshots, self.standby, is_start_urgent)
         self._output = WorkerOutput(
             settings.host,
             directory / f"{settings.host}.log" if directory else None,
@@ -291,6 +291,12 @@ class WorkerSupervisor:
         """Send the worker an order, if there is one."""
         if self.worker is not None:
             self.worker.send_order(order)
+
+    def set_urgency(self, *, is_urgent: bool) -> None:
+        """Give normal priority to what brings redundancy back, a worker that starts and the snapshot server, or not."""
+        self._snapshots.set_urgency(is_urgent=is_urgent)
+        if is_urgent and self.worker is not None and self.worker.child.exit_code is None:
+            self.worker.child.restore_priority()
 
     def kill(self, why: str) -> None:
         """Send SIGKILL to the worker, if it runs."""

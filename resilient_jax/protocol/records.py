@@ -162,6 +162,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         dropped_workers: the workers that were left out before they had answered.
         progress: the newest committed step the leader ever saw, from when a complete state was known to be somewhere;
             some seconds old while all goes well.
+        losses_left: how many more hosts may be lost before the committed state is, when this was written. 0: what
+            brings redundancy back is urgent. None: there is no state.
+        keeps_workers: whether the workers of a world outlive the loss of one of them.
         initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones
             are void.
         attempts: how many times in a row a world was built at this step without finishing it.
@@ -189,6 +192,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     unreadable_snapshots: tuple[SnapshotId, ...] = ()
     dropped_workers: tuple[DroppedWorker, ...] = ()
     progress: int = 0
+    losses_left: int | None = None
+    keeps_workers: bool = True
     initial_generation: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
     failed_host: HostName | None = None

@@ -48,8 +48,6 @@ class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
         part_bytes: of each host's part.
         server_endpoints: where each host's snapshot server listens.
         root: the host whose server counts the complete hosts.
-        num_copies: how many hosts hold the complete state when the generation begins; with more of them than hosts that
-            may be lost, the groups have no parity.
     """
 
     generation: GenerationNumber
@@ -57,7 +55,6 @@ class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
     part_bytes: dict[HostName, int]
     server_endpoints: dict[HostName, str]
     root: HostName
-    num_copies: int = 0
 
     def find_group(self, host: HostName) -> ParityGroup:
         """Return the group that a host is in."""
@@ -82,7 +79,6 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
         groups: its parity groups, as in its layout.
         nbytes: the bytes that it takes in this host's memory, with parity.
         wall_s: when it became complete here, in seconds since 1970.
-        num_copies: how many hosts hold the complete state, as in its layout.
     """
 
     id: SnapshotId
@@ -90,7 +86,6 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[ParityGroup, ...]
     nbytes: int
     wall_s: float
-    num_copies: int = 0
 
 
 class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,6 +180,7 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     num_parity: int = 1
     interval_steps: int | Literal["auto"] = 1
+    replicated_interval_steps: int | Literal["auto", "off"] = "auto"
     group_size: int = 8
     mean_time_between_failures_s: float = 10_800.0
 

@@ -4,7 +4,6 @@ The server owns the memory, so snapshots outlive the worker. It ends with its ag
 """
 
 import concurrent.futures
-import contextlib
 import os
 import sys
 import traceback
@@ -43,6 +42,7 @@ from resilient_jax.snapshot.parity_exchange import (
     report_drop_to_root,
 )
 from resilient_jax.snapshot.peer_pool import PeerPool
+from resilient_jax.snapshot.process_priority import lower_priority
 from resilient_jax.snapshot.service import SnapshotService
 from resilient_jax.snapshot.slot_contents import SlotContents
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
@@ -58,8 +58,6 @@ MAX_EXCHANGES = 6
 """Exchanges at once. Two snapshots have a slot; the exchanges of dropped ones may take a moment to notice."""
 MAX_DROP_NOTICES = 4
 """Reports of drops to the root at once. A report that does not reach the root ends with its generation."""
-NICENESS = 5
-"""Encoding yields to training where both need a processor, but is not starved: other hosts wait for the parity."""
 
 
 class SnapshotServer:
@@ -160,17 +158,9 @@ def read_settings() -> ServerSettings:
         raise ConfigError(f"{error}. Only an agent starts a snapshot server, and sets it") from error
 
 
-def lower_priority() -> None:
-    """Lower the scheduling priority below that of training, where the sandbox allows it."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-
-
 def main() -> None:
     """Run the server process, and exit at its end without waiting for other threads."""
-    lower_priority()
+    lower_priority(os.getpid())
     keep_freed_memory()
     code = ExitCode.DONE
     try:

@@ -315,5 +315,4 @@ def _make_status(contents: SlotContents) -> SnapshotStatus:
         groups=contents.layout.groups,
         nbytes=contents.nbytes,
         wall_s=contents.wall_s,
-        num_copies=contents.layout.num_copies,
     )

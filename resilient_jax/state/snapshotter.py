@@ -5,6 +5,7 @@ small all-reduce), partition the state, and form parity groups. Partition and gr
 every host computes the same ones. Later snapshots of the generation only copy.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, PeerUnreachable, SnapshotRefused
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -27,12 +28,20 @@ from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.interfaces import FailPointHook
+from resilient_jax.state.protection_schedule import (
+    MEASURED_SNAPSHOTS,
+    ProtectionSchedule,
+    compute_affordable_interval_steps,
+)
 from resilient_jax.state.snapshot_interval import compute_interval_steps
 from resilient_jax.state.state_partition import StatePartition, partition_state
 from resilient_jax.transport.credentials import Credentials
 
 COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
+LAST_COPY_TIMEOUT_S: Final = 30.0
+"""The same for the first snapshot of a generation that begins with the last copy of the state: until it is there, the
+next loss is that of the state, which costs more than training that waits."""
 COMMIT_TIMEOUT_S: Final = 15.0
 """How long a planned change waits for the last snapshot, without which the other hosts resume from an earlier step.
 Shorter than the notice that schedulers give before they preempt a host."""
@@ -93,6 +102,8 @@ class _Opened:
     began_s: float
     described_bytes: int
     """Size of the description of this host's part, without the strings."""
+    is_automatic: bool
+    """Whether commits take the snapshots, and not the user."""
     newest: SnapshotId | None = None
 
 
@@ -137,10 +148,16 @@ class Snapshotter:
         self._server = LocalServerClient(descriptor)
         self._capture = SnapshotCapture(self._server, host, agent.record_event, failpoint=failpoint)
         self._opened: _Opened | None = None
+        self._schedule: ProtectionSchedule | None = None
         self._restored: SnapshotId | None = None
         """The snapshot that the present generation resumed from, if any."""
+        self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
+
+    def begin_generation(self, *, is_last_copy: bool) -> None:
+        """Begin a generation; if it has the last copy of the state, its first snapshot is waited for longer."""
+        self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
@@ -150,14 +167,67 @@ class Snapshotter:
             SnapshotRefused: the host has too little memory; the message has the required and the free amount.
         """
         opened = self._opened
-        if opened is None or opened.layout.generation != world.generation:
+        if opened is None or opened.layout.generation != world.generation or opened.is_automatic:
             self.wait_until_copied()
-            opened = self._opened = self._open(world, state)
+            if opened is None or opened.layout.generation != world.generation:
+                cut = partition_state(state.leaves, world.host_of_device, world.hosts)
+                opened = self._opened = self._open(world, state, cut)
+            opened.is_automatic = False
         # By the step, which is the same on every host: to agree is a collective, and all must take part in it.
         if opened.every is None and state.step >= opened.first_step + NUM_MEASURED_STEPS:
             opened.every = self._agree_on_interval(world, opened)
         if opened.newest is None or state.step >= opened.newest.step + (opened.every or 1):
             self._take(opened, state)
+
+    def protect(self, world: SnapshotWorld, state: FlatState) -> None:
+        """Begin a snapshot of the committed state if every host has all of it, and one is due.
+
+        Every host must call `protect` after every commit. Does nothing in a generation in which `take` was called.
+        What does not fit into the hosts' memory is not protected, with an event.
+        """
+        interval = self._settings.replicated_interval_steps
+        opened = self._opened
+        is_open = opened is not None and opened.layout.generation == world.generation
+        if interval == "off" or (is_open and opened is not None and not opened.is_automatic):
+            return
+        schedule = self._schedule
+        if schedule is None or schedule.generation != world.generation:
+            every = interval if isinstance(interval, int) else None
+            schedule = self._schedule = ProtectionSchedule(
+                generation=world.generation, first_step=state.step, every=every
+            )
+        schedule.mark(state.step, time.monotonic())
+        if schedule.is_measured(state.step):
+            schedule.every = self._agree_on_affordable_interval(world, schedule)
+        if not schedule.is_due(state.step):
+            return
+        if not is_open:
+            opened = self._open_automatic(world, state)
+        if opened is None:
+            schedule.is_disabled = True
+            return
+        self._take(opened, state)
+        schedule.newest_step = state.step
+
+    def _open_automatic(self, world: SnapshotWorld, state: FlatState) -> _Opened | None:
+        """Open a layout for a state that every host has all of; return None if there is a reason not to."""
+        cut = partition_state(state.leaves, world.host_of_device, world.hosts)
+        if cut.replicated_on != tuple(world.hosts):
+            return None  # the user takes the snapshots, or there are none
+        self.wait_until_copied()
+        opened, why = None, ""
+        try:
+            opened = self._open(world, state, cut, is_automatic=True)
+            check_description_size(opened.described_bytes, state)
+        except (SnapshotRefused, CallerError) as error:
+            why = str(error)
+        # A host without memory takes part in no snapshot, so none of them would be committed.
+        if _gather(world, np.array([bool(why)])).any():
+            why = why or "another host cannot keep its part"
+            self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {why}")
+            return None
+        self._opened = opened
+        return opened
 
     def _take(self, opened: _Opened, held: FlatState) -> None:
         check_description_size(opened.described_bytes, held)
@@ -176,12 +246,24 @@ class Snapshotter:
         started_s = time.monotonic()
         while not self._capture.wait_until_copied(POLL_INTERVAL_S):
             self._line.raise_if_ended()
-            if time.monotonic() - started_s > COPY_TIMEOUT_S:
-                self._capture.cancel(f"training waited {COPY_TIMEOUT_S:g} s for its copy")
+            if time.monotonic() - started_s > self._copy_timeout_s:
+                self._capture.cancel(f"training waited {self._copy_timeout_s:g} s for its copy")
                 # The copy may be in the middle of an array: what is cancelled still has to let go of it.
                 self._capture.wait_until_copied(COPY_TIMEOUT_S)
                 break
+        if self._copy_timeout_s != COPY_TIMEOUT_S and self._has_committed():
+            self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s += time.monotonic() - started_s
+
+    def _has_committed(self) -> bool:
+        """Return whether a snapshot of this generation is committed."""
+        first = self._capture.newest_finished
+        opened = self._opened
+        if first is None or opened is None or first.generation != opened.layout.generation:
+            return False
+        with contextlib.suppress(PeerUnreachable):  # the server has ended, as the agent notices
+            return self._server.wait_committed(first, 0)
+        return False
 
     def flush(self, generation: GenerationNumber, state: FlatState | None) -> SnapshotId | None:
         """Take and commit a snapshot of the committed state before a planned change; return its id.
@@ -227,13 +309,13 @@ class Snapshotter:
 
     # A generation's layout.
 
-    def _open(self, world: SnapshotWorld, held: FlatState) -> _Opened:
+    def _open(
+        self, world: SnapshotWorld, held: FlatState, cut: StatePartition, *, is_automatic: bool = False
+    ) -> _Opened:
         settings = self._settings
         peers = self._exchange(world, self._line.wait_for_snapshot_server())
-        cut = partition_state(held.leaves, world.host_of_device, world.hosts)
-        # With more replicas than hosts that may be lost one replica always remains, and parity adds no protection.
-        has_copies = len(cut.replicated_on) > settings.num_parity
-        parity = 0 if has_copies else settings.num_parity
+        # Also where hosts have copies of everything: all workers may die at once.
+        parity = settings.num_parity
         domains = {host: peer.domain for host, peer in peers.items()}
         groups = form_parity_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
         for weakness in describe_weaknesses(groups, parity, domains):
@@ -244,7 +326,6 @@ class Snapshotter:
             part_bytes=dict(cut.part_bytes),
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
-            num_copies=len(cut.replicated_on),
         )
         self._server.open_layout(layout, restored=self._restored, check=self._line.raise_if_ended)
         self._line.record_event(
@@ -252,12 +333,25 @@ class Snapshotter:
             bytes=cut.part_bytes[self._host],
             groups=len(groups),
             parity=min(group.parity for group in groups),
-            copies=has_copies,
         )
         self._blocked_s = 0.0
         every = settings.interval_steps if isinstance(settings.interval_steps, int) else None
         described = len(msgspec.msgpack.encode(PartContents(cut.leaves, cut.slices[self._host])))
-        return _Opened(layout, cut, held.step, every, time.monotonic(), described)
+        return _Opened(layout, cut, held.step, every, time.monotonic(), described, is_automatic)
+
+    def _agree_on_affordable_interval(self, world: SnapshotWorld, schedule: ProtectionSchedule) -> int:
+        """Return the shortest interval that the slowest host can afford, for what a snapshot was measured to cost."""
+        cost_s, step_s = schedule.measure()
+        # Never less than the time for which a snapshot blocks training: in a short window the difference is noise, too.
+        blocked_s = self._blocked_s / (1 + MEASURED_SNAPSHOTS)
+        measured = np.array([max(cost_s, blocked_s), self._capture.duration_s, step_s])
+        gathered = _gather(world, np.clip(measured * 1e6, 1, 2**31 - 1)).max(axis=0)[:3]
+        cost_s, copy_s, step_s = (float(us) * 1e-6 for us in gathered)
+        every = compute_affordable_interval_steps(cost_s, step_s, copy_s=copy_s)
+        self._line.record_event(
+            EventKind.SNAPSHOT_INTERVAL, steps=every, cost_s=cost_s, copy_s=copy_s, step_s=step_s
+        )
+        return every
 
     def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
         """Return Young and Daly's interval for the cost of a snapshot on the slowest host in the measured steps."""
@@ -269,7 +363,7 @@ class Snapshotter:
             blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
         )
         self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
+            EventKind.SNAPSHOT_INTERVAL, steps=every, cost_s=blocked_s, copy_s=copy_s, step_s=step_s
         )
         return every
 
@@ -280,11 +374,22 @@ class Snapshotter:
                 f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
                 f"{ADDRESS_BYTES} at most. Give it a shorter name"
             )
-        # Each host fills in its own row, so the sum over hosts has the bytes of every host.
-        rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
-        rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
-        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.all_reduce(rows)]
+        rows = _gather(world, np.frombuffer(text, np.uint8))
+        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in rows]
         return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
+
+
+def _gather(world: SnapshotWorld, values: np.ndarray) -> np.ndarray:
+    """Return the values of every host, int32[hosts, ADDRESS_BYTES], one program for all that hosts tell each other.
+
+    Args:
+        world: of the hosts, all of which must call this.
+        values: of this host, at most ADDRESS_BYTES whole numbers that int32 can represent.
+    """
+    # Each host fills in its own row, so the sum over hosts has the rows of all.
+    rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
+    rows[world.host_index, : len(values)] = values
+    return world.all_reduce(rows)
 
 
 def check_description_size(description_bytes: int, state: FlatState) -> None:

@@ -113,11 +113,12 @@ class ReplicatedLayout(StateLayout):
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """Return the next state, computed on this host's devices."""
+        """Return the next state, computed on this host's devices, once the last snapshot's copy is finished."""
+        self.world.wait_until_finished()
         return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
-        """Do nothing: the other hosts have the state."""
+        """Do nothing: the other hosts have the state, and a commit protects it where one is due."""
 
 
 class ShardedLayout(StateLayout):

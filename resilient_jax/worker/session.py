@@ -129,6 +129,11 @@ class Session:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
 
+    def protect(self, world: SnapshotWorld) -> None:
+        """Take a snapshot of the state that was just committed, if every host has all of it and one is due."""
+        if self._snapshotter is not None and self._committed.state is not None:
+            self._snapshotter.protect(world, self._committed.state)
+
     # Accumulations.
 
     def begin_accumulation(self, name: str) -> int:

@@ -168,6 +168,7 @@ class World:
             StateError: called outside of `steps`, or a leaf is no array or was donated.
         """
         self._session.commit(state, {name: float(value) for name, value in metrics.items()})
+        self._session.protect(self)
 
     def snapshot(self, state: Any) -> None:  # noqa: ANN401 - any pytree
         """Begin to copy the committed state into the memory of the hosts, protected by parity; return at once.

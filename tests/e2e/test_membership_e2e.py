@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agents import served_store, wait_until
 from pod import Pod, loopback_sites, may_build_networks, wait_steps
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, read_logs
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, protect, read_logs
 
 from resilient_jax.chaos.network import build_network
 from resilient_jax.cluster.job_report import JobComponent, JobReport
@@ -20,12 +20,14 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
 
 pytestmark = pytest.mark.timeout(280)
 HOSTS = 4
+INTERVAL_STEPS = 3
 STILL_S = 3.0
 """A tiny step takes some hundredths of this: a host that commits no step for so long has stopped."""
 
@@ -135,7 +137,8 @@ def test_a_store_that_comes_back_empty_ends_the_job_with_what_to_do(tmp_path: Pa
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
     """Yield the job that the tests below break, one after the other; check its invariants after them."""
-    with TinyJob(tmp_path_factory.mktemp("membership"), HOSTS, options=ONE_DEVICE) as tiny:
+    config = protect(CONFIG_WITHOUT_STANDBYS, INTERVAL_STEPS)
+    with TinyJob(tmp_path_factory.mktemp("membership"), HOSTS, config, options=ONE_DEVICE) as tiny:
         yield tiny
         tiny.finish()
 
@@ -198,6 +201,35 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(brok
     broken.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
     broken.job.release()
     broken.wait_training(HOSTS, number_of(report) + 1)
+
+
+def find_snapshot_step(report: JobReport) -> int:
+    """Return the step of the newest snapshot that all hosts of the generation have; 0: there is none."""
+    committed = [s.id for h in report.hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED]
+    return max((id.step for id in committed if id.generation == number_of(report)), default=0)
+
+
+def test_a_complete_state_outlives_all_workers_and_a_host_at_once(broken: TinyJob) -> None:
+    hosts = [f"host-{index}" for index in range(HOSTS)]
+    report = broken.wait_training(HOSTS)
+    broken.wait_report("a snapshot", lambda now: find_snapshot_step(now) > 0)
+    reached = broken.hold(FailPoint.BEFORE_COMMIT, hosts)  # the steps that are committed before this one
+    report = broken.wait_report(
+        "the last snapshot that is due", lambda now: find_snapshot_step(now) > reached - INTERVAL_STEPS
+    )
+    promised, number = find_snapshot_step(report), number_of(report)
+    assert report.redundancy is not None
+    assert (report.redundancy.copies, report.redundancy.losses) == (HOSTS, HOSTS - 1)
+    for host in hosts:
+        broken.signal(JobComponent.WORKER, host, signal.SIGKILL)
+    broken.signal(JobComponent.HOST, "host-3", signal.SIGKILL)
+    broken.job.release()
+    broken.wait_training(HOSTS, number)
+    events = [e for e in broken.job.read_events() if (e.generation or 0) > number]
+    restored = {e.detail["step"] for e in events if e.kind is EventKind.SNAPSHOT_RESTORED}
+    assert restored == {promised}
+    assert reached - promised < INTERVAL_STEPS
+    assert not any(e.kind is EventKind.STATE_LOST for e in events)
 
 
 def test_hosts_without_a_store_stop_and_resume_when_the_store_is_back(broken: TinyJob) -> None:

@@ -11,7 +11,7 @@ from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import HostStatus, StandbyStatus
+from resilient_jax.protocol.records import HostStatus, StandbyStatus, WorkerState
 
 pytestmark = pytest.mark.timeout(280)
 HOSTS = 2
@@ -47,6 +47,15 @@ def replace_worker(tiny: TinyJob, host: str) -> int:
     return status.worker.pid
 
 
+def find_starting_pid(tiny: TinyJob, host: str) -> int | None:
+    """Return the process of this host's worker while it imports its libraries; None before and after."""
+    report = tiny.job.read_report()
+    status = find_host(report, host) if report is not None else None
+    worker = status.worker if status is not None else None
+    is_starting = worker is not None and worker.is_alive and worker.report.state is WorkerState.STARTING
+    return worker.pid if worker is not None and is_starting else None
+
+
 def list_events(tiny: TinyJob, kind: EventKind, host: str) -> list[Event]:
     return [event for event in tiny.job.read_events() if event.kind is kind and event.host == host]
 
@@ -73,7 +82,19 @@ def test_a_second_death_before_the_next_standby_is_ready_costs_an_ordinary_start
     waiting = wait_ready(shared, VICTIM)
     assert replace_worker(shared, VICTIM) == waiting.pid
     promotions = len(list_events(shared, EventKind.WORKER_PROMOTED, VICTIM))
-    assert replace_worker(shared, VICTIM) not in (waiting.pid, 0)
+    before = shared.wait_training(HOSTS).generation
+    assert before is not None
+    assert before.losses_left == 1
+    shared.signal(JobComponent.WORKER, VICTIM, signal.SIGKILL)
+    wait_until("an ordinary start", lambda: find_starting_pid(shared, VICTIM) not in (waiting.pid, None))
+    pid = find_starting_pid(shared, VICTIM)
+    assert pid is not None
+    # The other host has the last copy of the state.
+    wait_until("normal priority", lambda: os.sched_getscheduler(pid) == os.SCHED_OTHER)
+    assert find_starting_pid(shared, VICTIM) == pid, "it got normal priority by itself, when it had started"
+    shared.wait_training(HOSTS, before.number)
+    losses = [e.detail["losses"] for e in shared.job.read_events() if e.kind is EventKind.STATE_REDUNDANCY]
+    assert losses[-2:] == [0, 1]
     assert len(list_events(shared, EventKind.WORKER_PROMOTED, VICTIM)) == promotions
 
 

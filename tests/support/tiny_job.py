@@ -31,16 +31,25 @@ LATE_S = 5.0
 RECOVERY_S = 90.0
 """A timeout for a busy machine, no measured recovery time."""
 
-CONFIG = """
+WITHOUT_PROTECTION = 'replicated_snapshot_interval_steps = "off"\n'
+CONFIG = f"""
 lease_ttl_s = 2.0
 max_restarts = 1000
 restart_backoff_s = 0.0
 forming_timeout_s = 20.0
 store_timeout_s = 30.0
-"""
+{WITHOUT_PROTECTION}"""
 CONFIG_WITHOUT_STANDBYS = f'{CONFIG}standby = "off"\n'
 """For most jobs: to import everything twice on two cores is most of what a test of some seconds costs. With standbys
 run test_standby_e2e, test_rejoin_e2e, SIGKILL in the kill matrix, and the campaigns of test_chaos_e2e."""
+
+
+def protect(config: str, interval_steps: int) -> str:
+    """Return the configuration with snapshots of a replicated state, for which each host runs one more process."""
+    assert WITHOUT_PROTECTION in config
+    return config.replace(WITHOUT_PROTECTION, f"replicated_snapshot_interval_steps = {interval_steps}\n")
+
+
 LOOK_PAUSE_S = 0.06
 SHARED_STEPS = 200
 """Undisturbed runs have a multiple of so many steps, so that later tests can share them."""

@@ -1,6 +1,6 @@
 """The membership machine where collectives cannot be broken off: all workers of a world are replaced."""
 
-from membership_job import Job, sharded
+from membership_job import Job, keep, sharded, snapshot, training
 
 from resilient_jax.cluster.membership import HostLeft
 from resilient_jax.ids import HostName
@@ -93,3 +93,11 @@ def test_a_member_that_did_not_join_in_time_has_all_replaced():
     job.serve()
     job.wait(11.0)
     assert (job.phase, job.members) == (GenerationPhase.QUIESCE, [])
+
+
+def test_the_losses_that_the_state_stands_are_those_of_its_snapshot_alone():
+    kept = training("abcd")
+    keep(kept, "abcd", snapshot(5, "abcd", parity=2))
+    replaced = training("abcd", replaces_workers=True)
+    keep(replaced, "abcd", snapshot(5, "abcd", parity=2))
+    assert (kept.generation.losses_left, replaced.generation.losses_left) == (3, 2)

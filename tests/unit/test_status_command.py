@@ -11,6 +11,7 @@ from rich.console import Console
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
@@ -55,6 +56,7 @@ REPORT = JobReport(
             is_draining=True,
         ),
     ),
+    redundancy=Redundancy(losses=1, step=123456, copies=1, snapshot=SNAPSHOT.id),
 )
 WHOLE = [
     "folder[/name]",
@@ -69,6 +71,7 @@ WHOLE = [
     "draining",
     "standby",
     "186",
+    "survives",
 ]
 
 
@@ -99,16 +102,36 @@ def test_no_word_is_truncated_in_a_narrow_terminal():
     assert "…" not in shown.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("num_copies", "parity", "said"), [(0, 1, "1 of 2"), (1, 1, "1 of 2"), (2, 0, "1 of 2"), (0, 0, "0 of 2")]
-)
-def test_the_losses_that_a_state_survives_count_copies_and_parity(num_copies, parity, said):
+@pytest.mark.parametrize(("parity", "said"), [(1, "1 of 2"), (0, "0 of 2")])
+def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
     groups = (ParityGroup(hosts=HOSTS, parity=parity),)
-    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups, num_copies=num_copies)
+    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups)
     host = msgspec.structs.replace(REPORT.hosts[0], snapshots=(snapshot,))
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=300), msgspec.structs.replace(REPORT, hosts=(host,)))
     assert f"survives the loss of {said} hosts" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "said"),
+    [
+        (None, "state: none committed, or none left"),
+        (
+            Redundancy(losses=2, step=7, copies=3),
+            "state of step 7: on 3 hosts; survives the loss of 2 more hosts",
+        ),
+        (
+            Redundancy(losses=0, step=7, copies=1),
+            "state of step 7: on 1 host; the loss of one more host may lose it",
+        ),
+        (
+            Redundancy(losses=1, step=7, copies=0, snapshot=SnapshotId(7, GenerationNumber(1))),
+            "state of step 7: in the snapshot of step 7; survives the loss of 1 more host",
+        ),
+    ],
+)
+def test_how_many_more_losses_the_state_survives_is_said(redundancy, said):
+    assert status.describe_redundancy(redundancy) == said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""What brings redundancy back yields to training, unless the others have the last copy of the state."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.generation_follower import GenerationFollower
+from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.stored_records import ENCODER
+from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
+from resilient_jax.config import JobConfig
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Seat
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member, Versions
+from resilient_jax.protocol.store_keys import make_generation_key
+from resilient_jax.snapshot.process_priority import NICENESS
+from resilient_jax.store.interface import PutOp
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.credentials import Credentials
+
+pytestmark = pytest.mark.timeout(60)
+WAIT_S = 20.0
+HOST, OTHER, JOB = HostName("host-0"), HostName("host-1"), JobName("job")
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110 - no event announces what is waited for
+            await asyncio.sleep(0.01)
+
+
+class Agent:
+    """The parts of an agent that follow the generation, and run a worker that never comes to `rj.run`."""
+
+    def __init__(self, work: Path, store: MemoryStore) -> None:
+        self._store = store
+        script = work / "script.py"
+        script.write_text("import time; time.sleep(600)")
+        settings = AgentSettings(
+            job=JOB,
+            host=HOST,
+            address="127.0.0.1",
+            command=(str(script),),
+            environment=dict(os.environ),
+            devices_per_host=None,
+            num_hosts=2,
+            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
+            credentials=Credentials("token"),
+            config=JobConfig(restart_backoff_s=0.0, standby="off"),
+            run_directory=None,
+        )
+        log = EventLog(None, HOST)
+        context = AgentContext(settings=settings, store=store, clock=SystemClock(), log=log, print_line=print)
+        self.snapshots = SnapshotServerProcess(settings, log, on_change=lambda: None, on_end=lambda: None)
+        self.supervisor = WorkerSupervisor(
+            context,
+            snapshots=self.snapshots,
+            on_change=lambda: None,
+            is_start_urgent=lambda: self.follower.is_start_urgent(),
+            is_over=lambda: False,
+        )
+        self.follower = GenerationFollower(
+            context,
+            self.supervisor,
+            CoordinationServices("127.0.0.1", log, lambda: None),
+            on_end=lambda outcome: None,
+            on_leave=lambda: None,
+            is_leaving=lambda: False,
+        )
+
+    async def publish(self, losses_left: int | None) -> None:
+        """Publish a generation of which the other host is a member, and wait until this host has seen it."""
+        generation = await self.write_generation(losses_left)
+        await wait_until(lambda: self.follower.generation == generation)
+
+    async def write_generation(self, losses_left: int | None) -> Generation:
+        """Write a generation without members, in which nothing is to be lost yet, or with the other host."""
+        member = Member(host=OTHER, incarnation=Incarnation(1), seat=Seat(0))
+        generation = Generation(
+            number=GenerationNumber(1),
+            phase=GenerationPhase.ACTIVE,
+            members=() if losses_left is None else (member,),
+            losses_left=losses_left,
+        )
+        await self._store.transaction([], [PutOp(make_generation_key(JOB), ENCODER.encode(generation))], [])
+        return generation
+
+    async def restart_worker(self) -> int:
+        """Kill the worker; return the process of the next one."""
+        before = self.worker_pid
+        os.kill(before, signal.SIGKILL)
+        await wait_until(lambda: self.worker_pid != before)
+        return self.worker_pid
+
+    @property
+    def worker_pid(self) -> int:
+        assert self.supervisor.worker is not None
+        return self.supervisor.worker.child.pid
+
+
+@contextlib.asynccontextmanager
+async def running_agent(work: Path) -> AsyncIterator[Agent]:
+    async with contextlib.AsyncExitStack() as stack:
+        agent = Agent(work, await stack.enter_async_context(MemoryStore()))
+        await agent.write_generation(None)
+        tasks = [
+            asyncio.create_task(agent.supervisor.supervise()),
+            asyncio.create_task(agent.follower.watch()),
+        ]
+        await wait_until(lambda: agent.supervisor.worker is not None)
+        try:
+            yield agent
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await agent.supervisor.close()
+            await agent.snapshots.close()
+            await agent.follower.close()
+
+
+def test_a_worker_that_is_restarted_yields_to_training_unless_the_others_have_the_last_copy(tmp_path: Path):
+    async def run() -> None:
+        async with running_agent(tmp_path) as agent:
+            assert os.sched_getscheduler(agent.worker_pid) == os.SCHED_OTHER, "no host trains"
+            await agent.publish(losses_left=2)
+            assert os.sched_getscheduler(await agent.restart_worker()) == os.SCHED_IDLE
+            await agent.publish(losses_left=0)
+            assert os.sched_getscheduler(agent.worker_pid) == os.SCHED_OTHER, "it was starting already"
+            assert os.sched_getscheduler(await agent.restart_worker()) == os.SCHED_OTHER
+            await agent.publish(losses_left=1)
+            assert os.sched_getscheduler(await agent.restart_worker()) == os.SCHED_IDLE
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_server_yields_to_training_unless_the_last_copy_waits_for_its_parity(tmp_path: Path):
+    async def run() -> None:
+        async with running_agent(tmp_path) as agent:
+            agent.snapshots.start()
+            await wait_until(lambda: agent.snapshots.server is not None)
+            assert agent.snapshots.server is not None
+            pid = agent.snapshots.server.pid
+            for losses_left, policy, niceness in (
+                (1, os.SCHED_BATCH, NICENESS),
+                (0, os.SCHED_OTHER, 0),
+                (1, os.SCHED_BATCH, NICENESS),
+            ):
+                await agent.publish(losses_left)
+                threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+                assert len(threads) > 1
+                assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
+                if niceness or os.geteuid() == 0:  # without the privilege niceness only grows
+                    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {niceness}
+
+    asyncio.run(run())
