@@ -41,3 +41,8 @@ class AgentSettings:
     def has_cpu_workers(self) -> bool:
         """Whether workers train on CPU for sure, where a world may have spare seats."""
         return self.environment.get("JAX_PLATFORMS") == "cpu"
+
+    @property
+    def uses_live_nodes(self) -> bool:
+        """Whether JAX's coordination service is told who is a member and who is gone, as XLA's GPU client needs it."""
+        return {"on": True, "off": False}.get(self.config.live_nodes, not self.has_cpu_workers)

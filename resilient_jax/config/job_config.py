@@ -76,6 +76,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     such a seat, and the others keep their processes, arrays and programs. Each costs 1 MiB on the leader's host while
     the world is formed. On CPU only."""
 
+    live_nodes: Literal["auto", "on", "off"] = "auto"
+    """Whether all members of a generation meet in JAX's coordination service before their first collective, and the
+    service is told of each member that is given up: XLA aborts NCCL's collectives by that. `auto`: unless the workers
+    train on CPU, where gloo's connections are shut instead."""
+
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     """New generations at one step after failed collectives in which no host died; then the error is taken for the
     user's own and ends the job."""
