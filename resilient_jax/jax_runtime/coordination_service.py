@@ -77,7 +77,9 @@ def _parse(order: str) -> tuple[str, int, int]:
 def _give_up_seat(address: str, words: list[str], num_seats: int) -> None:
     """Execute an order `lost <seat>`."""
     if len(words) != 2 or words[0] != "lost" or not words[1].isdigit() or int(words[1]) >= num_seats:
-        _print_line(f"not lost - found {' '.join(words)!r}, expected lost <seat> with a seat below {num_seats}")
+        _print_line(
+            f"not lost - found {' '.join(words)!r}, expected lost <seat> with a seat below {num_seats}"
+        )
         return
     began_s = time.monotonic()
     try:

@@ -86,7 +86,9 @@ def meet_members(place: WorldSeat, members: Sequence[Seat], timeout_s: float) ->
     if meeting.is_interrupted:
         raise FormingInterrupted(f"seat {place.seat}: abandoned while it met seats {tuple(members)}")
     if not is_settled:
-        raise FormingFailed(f"seat {place.seat}: not all of seats {tuple(members)} came within {timeout_s:g} s")
+        raise FormingFailed(
+            f"seat {place.seat}: not all of seats {tuple(members)} came within {timeout_s:g} s"
+        )
     if meeting.error:
         raise FormingFailed(f"seat {place.seat}: could not meet seats {tuple(members)}: {meeting.error}")
     if gone := sorted(set(members) - meeting.live):
