@@ -256,7 +256,8 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     # one process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
     is_alone = attempt.place.is_alone
     collectives, own = (None, frozenset()) if is_alone else _make_collectives(client, bind_host)
-    client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
+    # Overwritten where a process returns under its old seat, as on a GPU.
+    client.key_value_set(attempt.listener_key, json.dumps(sorted(own)), True)
     # After publishing our own, or all processes would wait for each other.
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)

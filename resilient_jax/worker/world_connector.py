@@ -55,6 +55,8 @@ class WorldConnector:
         """Whether connections that an abort spares at first were shut."""
         self._has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
+        self._trains_on_cpu = False
+        """Whether collectives are gloo's; gloo is there for JAX's CPU devices, too, where training is on others."""
 
     @property
     def is_connected(self) -> bool:
@@ -207,7 +209,7 @@ class WorldConnector:
             self._are_spared_broken = True
         abort_collectives(gloo)
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
-        if is_late and gloo.own_listeners and collective_thread.give_up():
+        if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
 
     def _spare(self, connections: frozenset[GlooConnection]) -> None:
@@ -220,7 +222,8 @@ class WorldConnector:
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.
         wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
-        if wanted == "cuda" and jax.default_backend() == "cpu":
+        self._trains_on_cpu = jax.default_backend() == "cpu"
+        if wanted == "cuda" and self._trains_on_cpu:
             raise StateError(
                 f"--platform gpu: found CPU devices alone on host {self._settings.host}, expected GPUs. Install "
                 "the extra cuda12 (pip install -e '.[cuda12]') and see whether nvidia-smi lists the GPUs, or start "
