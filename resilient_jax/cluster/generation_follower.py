@@ -115,9 +115,8 @@ class GenerationFollower:
             )
             return
         self.generation = generation
-        if known is not None and self._context.settings.uses_live_nodes:
-            # First of all: the members that are left may wait for these, and cannot obey before.
-            self._services.report_lost(known.service_address, list_given_up_seats(known, generation))
+        # First of all: the members that are left may wait for these, and cannot obey before.
+        self._report_lost(known, generation)
         if generation.phase is GenerationPhase.FINISHED:
             assert generation.outcome is not None, "a finished generation has an outcome"
             self._on_end(generation.outcome)
@@ -151,6 +150,11 @@ class GenerationFollower:
             case GenerationPhase.ACTIVE:
                 # Only now, when all members are in the new world: until then some may still be leaving the old one.
                 self._services.stop_older(generation.world)
+
+    def _report_lost(self, before: Generation | None, after: Generation) -> None:
+        """Tell the members' coordination service, if it runs here, who was given up."""
+        if before is not None and self._context.settings.uses_live_nodes:
+            self._services.report_lost(before.service_address, list_given_up_seats(before, after))
 
     async def _obey_as_newcomer(self, generation: Generation, worker: WorkerProcess) -> None:
         """Have the worker take the seat that it was given; one that has it waits while the members change."""

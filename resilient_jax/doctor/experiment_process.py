@@ -1,8 +1,8 @@
 """A process of the experiments: it joins a world with JAX, adds up with the others, and executes orders.
 
-Orders are JSON lines on stdin, executed in order on the main thread, each answered by a JSON line on the descriptor that
-was standard output (gloo and NCCL print to descriptor 1). The thread that reads them is the guard: `interrupt` is executed
-at once, and repeated until the main thread has answered.
+Orders are JSON lines on stdin, executed in order on the main thread, each answered by a JSON line on the descriptor
+that was standard output (gloo and NCCL print to descriptor 1). The thread that reads them is the guard: `interrupt` is
+executed at once, and repeated until the main thread has answered.
 
 Run: python -m resilient_jax.doctor.experiment_process
 """
@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.ids import Seat
@@ -47,7 +48,9 @@ class ExperimentProcess:
 
     def __init__(self, answers: TextIO) -> None:
         self._answers = answers
-        self._lock = threading.Lock()  # taken to interrupt and to answer, so that no interruption hits the next order
+        self._lock = (
+            threading.Lock()
+        )  # taken to interrupt and to answer, so that no interruption hits the next order
         self._answered = 0
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._connection: WorldConnection | None = None
@@ -70,7 +73,9 @@ class ExperimentProcess:
 
     # Orders.
 
-    def join(self, address: str, seat: int, num_seats: int, members: list[int], timeout_s: float) -> dict[str, Any]:
+    def join(
+        self, address: str, seat: int, num_seats: int, members: list[int], timeout_s: float
+    ) -> dict[str, Any]:
         """Connect to a world that `members` form, or, without members, to one that has been formed."""
         place = WorldSeat(
             address=address,
@@ -99,8 +104,9 @@ class ExperimentProcess:
 
     def keep(self, mib: int) -> dict[str, Any]:
         """Make an array of so many MiB on the first local device, and keep it."""
-        self._kept = jax.device_put(np.ones((mib * MIB // 4,), np.float32), jax.local_devices()[0])
-        self._kept.block_until_ready()
+        where = SingleDeviceSharding(jax.local_devices()[0])
+        make = jax.jit(jnp.ones, static_argnums=0, out_shardings=where)
+        self._kept = make(mib * MIB // 4).block_until_ready()
         return {"resident_mib": _measure_resident_mib()}
 
     def leave(self) -> dict[str, Any]:

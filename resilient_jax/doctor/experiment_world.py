@@ -27,18 +27,20 @@ class ExperimentWorld:
     Attributes:
         processes: that are members.
         kind: of the devices, as JAX names it.
+        devices: their ids for CUDA, one for each process that forms the world; on CPU any.
+        num_seats: of the world.
     """
 
-    def __init__(self, platform: Platform, num_processes: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:
         self.processes: dict[int, LineProcess] = {}
         self.kind = ""
         self._platform: Platform = platform
-        self._num_processes = num_processes
+        self.devices = tuple(devices)
         self._environment = environment
         self._started: list[LineProcess] = []
         self._address = ""
         # On GPU there are no spare seats: a process returns under its old index.
-        self.num_seats = num_processes + (SPARE_SEATS if platform == "cpu" else 0)
+        self.num_seats = len(devices) + (SPARE_SEATS if platform == "cpu" else 0)
         self._service: LineProcess | None = None
 
     def form(self) -> None:
@@ -49,7 +51,7 @@ class ExperimentWorld:
         """
         with _as_failure():
             self._service = self._start(SERVICE_MODULE, self._environment)
-            seats = list(range(self._num_processes))
+            seats = list(range(len(self.devices)))
             processes = [self.start_process(seat) for seat in seats]
             self._service.read_line(START_TIMEOUT_S)
             self._service.send_line(f"127.0.0.1:0 {len(seats)} {self.num_seats}")
@@ -62,7 +64,8 @@ class ExperimentWorld:
             for seat, process in zip(seats, processes, strict=True):
                 self.order_to_join(process, seat, members=seats)
                 self.processes[seat] = process
-            self.kind = [find(process, JOIN_TIMEOUT_S) for process in processes][0]["kind"]
+            for process in processes:
+                self.kind = find(process, JOIN_TIMEOUT_S)["kind"]
             self.meet()
             self.add_up()
 
@@ -70,7 +73,8 @@ class ExperimentWorld:
         """Start a process with the devices of a seat's process; its first answer says that it is ready."""
         base = dict(self._environment)
         if self._platform == "gpu":
-            base["CUDA_VISIBLE_DEVICES"] = str(seat % self._num_processes)
+            base["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
+            base["CUDA_VISIBLE_DEVICES"] = self.devices[seat]
             # The memory that the experiments take is little, and others may use the GPUs.
             base.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         added = make_worker_environment(

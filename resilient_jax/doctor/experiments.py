@@ -8,7 +8,7 @@ the next experiment forms another. Every wait has a deadline, and `close` ends a
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from resilient_jax.doctor.check_result import CheckResult, CheckVerdict
@@ -31,7 +31,7 @@ QUIET_S: Final = 0.3
 RELEASE_DEADLINE_S: Final = 30.0
 GOOD_RELEASE_S: Final = 5.0
 """As `quiesce_timeout_s`: a worker that has not left its collective by then is killed."""
-KEPT_MIB: Final = 256
+KEPT_MIB: Final = 128
 MIN_SHARE_FREED: Final = 0.75
 """Of the kept array: allocators keep some pages, and other processes change what a GPU has free."""
 
@@ -43,20 +43,20 @@ class Experiments:
 
     Args:
         platform: of the devices.
-        num_devices: that may be used, each by a process of its own.
+        devices: the ids of those that may be used, each by a process of its own.
         environment: that the processes inherit.
     """
 
-    def __init__(self, platform: Platform, num_devices: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:
         self._platform: Platform = platform
-        self._num_processes = min(num_devices, MAX_PROCESSES)
+        self._devices = tuple(devices)[:MAX_PROCESSES]
         self._environment = environment
         self._world: ExperimentWorld | None = None
 
     def run(self) -> Iterator[CheckResult]:
         """Yield a result for each experiment, as soon as it is there."""
-        if self._num_processes < 2:
-            found = f"{self._num_processes} devices; two or more are needed"
+        if len(self._devices) < 2:
+            found = f"devices: found {len(self._devices)}, expected two or more"
             for name in ("world", *(name for name, _ in self._list())):
                 yield _make_result(name, CheckVerdict.NOT_RUN, found)
             return
@@ -88,7 +88,7 @@ class Experiments:
     def _attempt(self, name: str, experiment: Experiment) -> CheckResult:
         try:
             if self._world is None:
-                self._world = ExperimentWorld(self._platform, self._num_processes, self._environment)
+                self._world = ExperimentWorld(self._platform, self._devices, self._environment)
                 self._world.form()
             result = experiment(self._world)
         except ExperimentFailed as error:
@@ -131,9 +131,8 @@ class Experiments:
 
     def _rejoin(self, world: ExperimentWorld) -> CheckResult:
         """Have a new process take the place of one that was killed."""
-        old = next((seat for seat in range(world.num_seats) if seat not in world.processes), 0)
-        if old == len(world.processes) == self._num_processes:  # a new world: nobody was killed yet
-            old = max(world.processes)
+        old = len(self._devices) - 1
+        if old in world.processes:  # a new world, after an experiment that failed
             world.drop(world.processes[old])
             world.report_lost(old)
             world.meet()
@@ -149,7 +148,7 @@ class Experiments:
             find(process, ANSWER_TIMEOUT_S)
             world.report_lost(old)
             began_s = time.monotonic()
-            _join(world, process, self._num_processes)
+            _join(world, process, len(self._devices))
             world.meet()
         world.add_up()
         seconds = time.monotonic() - began_s
@@ -179,37 +178,36 @@ class Experiments:
                 f"not released within {RELEASE_DEADLINE_S:g} s of a stand-in's shutdown",
                 REMEDIES["live nodes"],
             )
-        return _judge_release("live nodes", released[0], "released by a stand-in while the process was stopped")
+        return _judge_release(
+            "live nodes", released[0], "released by a stand-in while the process was stopped"
+        )
 
     def _leave(self, world: ExperimentWorld) -> CheckResult:
         """Have a process drop its backend, and see whether the memory of an array comes back."""
         seat, process = next(iter(world.processes.items()))
-        before = self._read_memory(process, seat, None)
         process.order("keep", mib=KEPT_MIB)
-        held = self._read_memory(process, seat, find(process, ANSWER_TIMEOUT_S))
+        held = self._read_memory(seat, find(process, ANSWER_TIMEOUT_S))
         process.order("leave")
         answer = find(process, ANSWER_TIMEOUT_S)
-        left = self._read_memory(process, seat, answer)
-        figures = {"held_mib": held, "left_mib": left}
+        left = self._read_memory(seat, answer)
+        if held is None or left is None:
+            found, is_good, figures = "what is in use of the GPU cannot be read", True, {}
+        else:
+            freed, figures = held - left, {"held_mib": held, "left_mib": left}
+            found, is_good = f"{freed:.0f} MiB came back", freed >= MIN_SHARE_FREED * KEPT_MIB
         if answer["leaked_backends"]:
-            found = "the backend is still there: something refers to it"
-            return _make_result("clear_backends", CheckVerdict.WARNING, found, REMEDIES["clear_backends"], **figures)
-        freed = held - left
-        is_freed = freed >= MIN_SHARE_FREED * KEPT_MIB
+            found, is_good = f"the backend is still there: something refers to it; {found}", False
         return _make_result(
             "clear_backends",
-            CheckVerdict.OK if is_freed else CheckVerdict.WARNING,
-            f"the backend is gone; {freed:.0f} MiB came back after {KEPT_MIB} MiB were held",
-            "" if is_freed else REMEDIES["clear_backends"],
-            before_mib=before,
+            CheckVerdict.OK if is_good else CheckVerdict.WARNING,
+            f"after an array of {KEPT_MIB} MiB was dropped with its backend: {found}",
+            "" if is_good else REMEDIES["clear_backends"],
             **figures,
         )
 
-    def _read_memory(self, process: LineProcess, seat: int, answer: dict[str, float] | None) -> float:
-        """Return what the process holds in MiB: of its GPU all that is in use; on CPU its resident memory."""
-        if self._platform == "gpu":
-            return float(read_used_mib(seat % self._num_processes) or 0)
-        return float(answer["resident_mib"]) if answer is not None else 0.0
+    def _read_memory(self, seat: int, answer: Mapping[str, float]) -> float | None:
+        """Return what is in use of a process's GPU, in MiB; on CPU the resident memory that it answered."""
+        return read_used_mib(self._devices[seat]) if self._platform == "gpu" else answer["resident_mib"]
 
 
 REMEDIES: Final = {
@@ -251,7 +249,9 @@ def _expect_waiting(world: ExperimentWorld) -> None:
     """Check that all members wait; raise ExperimentFailed if one does not."""
     for seat, process in world.processes.items():
         if (error := wait_error(process, time.monotonic() + QUIET_S)) is not None:
-            raise ExperimentFailed(f"seat {seat}: found {error or 'a result'} before anything happened, expected a wait")
+            raise ExperimentFailed(
+                f"seat {seat}: found {error or 'a result'} before anything happened, expected a wait"
+            )
 
 
 def _release(world: ExperimentWorld, began_s: float) -> tuple[float, str] | None:

@@ -15,7 +15,15 @@ GROUP: Final = "GPUs"
 SMI: Final = "nvidia-smi"
 TIMEOUT_S: Final = 30.0
 """Of nvidia-smi, which takes seconds where the driver is not kept in memory, and hangs where a GPU has failed."""
-FIELDS: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_mode", "mig.mode.current")
+FIELDS: Final = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "compute_mode",
+    "mig.mode.current",
+)
 MIN_DRIVER: Final = (525,)
 """Of CUDA 12 (its release notes)."""
 BUSY_MIB: Final = 512
@@ -63,10 +71,10 @@ def read_gpus() -> GpuInventory:
     return GpuInventory(gpus=gpus, topology=topology)
 
 
-def read_used_mib(index: int) -> int | None:
-    """Return how much memory of a GPU is in use; None if that cannot be read."""
+def read_used_mib(gpu: str) -> int | None:
+    """Return how much memory of a GPU, by its index or UUID, is in use; None if that cannot be read."""
     try:
-        return int(_run(f"--id={index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"))
+        return int(_run(f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -133,7 +141,9 @@ def _check_driver(gpus: Sequence[Gpu]) -> CheckResult:
 
 def _check_modes(gpus: Sequence[Gpu]) -> CheckResult:
     # A worker that returns starts while the kernel still frees its predecessor's memory and context.
-    exclusive = [f"{gpu.index}: {gpu.compute_mode}" for gpu in gpus if gpu.compute_mode not in ("Default", "[N/A]")]
+    exclusive = [
+        f"{gpu.index}: {gpu.compute_mode}" for gpu in gpus if gpu.compute_mode not in ("Default", "[N/A]")
+    ]
     migs = [f"{gpu.index}: MIG" for gpu in gpus if gpu.mig_mode == "Enabled"]
     if exclusive:
         return CheckResult(

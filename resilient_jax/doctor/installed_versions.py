@@ -42,7 +42,7 @@ def check_versions(
     results = [_make_result("python", python_platform.python_version())]
     results += [_check_package(name, find_version(name), requirements) for name in CHECKED_PACKAGES]
     results.insert(2, _check_jaxlib(find_version("jax"), find_version("jaxlib")))
-    return results + [_check_cuda_plugin(platform, find_version), _check_nccl(platform, find_version)]
+    return [*results, _check_cuda_plugin(platform, find_version), _check_nccl(platform, find_version)]
 
 
 def parse_version(text: str) -> tuple[int, ...]:

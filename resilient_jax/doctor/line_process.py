@@ -66,7 +66,9 @@ class LineProcess:
             selector.register(descriptor, selectors.EVENT_READ)
             while b"\n" not in self._rest:
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    raise TimeoutError(f"{self._module} (process {self.process.pid}): no answer in {timeout_s:g} s")
+                    raise TimeoutError(
+                        f"{self._module} (process {self.process.pid}): no answer in {timeout_s:g} s"
+                    )
                 data = os.read(descriptor, 65536)
                 if not data:
                     raise ExperimentFailed(self._describe_end())

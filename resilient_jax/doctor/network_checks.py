@@ -59,7 +59,9 @@ def judge_ports(text: str) -> CheckResult:
     """Judge the range of ports for connections, as /proc/sys/net/ipv4/ip_local_port_range has it."""
     words = text.split()
     if len(words) != 2:
-        return CheckResult(group=GROUP, name="ports", verdict=CheckVerdict.NOT_RUN, found=f"{PORT_RANGE}: none")
+        return CheckResult(
+            group=GROUP, name="ports", verdict=CheckVerdict.NOT_RUN, found=f"{PORT_RANGE}: none"
+        )
     count = int(words[1]) - int(words[0]) + 1
     is_low = count < MIN_PORTS
     return CheckResult(

@@ -39,7 +39,9 @@ def check_limits(platform: Platform, run_directory: Path) -> list[CheckResult]:
     limits = resource.getrlimit
     return [
         judge_memory(psutil.virtual_memory().available, read_cgroup_limit()),
-        judge_shared_memory(platform, shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0),
+        judge_shared_memory(
+            platform, shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
+        ),
         judge_descriptors(limits(resource.RLIMIT_NOFILE)),
         judge_processes(limits(resource.RLIMIT_NPROC)[0]),
         judge_locked_memory(platform, limits(resource.RLIMIT_MEMLOCK)[0]),

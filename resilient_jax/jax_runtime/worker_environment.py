@@ -18,8 +18,9 @@ GPU_XLA_FLAGS: Final = {
     "--xla_gpu_nccl_blocking_communicators": "false",
 }
 EXECUTION_TIMEOUT_FLAG: Final = "--xla_gpu_execution_terminate_timeout"
-"""A duration with a unit. A program that takes longer ends its process: the last bound, for a collective whose abort hangs
-itself. Known to the jaxlib 0.10.2 and 0.12.0; a flag that XLA does not know ends the process (`resilient-jax doctor`)."""
+"""A duration with a unit. A program that takes longer ends its process: the last bound, for a collective whose abort
+hangs itself. jaxlib 0.10.2 and 0.12.0 know it; a flag that XLA does not know would end each process at its start, so
+`resilient-jax doctor` asks XLA."""
 EXECUTION_TIMEOUT_FACTOR: Final = 2
 """Times `collective_timeout_s`, at which the agents act: they must come first."""
 

@@ -77,7 +77,7 @@ def test_a_service_is_told_of_a_lost_seat_and_its_answer_is_an_event(tmp_path: P
             (status,) = services.running
             services.report_lost("127.0.0.1:1", [Seat(0)])  # of another host
             services.report_lost(status.address, [Seat(0), Seat(7)])
-            while len(read_answers()) < 2:
+            while len(read_answers()) < 2:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
             os.kill(status.pid, signal.SIGKILL)
             services.report_lost(status.address, [Seat(0)])  # harmless, whether it is dead already or not
