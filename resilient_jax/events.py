@@ -57,8 +57,8 @@ class EventKind(enum.StrEnum):
     COORDINATION_SERVICE_EXITED = "coordination_service.exited"
     """JAX's coordination service of a world ended. Detail: `world`, `exit_code`."""
     COORDINATION_SERVICE_SEAT_LOST = "coordination_service.seat_lost"
-    """A coordination service was told that a member was given up. Detail: `world`, `answer` (`lost`, the seat, and the
-    seconds it took; or why not)."""
+    """A coordination service was told that a member was given up. Detail: `world`, `answer` (the seat and
+    the seconds it took, or why it could not be told)."""
     # membership
     LEADER_ELECTED = "leader.elected"
     """This host's agent leads from now on. Detail: `token` (grows with every leader)."""

@@ -36,9 +36,12 @@ def doctor(
         str | None, typer.Option(help="cpu or gpu. Default: gpu where nvidia-smi lists one, else cpu.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-    experiments: Annotated[
-        bool, typer.Option(help="Also make the experiments: 10 s on CPU, a minute or two on GPUs.")
-    ] = True,
+    no_experiments: Annotated[
+        bool,
+        typer.Option(
+            "--no-experiments", help="Checks only: experiments take 10 s on CPU, some minutes on GPUs."
+        ),
+    ] = False,
 ) -> None:
     """Examine this machine before a job runs on it: what is installed, what is allowed, and what survives.
 
@@ -60,7 +63,7 @@ def doctor(
     with ended_by_signals():
         inventory = read_gpus()
         where = chosen or choose_platform(inventory)
-        checks = examine(where, inventory, dict(os.environ), Path.cwd(), has_experiments=experiments)
+        checks = examine(where, inventory, dict(os.environ), Path.cwd(), has_experiments=not no_experiments)
         with contextlib.closing(checks):
             results = tuple(_show_progress(result) for result in checks)
     found = Examination(platform=where, results=results)

@@ -161,7 +161,7 @@ def _add_up(devices: Sequence[Any]) -> float:
     rows = jax.make_array_from_callback(
         (len(devices), ROW),
         NamedSharding(mesh, P("device")),
-        lambda index: np.full((1, ROW), (index[0].start or 0) + 1, np.float32),
+        lambda index: np.full((1, ROW), (index[0].start or 0) + 1, np.float32),  # pyright: ignore[reportOptionalSubscript]
     )
     return float(jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(rows))
 

@@ -99,7 +99,8 @@ def _check_known_flags(environment: Mapping[str, str], find_unknown: FindUnknown
 
 
 def _check_own_flags(platform: Platform, environment: Mapping[str, str]) -> CheckResult:
-    theirs = dict(flag.partition("=")[::2] for flag in environment.get("XLA_FLAGS", "").split())
+    flags = [flag.partition("=") for flag in environment.get("XLA_FLAGS", "").split()]
+    theirs = {name: value for name, _, value in flags}
     changed = [f"{n}={theirs[n]}" for n, value in GPU_XLA_FLAGS.items() if theirs.get(n, value) != value]
     changed += [f"{n}={environment[n]}" for n, v in GPU_ENVIRONMENT.items() if environment.get(n, v) != v]
     if platform == "gpu" and changed:

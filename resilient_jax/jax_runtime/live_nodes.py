@@ -120,7 +120,8 @@ def end_waiting_threads(place: WorldSeat) -> None:
     """
     if not count_waiting_threads():
         return
-    jax_distributed.global_state.client.shutdown()
+    client: RuntimeClient = jax_distributed.global_state.client
+    client.shutdown()
     host, _, port = place.address.rpartition(":")
     deadline_s = time.monotonic() + END_TIMEOUT_S
     while count_waiting_threads() and time.monotonic() < deadline_s:

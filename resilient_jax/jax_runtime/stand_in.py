@@ -16,7 +16,7 @@ from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.world_forming import new_client
 
 TIMEOUT_S: Final = 10
-"""Of registering: it takes milliseconds in a world that has been formed, and waits for the others in one that is not."""
+"""Of registering: milliseconds in a world that has been formed; before, the others are waited for."""
 
 
 def disconnect_seat(address: str, seat: Seat) -> None:
