@@ -38,7 +38,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
     """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new generation.
     A thread that gloo keeps waiting for a dead peer ends with it, and frees its memory. Must be longer than any host
-    keeps the others waiting: while it compiles, or in a callback that only it makes."""
+    keeps the others waiting: while it compiles, or in a callback that only it makes. On GPUs a program that takes twice
+    as long ends its process."""
 
     start_timeout_s: Seconds = 300.0
     """Seconds from the launch until `min_hosts` have joined; then the job ends with an error. Machines of one
