@@ -56,6 +56,9 @@ class EventKind(enum.StrEnum):
     """The process that waits to be the next world's service was killed or stopped, and is replaced. Detail: `pid`."""
     COORDINATION_SERVICE_EXITED = "coordination_service.exited"
     """JAX's coordination service of a world ended. Detail: `world`, `exit_code`."""
+    COORDINATION_SERVICE_SEAT_LOST = "coordination_service.seat_lost"
+    """A coordination service was told that a member was given up. Detail: `world`, `answer` (the seat and
+    the seconds it took, or why it could not be told)."""
     # membership
     LEADER_ELECTED = "leader.elected"
     """This host's agent leads from now on. Detail: `token` (grows with every leader)."""
@@ -186,6 +189,9 @@ class EventKind(enum.StrEnum):
     STEP_REHEARSED = "step.rehearsed"
     """A worker that is about to join has loaded the programs of a step, while the others trained. Detail: `seconds`,
     and why not all of it was possible, if so: `problem`."""
+    WORLD_MEMBERS_MET = "world.members_met"
+    """The members of a generation met in JAX's coordination service, before their first collective; with `live_nodes`
+    only. Detail: `hosts` (their number), `seconds`."""
     WORLD_FORMED = "world.formed"
     """A worker has entered the world of a generation. Detail: `change` (`shrink`, `grow`, `reform`), `hosts` (their
     number), `seconds`."""

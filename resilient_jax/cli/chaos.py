@@ -1,17 +1,13 @@
 """`resilient-jax chaos`: inject the faults of a manifest into a job, and check the job's invariants."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from resilient_jax.chaos.campaign import CampaignResult
 from resilient_jax.chaos.delta_debugging import is_same_failure, minimize_manifest
@@ -37,6 +33,7 @@ from resilient_jax.cli.chaos_options import (
     ShrinkOption,
     StepsOption,
 )
+from resilient_jax.cli.ending_signals import ended_by_signals
 from resilient_jax.cli.options import check_script, print_line
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
@@ -99,7 +96,7 @@ def chaos(
     runs.log(
         f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {runs.directory}"
     )
-    with _ended_by_signals():
+    with ended_by_signals():
         result = runs.run(manifest, CAMPAIGN_FOLDER)
         written = runs.directory / CAMPAIGN_FOLDER / "manifest.toml"
         _print_result(result, written, as_json=as_json)
@@ -193,29 +190,6 @@ class _Runs:
         path = self.directory / "minimal.toml"
         path.write_text(format_manifest(smallest))
         self.log(f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: {path}")
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """End the block at SIGTERM and SIGHUP as at Ctrl-C, so that disks, networks, clock and processes are restored.
-
-    The exit code is 128 plus the signal's number. A signal that was ignored before stays ignored (`nohup`).
-    """
-
-    def end(number: int, _: FrameType | None) -> None:
-        for other in before:  # a second signal must not interrupt the cleanup that the first began
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    ended_by = (signal.SIGTERM, signal.SIGHUP)
-    before = {n: handler for n in ended_by if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
-    try:
-        for number in before:
-            signal.signal(number, end)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_result(result: CampaignResult, manifest: Path, *, as_json: bool) -> None:

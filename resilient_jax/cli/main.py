@@ -1,4 +1,4 @@
-"""The command line: `resilient-jax demo | launch | agent | status | kill | chaos | plan`."""
+"""The command line: `resilient-jax demo | doctor | launch | agent | status | kill | chaos | plan`."""
 
 import dataclasses
 import importlib
@@ -26,6 +26,7 @@ class CommandSpec:
 TRY, TRAIN, OBSERVE, PLAN = "See it work", "Train", "Observe and test a job", "Plan"
 COMMANDS = {
     "demo": CommandSpec("resilient_jax.cli.demo", TRY),
+    "doctor": CommandSpec("resilient_jax.cli.doctor", TRY),
     "launch": CommandSpec("resilient_jax.cli.launch", TRAIN),
     "agent": CommandSpec("resilient_jax.cli.agent", TRAIN),
     "status": CommandSpec("resilient_jax.cli.status", OBSERVE),

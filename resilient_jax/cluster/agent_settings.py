@@ -47,3 +47,8 @@ class AgentSettings:
         """Whether the workers of a world in which one was lost are replaced, instead of interrupted."""
         abort = self.config.abort
         return abort == "replace" or (abort == "auto" and not self.has_cpu_workers)
+
+    @property
+    def uses_live_nodes(self) -> bool:
+        """Whether JAX's coordination service is told who is a member and who is gone, as XLA's GPU client needs it."""
+        return {"on": True, "off": False}.get(self.config.live_nodes, not self.has_cpu_workers)

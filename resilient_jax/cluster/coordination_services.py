@@ -9,12 +9,12 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
-from resilient_jax.ids import WorldId
+from resilient_jax.ids import Seat, WorldId
 from resilient_jax.protocol.records import CoordinationServiceStatus
 from resilient_jax.telemetry.event_log import EventLog
 
@@ -66,6 +66,19 @@ class CoordinationServices:
             return
         self._starting.add(wanted)
         self._spawn(self._serve(world, num_processes, num_seats))
+
+    def report_lost(self, address: str, seats: Sequence[Seat]) -> None:
+        """Tell the service at `address`, if it runs here, that the processes of these seats were given up.
+
+        A seat that another process has taken since must not be among them. The answers are events.
+        """
+        child = next((child for status, child in self._children.items() if status.address == address), None)
+        if child is None:
+            return
+        assert child.process.stdin is not None, "started with a pipe"
+        with contextlib.suppress(OSError, ValueError):  # it is dead: then nobody waits for its answers
+            child.process.stdin.write("".join(f"lost {seat}\n" for seat in seats).encode())
+            child.process.stdin.flush()
 
     def stop_older(self, world: WorldId) -> None:
         """End the services of worlds older than `world`."""
@@ -131,6 +144,7 @@ class CoordinationServices:
                 EventKind.COORDINATION_SERVICE_STARTED, world=world, address=address, pid=status.pid
             )
             self._spawn(self._watch(status, standby.child))
+            self._spawn(self._record_answers(status, standby.lines))
         return is_serving
 
     async def _replace_lost(self, starting: "asyncio.Task[_Standby]") -> None:
@@ -152,6 +166,13 @@ class CoordinationServices:
         self._log.record(EventKind.COORDINATION_SERVICE_EXITED, world=status.world, exit_code=code)
         self._on_change()
 
+    async def _record_answers(self, status: CoordinationServiceStatus, lines: asyncio.StreamReader) -> None:
+        """Record what the service answers to the orders of `report_lost`, until it ends."""
+        async for line in lines:
+            self._log.record(
+                EventKind.COORDINATION_SERVICE_SEAT_LOST, world=status.world, answer=line.decode().strip()
+            )
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -163,7 +184,7 @@ class _Standby:
 
     def __init__(self, child: ChildProcess, lines: asyncio.StreamReader) -> None:
         self.child = child
-        self._lines = lines
+        self.lines = lines
 
     async def serve(self, address: str, num_processes: int, num_seats: int) -> bool:
         """Take the process into service; return False if the port is taken."""
@@ -174,7 +195,7 @@ class _Standby:
         except OSError:
             return False
         async with asyncio.timeout(START_TIMEOUT_S):
-            answer = await self._lines.readline()
+            answer = await self.lines.readline()
         return answer.startswith(b"serving")
 
 

@@ -11,7 +11,7 @@ from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
-from resilient_jax.ids import GenerationNumber, Revision
+from resilient_jax.ids import GenerationNumber, Revision, Seat
 from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, WorkerState, is_busy
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, Pause, Quiesce, RunToBoundary, TakeSeat
@@ -19,6 +19,18 @@ from resilient_jax.store.interface import PutEvent
 
 RELAY_GRACE_S = 2.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
+
+
+def list_given_up_seats(before: Generation, after: Generation) -> tuple[Seat, ...]:
+    """Return the seats whose workers were members, and were given up: by death, a lost lease, or a hang.
+
+    A seat that has another worker by now is not one of them, and a member that leaves between two steps is not given
+    up. A new world has no seats of the old one.
+    """
+    if after.number == before.number or after.world != before.world:
+        return ()
+    taken = {member.seat for member in (*after.members, *after.newcomers)}
+    return tuple(member.seat for member in before.members if member.seat not in taken)
 
 
 class GenerationFollower:
@@ -113,6 +125,8 @@ class GenerationFollower:
             return
         self.generation = generation
         self._supervisor.set_urgency(is_urgent=generation.losses_left == 0)
+        # First of all: the members that are left may wait for these, and cannot obey before.
+        self._report_lost(known, generation)
         if generation.phase is GenerationPhase.FINISHED:
             assert generation.outcome is not None, "a finished generation has an outcome"
             self._on_end(generation.outcome)
@@ -147,6 +161,11 @@ class GenerationFollower:
             case GenerationPhase.ACTIVE:
                 # Only now, when all members are in the new world: until then some may still be leaving the old one.
                 self._services.stop_older(generation.world)
+
+    def _report_lost(self, before: Generation | None, after: Generation) -> None:
+        """Tell the members' coordination service, if it runs here, who was given up."""
+        if before is not None and self._context.settings.uses_live_nodes:
+            self._services.report_lost(before.service_address, list_given_up_seats(before, after))
 
     async def _obey_as_newcomer(self, generation: Generation, worker: WorkerProcess) -> None:
         """Have the worker take the seat that it was given; one that has it waits while the members change."""

@@ -82,4 +82,5 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         ),
         failure_domain=settings.failure_domain,
         compile_cache_bytes=config.compile_cache_mib * 2**20,
+        live_nodes=settings.uses_live_nodes,
     )

@@ -38,7 +38,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
     """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new generation.
     A thread that gloo keeps waiting for a dead peer ends with it, and frees its memory. Must be longer than any host
-    keeps the others waiting: while it compiles, or in a callback that only it makes."""
+    keeps the others waiting: while it compiles, or in a callback that only it makes. On GPUs a program that takes twice
+    as long ends its process."""
 
     start_timeout_s: Seconds = 300.0
     """Seconds from the launch until `min_hosts` have joined; then the job ends with an error. Machines of one
@@ -81,6 +82,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How many workers may join a world while its members train, between two re-forms: a worker that comes back takes
     such a seat, and the others keep their processes, arrays and programs. Each costs 1 MiB on the leader's host while
     the world is formed. On CPU only."""
+
+    live_nodes: Literal["auto", "on", "off"] = "auto"
+    """Whether all members of a generation meet in JAX's coordination service before their first collective, and the
+    service is told of each member that is given up: XLA aborts NCCL's collectives by that. `auto`: unless the workers
+    train on CPU, where gloo's connections are shut instead."""
 
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     """New generations at one step after failed collectives in which no host died; then the error is taken for the

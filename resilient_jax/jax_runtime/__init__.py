@@ -11,9 +11,11 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `gloo`: which sockets are gloo's (no jax).
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
 - `clique_connections`: which connections an abort spares: of the local devices, and of earlier members.
+- `live_nodes`: the barrier from which XLA knows the members; `stand_in`: tells the service who is gone (jaxlib only).
 - `spare_seats`, `local_topology`: seats for processes that join a world later (jaxlib only; no jax).
 - `live_processes`: JAX counts the members of a generation alone.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
+- `abandoned_threads`: threads left in C++, joined at the end (no jax).
 - `collective_thread`: runs collectives on a thread that can be given up.
 - `compilation_state`: whether a thread compiles (no jax).
 - `jaxlib_types`: the one import of jaxlib's extension module.
@@ -26,7 +28,8 @@ Private parts used, and why a public one does not do:
 ==============================================  =====================================================
 `jaxlib._jax.get_distributed_runtime_service`   a service outside process 0, with `recoverable=True`
 `jaxlib._jax.get_distributed_runtime_client`    a second client in one process (`jax.distributed
-                                                .initialize` refuses), a day's heartbeat
+                                                .initialize` refuses), a day's heartbeat; stand-ins
+its `get_live_nodes`                            XLA learns incarnations from it, and from nothing else
 `jax._src.distributed.global_state`             where JAX, Orbax and multihost_utils look the client up
 `jaxlib._jax.make_gloo_tcp_collectives`         the address that gloo binds; its listening port
 `jax._src.xla_bridge.make_cpu_client`           the CPU backend on those collectives

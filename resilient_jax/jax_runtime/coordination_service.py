@@ -4,6 +4,9 @@ Protocol, in lines: it prints `ready` once jaxlib is loaded (0.4 s; so one is ke
 `<bind address> <members> <seats>` from stdin, prints `serving <address>` or `failed <reason>`, and ends when stdin
 does. Port 0 takes a free port. It also dies with its parent (PR_SET_PDEATHSIG).
 
+While it serves it takes orders `lost <seat>`: the process of that seat was given up, so the others must not wait for it
+(see `stand_in`). It answers `lost <seat> <seconds>`, or `not lost <seat> <reason>`, in any order.
+
 A world has seats 0 to `seats` - 1. The first `members` of them are taken by the processes that form it, each other
 one by a process that comes later (see `spare_seats`).
 
@@ -15,15 +18,21 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from typing import Final
 
-from resilient_jax.jax_runtime.jaxlib_types import RuntimeService, jaxlib_runtime
+from resilient_jax.ids import Seat
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeService, jaxlib_runtime
 from resilient_jax.jax_runtime.spare_seats import SpareSeats
+from resilient_jax.jax_runtime.stand_in import disconnect_seat
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
 """A day: JAX's own failure detector kills every client when it fires, so the agents' detector decides instead."""
 SHUTDOWN_TIMEOUT_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
+
+_printing = threading.Lock()  # guards standard output: orders are executed on threads
 
 
 def main() -> None:
@@ -42,8 +51,9 @@ def main() -> None:
         os._exit(1)
     SpareSeats(address, range(num_members, num_seats)).register()
     _print_line(f"serving {address}")
-    while sys.stdin.readline():
-        pass
+    while order := sys.stdin.readline():
+        # On a thread: in a world that is still being formed a stand-in waits for the others.
+        threading.Thread(target=_give_up_seat, args=(address, order.split(), num_seats), daemon=True).start()
     # No orderly end: `service.shutdown()` would abort clients that are still connected directly.
     del service
     os._exit(0)
@@ -62,6 +72,22 @@ def _parse(order: str) -> tuple[str, int, int]:
             "for each"
         )
     return words[0], int(words[1]), int(words[2])
+
+
+def _give_up_seat(address: str, words: list[str], num_seats: int) -> None:
+    """Execute an order `lost <seat>`."""
+    if len(words) != 2 or words[0] != "lost" or not words[1].isdigit() or int(words[1]) >= num_seats:
+        _print_line(
+            f"not lost - found {' '.join(words)!r}, expected lost <seat> with a seat below {num_seats}"
+        )
+        return
+    began_s = time.monotonic()
+    try:
+        disconnect_seat(address, Seat(int(words[1])))
+    except (JaxRuntimeError, RuntimeError) as error:
+        _print_line(f"not lost {words[1]} {' '.join(str(error).split())}")
+    else:
+        _print_line(f"lost {words[1]} {time.monotonic() - began_s:.4f}")
 
 
 def _free_address(address: str) -> str:
@@ -93,8 +119,9 @@ def _start(address: str, num_seats: int) -> RuntimeService:
 
 
 def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    with _printing:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

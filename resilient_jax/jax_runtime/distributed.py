@@ -5,7 +5,6 @@ the same without it: it makes a client of the coordination service and the CPU b
 global state; `disconnect` undoes it.
 """
 
-import atexit
 import dataclasses
 import gc
 import json
@@ -26,6 +25,7 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import world_forming as formings
+from resilient_jax.jax_runtime.abandoned_threads import abandon_thread
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.backend_gate import BackendGate
 from resilient_jax.jax_runtime.clique_interruption import CliqueInterrupter
@@ -54,10 +54,8 @@ POLL_TIMEOUT_MS: Final = 200
 MAX_LISTENER_ATTEMPTS: Final = 5
 
 ABORT_INTERVAL_S: Final = 0.02
-JOIN_AT_EXIT_TIMEOUT_S: Final = 1.0
 
 _gate: Final = BackendGate()
-_abandoned: list[threading.Thread] = []
 _clients: list[Callable[[], object]] = []
 """Weak references to the client of the present world; written where the world is joined and left."""
 
@@ -130,8 +128,7 @@ def connect(place: WorldSeat, *, timeout_s: float, bind_host: str | None) -> Wor
             raise formings.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
         formings.set_current_wait(None)
-        # It may wait in C++ for some seconds more; `_await_abandoned` joins it when the process ends.
-        _abandoned[:] = [*(t for t in _abandoned if t.is_alive()), thread]
+        abandon_thread(thread)  # it may wait in C++ for some seconds more
         raise
     (connection,) = found
     client = jax_distributed.global_state.client
@@ -259,7 +256,8 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     # one process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
     is_alone = attempt.place.is_alone
     collectives, own = (None, frozenset()) if is_alone else _make_collectives(client, bind_host)
-    client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
+    # Overwritten where a process returns under its old seat, as on a GPU.
+    client.key_value_set(attempt.listener_key, json.dumps(sorted(own)), True)
     # After publishing our own, or all processes would wait for each other.
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
@@ -344,10 +342,3 @@ def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -
     state.process_id, state.num_processes = attempt.place.seat, attempt.place.num_seats
     state.coordinator_address = attempt.place.address
     _gate.set_backend(backend)
-
-
-@atexit.register
-def _await_abandoned() -> None:
-    """Join abandoned threads: one that returns from C++ while the interpreter shuts down would crash the process."""
-    for thread in _abandoned:
-        thread.join(JOIN_AT_EXIT_TIMEOUT_S)

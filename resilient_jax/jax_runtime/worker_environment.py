@@ -17,6 +17,12 @@ GPU_XLA_FLAGS: Final = {
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
 }
+EXECUTION_TIMEOUT_FLAG: Final = "--xla_gpu_execution_terminate_timeout"
+"""A duration with a unit. A program that takes longer ends its process: the last bound, for a collective whose abort
+hangs itself. jaxlib 0.10.2 and 0.12.0 know it; a flag that XLA does not know would end each process at its start, so
+`resilient-jax doctor` asks XLA."""
+EXECUTION_TIMEOUT_FACTOR: Final = 2
+"""Times `collective_timeout_s`, at which the agents act: they must come first."""
 
 GPU_ENVIRONMENT: Final = {
     "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE": "1",
@@ -49,7 +55,7 @@ def make_worker_environment(
         devices_per_host: number of CPU devices to make, even if `XLA_FLAGS` has another; on GPU the number of visible
             devices; None for all.
         cache_dir: the persistent compilation cache; None for no cache.
-        collective_timeout_s: of a collective between CPUs.
+        collective_timeout_s: of a collective between CPUs; on GPU a program that takes twice as long ends its process.
         base: the environment that the worker inherits; read, not changed.
 
     Returns:
@@ -80,6 +86,7 @@ def make_worker_environment(
             theirs = set_device_count(theirs, devices_per_host)
     elif platform == "gpu":
         flags |= GPU_XLA_FLAGS
+        flags[EXECUTION_TIMEOUT_FLAG] = f"{math.ceil(EXECUTION_TIMEOUT_FACTOR * collective_timeout_s)}s"
         found |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
         found["JAX_PLATFORMS"] = base.get("JAX_PLATFORMS", "cuda,cpu")
         if devices_per_host is not None and "CUDA_VISIBLE_DEVICES" not in base:

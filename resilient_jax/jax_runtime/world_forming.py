@@ -222,7 +222,9 @@ def _break_topology_exchange(forming: FormingAttempt) -> None:
         client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{seat}", UNREADABLE_VALUE, True)
 
 
-def new_client(address: str, seat: Seat, init_timeout_s: int) -> tuple[RuntimeClient, Callable[[], object]]:
+def new_client(
+    address: str, seat: Seat, init_timeout_s: int, *, tells_service: bool = False
+) -> tuple[RuntimeClient, Callable[[], object]]:
     """Return an unconnected client whose failed `connect` raises instead of ending the process.
 
     The second value returns None once the client is freed in C++, too (the client itself takes no weak
@@ -231,6 +233,12 @@ def new_client(address: str, seat: Seat, init_timeout_s: int) -> tuple[RuntimeCl
     Without a callback a failure to register is LOG(FATAL). With a Python one jaxlib cannot translate the
     status, which throws std::bad_cast: in `connect` that arrives as a RuntimeError. (On jaxlib's own
     polling thread nothing catches it: losing the service stays fatal either way.)
+
+    Args:
+        address: of the coordination service, or of the relay in front of it.
+        seat: to register under.
+        init_timeout_s: of `connect`.
+        tells_service: whether `shutdown` tells the service that the process of this seat is gone.
     """
 
     def never_called(*_: object) -> None:
@@ -243,7 +251,7 @@ def new_client(address: str, seat: Seat, init_timeout_s: int) -> tuple[RuntimeCl
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
         missed_heartbeat_callback=never_called,
-        shutdown_on_destruction=False,
+        shutdown_on_destruction=tells_service,
         use_compression=True,
     )
     reference = weakref.ref(never_called)

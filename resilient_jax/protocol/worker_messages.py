@@ -192,6 +192,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
         failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
         compile_cache_bytes: of compiled programs on this host.
+        live_nodes: whether members meet in the coordination service before their first collective.
     """
 
     job: str
@@ -204,6 +205,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: SnapshotSettings = SnapshotSettings()
     failure_domain: str = ""
     compile_cache_bytes: int = 2**32
+    live_nodes: bool = False
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

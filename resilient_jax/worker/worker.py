@@ -88,7 +88,7 @@ class Worker:
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
         self._replicas_span_hosts = False
-        self._connector = WorldConnector(settings)
+        self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
         # This starts the guard thread. It calls `_interrupt`, and so uses what is made below, only in a generation.

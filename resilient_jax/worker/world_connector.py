@@ -3,11 +3,13 @@
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from typing import Final
 
 import jax
 
 from resilient_jax.errors import StateError
+from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
@@ -21,6 +23,7 @@ from resilient_jax.jax_runtime.distributed import (
 )
 from resilient_jax.jax_runtime.failures import FormingFailed
 from resilient_jax.jax_runtime.gloo import GlooConnection
+from resilient_jax.jax_runtime.live_nodes import end_waiting_threads, interrupt_meeting, meet_members
 from resilient_jax.jax_runtime.live_processes import set_members
 from resilient_jax.jax_runtime.world_forming import (
     WorldSeat,
@@ -28,7 +31,7 @@ from resilient_jax.jax_runtime.world_forming import (
     is_detached,
     limit_interruption,
 )
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 
 UNWINDING_GRACE_S: Final = 0.5
@@ -40,8 +43,9 @@ LISTENER_TIMEOUT_S: Final = 2.0
 class WorldConnector:
     """This worker's connection to at most one world at a time."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, record_event: Callable[..., object]) -> None:
         self._settings = settings
+        self._record_event = record_event
         self._connection: WorldConnection | None = None
         self._cliques = CliqueConnections()
         self._known_seats: frozenset[Seat] = frozenset()
@@ -51,6 +55,8 @@ class WorldConnector:
         """Whether connections that an abort spares at first were shut."""
         self._has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
+        self._trains_on_cpu = False
+        """Whether collectives are gloo's; gloo is there for JAX's CPU devices, too, where training is on others."""
 
     @property
     def is_connected(self) -> bool:
@@ -85,6 +91,8 @@ class WorldConnector:
                 address=order.relay_address, seat=member.seat, num_seats=generation.num_seats, members=seats
             )
         )
+        self._meet(seats)
+        self._form_local_clique()
         self._known_seats = frozenset(seats)
 
     def take_seat(self, order: TakeSeat) -> None:
@@ -101,6 +109,7 @@ class WorldConnector:
                 address=order.relay_address, seat=newcomer.seat, num_seats=generation.num_seats, members=()
             )
         )
+        self._form_local_clique()
         self._known_seats = frozenset((newcomer.seat,))
         seats = (*(member.seat for member in generation.members), newcomer.seat)
         set_members(seats)
@@ -113,9 +122,22 @@ class WorldConnector:
         self._connection = connection  # so that an interruption reaches the forming of the local clique
         self._cliques = CliqueConnections()
         limit_interruption(self._cliques.is_current)
-        self._cliques.form_local_clique(connection.gloo)
         self._are_spared_broken = self._has_given_up = False
         self._check_devices()
+
+    def _form_local_clique(self) -> None:
+        assert self._connection is not None, "only a world has cliques"
+        self._cliques.form_local_clique(self._connection.gloo)
+
+    def _meet(self, seats: tuple[Seat, ...]) -> None:
+        """Have XLA learn the members' incarnations, before the first collective with them."""
+        assert self._connection is not None, "members meet in a world"
+        if self._settings.live_nodes and len(seats) > 1:
+            started_s = time.monotonic()
+            meet_members(self._connection.place, seats, self._settings.forming_timeout_s)
+            self._record_event(
+                EventKind.WORLD_MEMBERS_MET, hosts=len(seats), seconds=time.monotonic() - started_s
+            )
 
     def begin_generation(self, generation: Generation) -> None:
         """Make the generation's members those that JAX counts, and that an interruption breaks away from.
@@ -138,6 +160,8 @@ class WorldConnector:
             )
             self._connection = dataclasses.replace(connection, gloo=gloo)
             self._known_seats |= frozenset(unknown)
+        if generation.change is not WorldChange.REFORM:  # else they met when they formed the world
+            self._meet(seats)
         self._spare(self._cliques.begin(seats))
 
     def end_generation(self, *, is_intact: bool) -> None:
@@ -159,6 +183,7 @@ class WorldConnector:
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "leave is called in a world"
+        end_waiting_threads(connection.place)
         return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use or self._has_given_up)
 
     def interrupt(self) -> None:
@@ -173,6 +198,7 @@ class WorldConnector:
         if self._interrupting_since_s is None:
             self._interrupting_since_s = now_s
         interrupt_forming()
+        interrupt_meeting()
         connection = self._connection
         if connection is None:
             return
@@ -183,7 +209,7 @@ class WorldConnector:
             self._are_spared_broken = True
         abort_collectives(gloo)
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
-        if is_late and gloo.own_listeners and collective_thread.give_up():
+        if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
 
     def _spare(self, connections: frozenset[GlooConnection]) -> None:
@@ -196,7 +222,8 @@ class WorldConnector:
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.
         wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
-        if wanted == "cuda" and jax.default_backend() == "cpu":
+        self._trains_on_cpu = jax.default_backend() == "cpu"
+        if wanted == "cuda" and self._trains_on_cpu:
             raise StateError(
                 f"--platform gpu: found CPU devices alone on host {self._settings.host}, expected GPUs. Install "
                 "the extra cuda12 (pip install -e '.[cuda12]') and see whether nvidia-smi lists the GPUs, or start "

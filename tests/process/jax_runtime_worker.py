@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.ids import Seat
-from resilient_jax.jax_runtime import distributed, live_processes, world_forming
+from resilient_jax.jax_runtime import distributed, live_nodes, live_processes, world_forming
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
@@ -48,6 +48,7 @@ state: dict = {
     "compiler": None,
     "uses": 0,
     "failures": [],
+    "place": None,
 }
 
 
@@ -68,6 +69,7 @@ def interrupt(while_answered: int) -> None:
             if answered != while_answered:
                 return
             world_forming.interrupt_forming()
+            live_nodes.interrupt_meeting()
             if state["connection"] is not None:
                 abort_collectives(state["connection"].gloo)
             if time.monotonic() - began > GIVE_UP_AFTER_S:
@@ -153,6 +155,27 @@ def begin(members: list[int]) -> dict:
 def end(is_intact: bool) -> None:
     """End a generation."""
     state["cliques"].end(state["connection"].gloo, is_intact=is_intact)
+
+
+def register(address: str, seat: int, seats: int) -> None:
+    """Register with the service, without a backend."""
+    client, _ = world_forming.new_client(address, Seat(seat), 20)
+    client.connect()
+    jax_distributed.global_state.client = client
+    state["place"] = WorldSeat(address=address, seat=Seat(seat), num_seats=seats, members=())
+
+
+def meet_members(members: list[int], timeout_s: float = 20) -> dict:
+    """Meet these seats; return how many threads wait in meetings that were left."""
+    live_nodes.meet_members(state["place"], [Seat(member) for member in members], timeout_s)
+    return {"waiting": live_nodes.count_waiting_threads()}
+
+
+def end_waiting_threads() -> dict:
+    """End the threads of meetings that were left; return how many are left of them."""
+    live_nodes.end_waiting_threads(state["place"])
+    jax_distributed.global_state.client = None
+    return {"waiting": live_nodes.count_waiting_threads()}
 
 
 def register_and(signal_number: int, address: str, index: int, count: int) -> None:
@@ -383,6 +406,9 @@ ORDERS = {
         take_seat,
         begin,
         end,
+        register,
+        meet_members,
+        end_waiting_threads,
         register_and,
         publish_and,
         reduce,

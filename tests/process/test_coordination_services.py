@@ -10,7 +10,7 @@ import pytest
 from resilient_jax.cluster import coordination_services
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.events import EventKind
-from resilient_jax.ids import WorldId
+from resilient_jax.ids import Seat, WorldId
 from resilient_jax.telemetry.event_log import EventLog, read_events
 
 DEADLINE_S = 120.0
@@ -59,6 +59,36 @@ def test_services_can_be_closed_although_one_failed_to_start(
             await services.close()
 
     asyncio.run(main())
+
+
+def test_a_service_is_told_of_a_lost_seat_and_its_answer_is_an_event(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "host-0")
+
+    def read_answers() -> list[str]:
+        kind = EventKind.COORDINATION_SERVICE_SEAT_LOST
+        return [str(e.detail["answer"]) for e in read_events(tmp_path / "events.jsonl") if e.kind is kind]
+
+    async def main() -> None:
+        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        async with asyncio.timeout(DEADLINE_S):
+            services.start(WorldId(1), 1, 1)
+            while not services.running:  # noqa: ASYNC110 - a deadline and two conditions, no event for them
+                await asyncio.sleep(0.01)
+            (status,) = services.running
+            services.report_lost("127.0.0.1:1", [Seat(0)])  # of another host
+            services.report_lost(status.address, [Seat(0), Seat(7)])
+            while len(read_answers()) < 2:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            os.kill(status.pid, signal.SIGKILL)
+            services.report_lost(status.address, [Seat(0)])  # harmless, whether it is dead already or not
+            await services.close()
+            services.report_lost(status.address, [Seat(0)])
+
+    asyncio.run(main())
+    log.close()
+    lost, refused = sorted(read_answers())
+    assert lost.startswith("lost 0 ")
+    assert refused.startswith("not lost - found 'lost 7'")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)

@@ -115,6 +115,33 @@ def test_on_gpu_nccl_does_not_end_the_process() -> None:
     assert found["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ("", "--xla_gpu_execution_terminate_timeout=121s"),
+        ("--xla_gpu_execution_terminate_timeout=9m", "--xla_gpu_execution_terminate_timeout=9m"),
+    ],
+)
+def test_on_gpu_a_program_that_hangs_ends_its_process_after_twice_the_collective_timeout(
+    theirs: str, expected: str
+) -> None:
+    def find(platform: Platform) -> list[str]:
+        return (
+            make_worker_environment(
+                platform=platform,
+                devices_per_host=None,
+                cache_dir=None,
+                collective_timeout_s=60.1,
+                base={"XLA_FLAGS": theirs},
+            )
+            .get("XLA_FLAGS", theirs)
+            .split()
+        )
+
+    assert [flag for flag in find("gpu") if flag.startswith("--xla_gpu_execution")] == [expected]
+    assert [flag for flag in find("cpu") if flag.startswith("--xla_gpu")] == theirs.split()
+
+
 def test_bytes_that_gloo_publishes_are_parsed() -> None:
     address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 40715) + socket.inet_aton("127.0.0.2")
     address = address.ljust(136, b"\0")

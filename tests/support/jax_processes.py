@@ -106,6 +106,11 @@ class Service(Child):
         self.write(f"{address} {nodes} {seats or nodes}")
         return self.lines.next()
 
+    def lose(self, seat: int) -> str:
+        """Have the service count the process of a seat as gone; return its answer."""
+        self.write(f"lost {seat}")
+        return self.lines.next()
+
 
 class Pool:
     """Workers that are reused from test to test, since they can join new worlds."""

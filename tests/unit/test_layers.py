@@ -33,9 +33,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state"}),
     frozenset({"step"}),
     frozenset({"checkpoint"}),
-    frozenset({"worker"}),
+    frozenset({"worker", "doctor.experiment_process"}),
     frozenset({"trainer"}),
-    frozenset({"chaos"}),
+    frozenset({"chaos", "doctor"}),
     frozenset({"cli", "testing"}),
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
@@ -53,6 +53,7 @@ STARRED = frozenset(
         "checkpoint",
         "worker",
         "trainer",
+        "doctor.experiment_process",
     }
 )
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
