@@ -218,13 +218,17 @@ class Snapshotter:
         opened, why = None, ""
         try:
             opened = self._open(world, state, cut, is_automatic=True)
-            check_description_size(opened.described_bytes, state)
-        except (SnapshotRefused, CallerError) as error:
+        except SnapshotRefused as error:
             why = str(error)
         # A host without memory takes part in no snapshot, so none of them would be committed.
-        if _gather(world, np.array([bool(why)])).any():
+        if _gather(world, np.array([bool(why)])).any() or opened is None:
             why = why or "another host cannot keep its part"
             self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {why}")
+            return None
+        try:
+            check_description_size(opened.described_bytes, state)
+        except CallerError as error:  # on every host
+            self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {error}")
             return None
         self._opened = opened
         return opened
