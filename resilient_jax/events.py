@@ -94,8 +94,8 @@ class EventKind(enum.StrEnum):
     SNAPSHOT_DEGRADED = "snapshot.degraded"
     """Snapshots survive fewer losses than configured. Detail: `why`."""
     SNAPSHOT_INTERVAL = "snapshot.interval"
-    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `cost_s` (by which one
-    prolongs training), `copy_s` and `step_s` of the slowest host."""
+    """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `blocked_s`, `copy_s` and
+    `step_s` of the slowest host."""
     SNAPSHOT_UNREADABLE = "snapshot.unreadable"
     """A snapshot cannot be restored: more of it is lost or corrupt than its parity covers. Detail: `error`."""
     SNAPSHOT_RESTORED = "snapshot.restored"

@@ -285,7 +285,9 @@ def _in_quiesce(
             waiting.append((member, worker))
     # Leaving out every host with the state would lose it: then a longer wait costs less. Only an idle worker reports
     # what it has: one that fetches or commits just now has not reported it yet.
-    if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
+    # A snapshot does not stand in for a complete state, which may be some steps newer.
+    has_snapshot = find_snapshot(state) is not None and not any(w.report.holds_state for _, w in waiting)
+    if has_snapshot or any(w.report.holds_state for w in here):
         # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
         is_last_copy = is_last_copy_without(state, _without_late(generation, waiting))
         patience_s = config.quiesce_timeout_s * (

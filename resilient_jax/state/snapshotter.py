@@ -29,7 +29,7 @@ from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.protection_schedule import (
-    MEASURED_SNAPSHOTS,
+    NUM_FIRST_SNAPSHOTS,
     ProtectionSchedule,
     compute_affordable_interval_steps,
 )
@@ -218,13 +218,17 @@ class Snapshotter:
         opened, why = None, ""
         try:
             opened = self._open(world, state, cut, is_automatic=True)
-            check_description_size(opened.described_bytes, state)
-        except (SnapshotRefused, CallerError) as error:
+        except SnapshotRefused as error:
             why = str(error)
         # A host without memory takes part in no snapshot, so none of them would be committed.
-        if _gather(world, np.array([bool(why)])).any():
+        if _gather(world, np.array([bool(why)])).any() or opened is None:
             why = why or "another host cannot keep its part"
             self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {why}")
+            return None
+        try:
+            check_description_size(opened.described_bytes, state)
+        except CallerError as error:  # on every host
+            self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {error}")
             return None
         self._opened = opened
         return opened
@@ -340,16 +344,15 @@ class Snapshotter:
         return _Opened(layout, cut, held.step, every, time.monotonic(), described, is_automatic)
 
     def _agree_on_affordable_interval(self, world: SnapshotWorld, schedule: ProtectionSchedule) -> int:
-        """Return the shortest interval that the slowest host can afford, for what a snapshot was measured to cost."""
-        cost_s, step_s = schedule.measure()
-        # Never less than the time for which a snapshot blocks training: in a short window the difference is noise, too.
-        blocked_s = self._blocked_s / (1 + MEASURED_SNAPSHOTS)
-        measured = np.array([max(cost_s, blocked_s), self._capture.duration_s, step_s])
-        gathered = _gather(world, np.clip(measured * 1e6, 1, 2**31 - 1)).max(axis=0)[:3]
-        cost_s, copy_s, step_s = (float(us) * 1e-6 for us in gathered)
-        every = compute_affordable_interval_steps(cost_s, step_s, copy_s=copy_s)
+        """Return the interval that the slowest host can afford, for what the first snapshots of the generation took."""
+        measured = np.array(
+            [self._blocked_s / NUM_FIRST_SNAPSHOTS, self._capture.duration_s, schedule.step_s]
+        )
+        microseconds = _gather(world, np.clip(measured * 1e6, 1, 2**31 - 1)).max(axis=0)[:3]
+        blocked_s, copy_s, step_s = (float(us) * 1e-6 for us in microseconds)
+        every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s)
         self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, cost_s=cost_s, copy_s=copy_s, step_s=step_s
+            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
         )
         return every
 
@@ -363,7 +366,7 @@ class Snapshotter:
             blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
         )
         self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, cost_s=blocked_s, copy_s=copy_s, step_s=step_s
+            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
         )
         return every
 

@@ -109,7 +109,7 @@ class Session:
         if self._committed.is_empty:
             self._committed.first_step = first_step
 
-    def commit(self, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
+    def commit(self, world: SnapshotWorld, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
         """See `World.commit`."""
         if self._step is None:
             raise StateError(
@@ -128,11 +128,8 @@ class Session:
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
-
-    def protect(self, world: SnapshotWorld) -> None:
-        """Take a snapshot of the state that was just committed, if every host has all of it and one is due."""
-        if self._snapshotter is not None and self._committed.state is not None:
-            self._snapshotter.protect(world, self._committed.state)
+        if self._snapshotter is not None:
+            self._snapshotter.protect(world, committed)
 
     # Accumulations.
 

@@ -121,6 +121,28 @@ def test_a_replicated_state_that_is_newer_takes_precedence_over_a_snapshot():
     assert [s.host for s in job.generation.sources] == ["a", "c"]
 
 
+def test_a_late_host_with_the_complete_state_is_not_left_out_for_an_older_snapshot():
+    job = training("a", "b")
+    job.worker("b", exit_code=-9)
+    job.restart("b")
+    job.acknowledge("a", step=5)
+    job.serve()
+    job.form("a")
+    keep(job, "ab", snapshot(3, "ab"))
+    job.report(
+        "b",
+        failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=""),
+        generation=job.generation.number,
+    )
+    assert job.phase is GenerationPhase.QUIESCE
+    job.acknowledge("b", step=0, holds_state=False)
+    job.wait(60.0)
+    assert (job.phase, job.members) == (GenerationPhase.QUIESCE, ["a", "b"])
+    job.acknowledge("a", step=5)
+    job.serve()
+    assert [s.host for s in job.generation.sources] == ["a"]
+
+
 def test_when_all_workers_die_the_snapshots_of_their_hosts_are_restored():
     job = training("a", "b", "c", regroup_grace_s=5.0)
     keep(job, "abc", snapshot(4, "abc", parity=0))
