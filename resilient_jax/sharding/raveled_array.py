@@ -18,6 +18,9 @@ Tree = TypeVar("Tree")
 MIN_RAVELED_SIZE: Final = 64
 """Elements of an array that is worth raveling: below it, the padding on many devices is as large as the array."""
 
+MAX_RAVELED_SIZE: Final = 2**31 - 2**20
+"""Elements of the largest array that may be raveled: with the padding for a million devices an index fits an int32."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)

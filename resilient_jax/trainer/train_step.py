@@ -34,7 +34,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.sharding.raveled_array import MIN_RAVELED_SIZE, is_raveled
+from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.random_keys import make_microbatch_key
@@ -136,12 +136,15 @@ class TrainStep:
 
     @functools.cached_property
     def raveled_leaves(self) -> RaveledLeaves:
-        """The leaves that the update treats element by element and that are large enough; the same for any mesh."""
+        """The leaves that the update treats element by element, and whose size is suitable; the same for any mesh."""
         state, sums, summary = self._update_arguments
         count = len(jax.tree.leaves(state))
         found = find_elementwise(self._trace_update(), [(index, index) for index in range(count)])
-        is_worth_it = [leaf.size >= MIN_RAVELED_SIZE for leaf in jax.tree.leaves((state, sums, summary))]
-        raveled = tuple(one and large for one, large in zip(found, is_worth_it, strict=True))
+        sizes = [leaf.size for leaf in jax.tree.leaves((state, sums, summary))]
+        raveled = tuple(
+            one and MIN_RAVELED_SIZE <= size <= MAX_RAVELED_SIZE
+            for one, size in zip(found, sizes, strict=True)
+        )
         return RaveledLeaves(raveled[:count], raveled[count:])
 
     def _trace_update(self) -> core.ClosedJaxpr:
