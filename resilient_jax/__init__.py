@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from resilient_jax.sharding.planned_program import compile_plan as compile_plan
     from resilient_jax.sharding.planned_program import make_mesh as make_mesh
     from resilient_jax.sharding.planned_program import make_state_shardings as make_state_shardings
+    from resilient_jax.sharding.raveled_array import RaveledArray as RaveledArray
     from resilient_jax.step.assignment import AccumulationOptions as AccumulationOptions
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.step.microbatch_accumulator import Microbatch as Microbatch
@@ -81,6 +82,7 @@ _HOME = {
     "Planner": "resilient_jax.trainer.planner",
     "Prefetcher": "resilient_jax.data.prefetcher",
     "ProgramCost": "resilient_jax.planning.program_cost",
+    "RaveledArray": "resilient_jax.sharding.raveled_array",
     "ReadOptions": "resilient_jax.trainer.fit_config",
     "ReplanAction": "resilient_jax.planning.replanning",
     "ReplanDecision": "resilient_jax.planning.replanning",
@@ -132,6 +134,7 @@ __all__ = [
     "Planner",
     "Prefetcher",
     "ProgramCost",
+    "RaveledArray",
     "ReadOptions",
     "ReplanAction",
     "ReplanDecision",

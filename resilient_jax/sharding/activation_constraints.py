@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from resilient_jax.sharding.jaxprs import get_body, get_scan_arity, walk
+from resilient_jax.sharding.jaxprs import bind_equation, get_body, get_scan_arity, walk
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import BATCH_AXES
 
@@ -62,7 +62,7 @@ def _evaluate(
 
     def apply(equation: core.JaxprEqn, operands: tuple[_TracedValue, ...]) -> list[_TracedValue]:
         dims = tuple(operand.batch_dim for operand in operands)
-        results = _bind(
+        results = bind_equation(
             equation, [operand.value for operand in operands], _constrain_body(equation, dims, mesh)
         )
         result_dims = _propagate(equation, dims)
@@ -78,16 +78,6 @@ def _evaluate(
         read_literal=lambda literal: _TracedValue(literal.val, None),
     )
     return [output.value for output in outputs]
-
-
-def _bind(equation: core.JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    given = equation.primitive.get_bind_params(params)
-    # A dict on jax 0.10; before, and after, a pair of functions and a dict.
-    functions, params = given if isinstance(given, tuple) else ((), given)
-    # What the function had set around the equation, such as how random bits are generated.
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *operands, **params)
-    return results if equation.primitive.multiple_results else [results]
 
 
 def _constrain(value: Any, batch_dim: int | None, mesh: Mesh) -> Any:  # noqa: ANN401 - a value while tracing

@@ -63,6 +63,19 @@ def walk(
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def bind_equation(
+    equation: core.JaxprEqn, operands: Sequence[Any], params: dict[str, Any] | None = None
+) -> Sequence[Any]:
+    """Apply an equation to these operands and return its results; `params` in place of its own parameters."""
+    given: Any = equation.primitive.get_bind_params(equation.params if params is None else params)
+    # A dict on jax 0.10; before, and after, a pair of functions and a dict.
+    functions, given = given if isinstance(given, tuple) else ((), given)
+    # What the function had set around the equation, such as how random bits are generated.
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *operands, **given)
+    return results if equation.primitive.multiple_results else [results]
+
+
 def iterate_equations(jaxpr: Any, *, skip_inside: frozenset[str] = frozenset()) -> Iterator[core.JaxprEqn]:  # noqa: ANN401 - closed or not
     """Yield every equation of a jaxpr and of the jaxprs inside its equations, outer before inner.
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.sharding.raveled_array import RaveledArray
+
 MIN_SHARDED_SIZE: Final = 1024
 """Elements of a leaf that is worth sharding: below it, names and offsets of shards outweigh their contents. Elements
 and not bytes, so that a gradient is sharded as its parameter is, whatever their dtypes."""
@@ -35,11 +37,14 @@ class Placement(abc.ABC):
     mesh: Mesh | AbstractMesh
 
     @abc.abstractmethod
-    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
-        """Return over which axes each dim of a leaf is sharded; `path` is as `jax.tree_util.keystr` writes it."""
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
+        """Return over which axes each dim of a leaf is sharded; `path` is as `jax.tree_util.keystr` writes it.
 
-    def __call__(self, path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Return the sharding of a leaf."""
+        Of a raveled array it is the spec of its vector.
+        """
+
+    def __call__(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> NamedSharding:
+        """Return the sharding of a leaf, or of a raveled array's vector."""
         return NamedSharding(self.mesh, self.partition_spec(path, leaf))
 
     def with_mesh(self, mesh: Mesh | AbstractMesh) -> Self:
@@ -56,7 +61,7 @@ class ReplicatedPlacement(Placement):
 
     __slots__ = ()
 
-    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
         """Return the empty spec: no axis shards the leaf."""
         return P()
 
@@ -71,7 +76,7 @@ class ParameterPlacement(Placement):
 
     parameter_specs: ParameterSpecs
 
-    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
         """Return the spec of the matching parameter with the longest path."""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return P()
@@ -84,15 +89,17 @@ class ParameterPlacement(Placement):
 
 
 class FullyShardedPlacement(Placement):
-    """Every leaf sharded over as many devices of the mesh as divide one of its dims.
+    """Every leaf sharded over as many devices of the mesh as divide one of its dims; a raveled one over all of them.
 
     Leaves of fewer than `MIN_SHARDED_SIZE` elements, random keys, and leaves whose dims no axis divides are replicated.
     """
 
     __slots__ = ()
 
-    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
         """Return one sharded dim: over most devices, of those over the mesh's first axes, of those the largest dim."""
+        if isinstance(leaf, RaveledArray):
+            return P(tuple(map(str, self.mesh.axis_names)))
         if math.prod(leaf.shape) < MIN_SHARDED_SIZE or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return P()
         # Stable: of dims of one size the first.

@@ -16,10 +16,12 @@ from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
 from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
 
 Tree = TypeVar("Tree")
-ShardingRule = Sharding | Callable[[str, jax.ShapeDtypeStruct], Sharding]
-"""One sharding for all leaves, or a function of a leaf's path and abstract value."""
+ShardingRule = Sharding | Callable[[str, Any], Sharding]
+"""One sharding for all leaves, or a function of a leaf's path and abstract value (`jax.ShapeDtypeStruct`, or a
+`RaveledArray` of one: then it is the sharding of the vector)."""
 
 
 CONCRETIZATION_ERRORS = (
@@ -43,16 +45,34 @@ class FlatLeaf:
         path: of the leaf in its tree, as `jax.tree_util.keystr` formats it.
         value: on devices, or in host memory. A random key is represented by its raw data.
         key_impl: the implementation of a random key; None for other arrays.
+        raveled_shape: of a raveled array the shape that it represents: then `value` is its vector, with padding, on
+            devices. In host memory no array is raveled.
     """
 
     path: str
     value: jax.Array | np.ndarray
     key_impl: str | None = None
+    raveled_shape: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The leaf's shape, whether it is raveled or not."""
+        return tuple(self.value.shape) if self.raveled_shape is None else self.raveled_shape
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the leaf, without padding."""
+        return math.prod(self.shape) * self.value.dtype.itemsize
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that boxes of the leaf are cut from: that of `value`, without padding."""
+        return self.shape if self.raveled_shape is None else (math.prod(self.raveled_shape),)
 
     @property
     def spec(self) -> LeafSpec:
-        """The leaf's path, dtype, shape and key implementation."""
-        return LeafSpec(self.path, self.value.dtype.name, tuple(self.value.shape), self.key_impl)
+        """The leaf's path, dtype, shape and key implementation: the same on any mesh, raveled or not."""
+        return LeafSpec(self.path, self.value.dtype.name, self.shape, self.key_impl)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +91,7 @@ class FlatState:
     @property
     def nbytes(self) -> int:
         """Size in bytes of the global arrays."""
-        return sum(leaf.value.nbytes for leaf in self.leaves)
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def is_complete(self) -> bool:
@@ -94,7 +114,7 @@ def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytr
     Raises:
         StateError: a leaf is no array, number or string, or was deleted (donated); names it.
     """
-    paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_raveled)
     named = [(jax.tree_util.keystr(path), value) for path, value in paths_and_values]
     return FlatState(
         step=step,
@@ -136,6 +156,8 @@ def make_abstract_state(init: Callable[[], Tree]) -> Tree:
 
 
 def _flatten_leaf(path: str, value: object) -> FlatLeaf:
+    if isinstance(value, RaveledArray):
+        return dataclasses.replace(_flatten_leaf(path, value.vector), raveled_shape=value.shape)
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise StateError(
@@ -183,9 +205,19 @@ def copy_to_host(state: FlatState) -> FlatState:
     return dataclasses.replace(
         state,
         leaves=tuple(
-            dataclasses.replace(leaf, value=copy_array(leaf.path, leaf.value)) for leaf in state.leaves
+            dataclasses.replace(leaf, value=copy_leaf(leaf), raveled_shape=None) for leaf in state.leaves
         ),
     )
+
+
+def copy_leaf(leaf: FlatLeaf) -> np.ndarray:
+    """Return a leaf in host memory, as `copy_array` does; a raveled one in its own shape.
+
+    Raises:
+        StateError: the leaf is sharded over several hosts.
+    """
+    array = copy_array(leaf.path, leaf.value)
+    return array[: math.prod(leaf.shape)].reshape(leaf.shape) if leaf.raveled_shape is not None else array
 
 
 def copy_array(path: str, value: jax.Array | np.ndarray) -> np.ndarray:

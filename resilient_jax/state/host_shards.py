@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.raveled_array import compute_padded_size
 from resilient_jax.state.index_box import IndexBox, box_from_index, whole_box
 
 
@@ -26,6 +27,11 @@ class HostShards:
             for device, index in sharding.addressable_devices_indices_map(shape).items()
         }
         self.boxes = sorted(set(self._box_of.values()))
+
+    @classmethod
+    def of_vector(cls, size: int, sharding: Sharding) -> "HostShards":
+        """Return the shards of a raveled array of `size` elements: ranges of its vector, padding included."""
+        return cls((compute_padded_size(size, len(sharding.device_set)),), sharding)
 
     @property
     def num_elements(self) -> int:

@@ -57,6 +57,35 @@ def intersect_boxes(one: IndexBox, other: IndexBox) -> IndexBox | None:
     return IndexBox(start, stop)
 
 
+def cover_range(shape: Sequence[int], start: int, stop: int) -> Iterator[IndexBox]:
+    """Yield the boxes of an array that its elements from `start` up to `stop` fill, in C order; few large ones.
+
+    >>> [box.shape for box in cover_range((4, 10), 5, 33)]
+    [(1, 5), (2, 10), (1, 3)]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield IndexBox((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        yield from _cover_in_row(shape, last, start, stop)
+        return
+    yield from _cover_in_row(shape, first - 1, start, first * row)
+    if last > first:
+        yield whole_box(shape).narrow(0, first, last)
+    yield from _cover_in_row(shape, last, last * row, stop)
+
+
+def _cover_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[IndexBox]:
+    """Yield the boxes of a range of elements that is inside of one row."""
+    before = index * math.prod(shape[1:])
+    for box in cover_range(shape[1:], start - before, stop - before):
+        yield IndexBox((index, *box.start), (index + 1, *box.stop))
+
+
 def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
     """Split a box into up to `num_parts` boxes whose sizes differ by at most one row; the larger ones come first.
 

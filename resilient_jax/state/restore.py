@@ -5,12 +5,13 @@ memory that it is made from, and must not share that of a slot, which the next s
 boxes of its own devices only, a batch of leaves at a time.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.ids import HostName
@@ -19,11 +20,11 @@ from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.host_shards import HostShards
-from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.index_box import IndexBox, intersect_boxes, whole_box
 from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
 from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import EXPECTED_STATE
-from resilient_jax.state.tree_match import match_tree
+from resilient_jax.state.tree_match import MatchedLeaf, match_tree
 
 Tree = TypeVar("Tree")
 RESTORE_BATCH_BYTES: Final = 256 * 2**20
@@ -68,7 +69,7 @@ def restore_snapshot(
         expected=EXPECTED_STATE,
     )
     numbers = {spec.path: number for number, spec in enumerate(first.contents.leaves)}
-    wanted = [_Wanted(numbers[spec.path], spec, target) for spec, target in matched.leaves]
+    wanted = [_Wanted(numbers[leaf.spec.path], leaf) for leaf in matched.leaves]
     gatherer = BoxGatherer(reader, manifests)
     slabs = SlabAllocator()
     arrays: list[jax.Array] = []
@@ -113,10 +114,15 @@ def _check_dtype(spec: LeafSpec) -> None:
 class _Wanted:
     """A leaf that is being restored, and the memory that its boxes are read into."""
 
-    def __init__(self, number: int, info: LeafSpec, sharding: Sharding | None) -> None:
+    def __init__(self, number: int, leaf: MatchedLeaf) -> None:
         self._number = number
-        self._dtype = np.dtype(info.dtype)
-        self._share = HostShards(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))
+        self._dtype = np.dtype(leaf.spec.dtype)
+        sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        size = math.prod(leaf.spec.shape)
+        self._share = (
+            HostShards.of_vector(size, sharding) if leaf.is_raveled else HostShards(leaf.spec.shape, sharding)
+        )
+        self._stored = whole_box((size,) if leaf.is_raveled else leaf.spec.shape)
         self._buffers: dict[IndexBox, np.ndarray] = {}
 
     @property
@@ -125,9 +131,17 @@ class _Wanted:
         return self._share.num_elements * self._dtype.itemsize
 
     def allocate(self, slabs: "SlabAllocator") -> list[ReadTarget]:
-        """Allocate memory for the leaf's boxes; return the targets to fill."""
+        """Allocate memory for the leaf's boxes; return the targets to fill. Padding is zero, and in no snapshot."""
         self._buffers = {box: slabs.allocate(box.shape, self._dtype) for box in self._share.boxes}
-        return [ReadTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
+        targets = []
+        for box, buffer in self._buffers.items():
+            stored = intersect_boxes(box, self._stored)
+            if stored != box:
+                buffer.fill(0)
+            if stored is not None:
+                # The ellipsis makes a view of a scalar, too.
+                targets.append(ReadTarget(self._number, stored, buffer[(*stored.index_within(box), ...)]))
+        return targets
 
     def place(self) -> jax.Array:
         """Return the array made of the filled boxes, which it may share memory with."""

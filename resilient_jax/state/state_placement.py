@@ -1,5 +1,6 @@
 """A flat state, or one that was just initialized, as the user's tree on the devices of the present mesh."""
 
+import math
 from typing import Final, TypeVar
 
 import jax
@@ -7,15 +8,17 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.errors import StateError
+from resilient_jax.sharding.raveled_array import compute_padded_size
 from resilient_jax.state.flat_state import (
+    FlatLeaf,
     FlatState,
     ShardingRule,
-    copy_array,
+    copy_leaf,
     copy_to_host,
     flatten_state,
     make_abstract_state,
 )
-from resilient_jax.state.tree_match import match_tree
+from resilient_jax.state.tree_match import MatchedLeaf, match_tree
 
 Tree = TypeVar("Tree")
 EXPECTED_STATE: Final = "the state that the init function makes. Commit the same tree that init makes"
@@ -33,7 +36,7 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
     Raises:
         StateError: structure, shape or dtype differ; names the first leaves that do.
     """
-    values = {leaf.path: leaf.value for leaf in state.leaves}
+    leaves = {leaf.path: leaf for leaf in state.leaves}
     matched = match_tree(
         abstract,
         [leaf.spec for leaf in state.leaves],
@@ -42,7 +45,7 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
         source="the committed state",
         expected=EXPECTED_STATE,
     )
-    return matched.build([_place(spec.path, values[spec.path], target) for spec, target in matched.leaves])
+    return matched.build([_place(leaves[wanted.spec.path], wanted) for wanted in matched.leaves])
 
 
 def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
@@ -55,25 +58,51 @@ def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
     return restore_state(abstract, copy_to_host(flatten_state(0, tree)), sharding)
 
 
-def _place(path: str, value: jax.Array | np.ndarray, sharding: Sharding | None) -> jax.Array:
+def _place(leaf: FlatLeaf, wanted: MatchedLeaf) -> jax.Array:
+    value, sharding = leaf.value, wanted.sharding
     if isinstance(value, np.ndarray):
-        if sharding is None:
-            sharding = SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        return _place_array(value, wanted)
     if sharding is None:
-        if value.is_fully_addressable:
+        if value.is_fully_addressable and (leaf.raveled_shape is not None) == wanted.is_raveled:
             return value
         raise StateError(
-            f"the state's leaf {path} is on a mesh of several hosts ({value.sharding}) that has changed, expected a "
-            "sharding for the present one: restore_or_init(init, sharding=NamedSharding(world.mesh(...), ...))"
+            f"the state's leaf {leaf.path} is on a mesh of several hosts ({value.sharding}) that has changed, expected "
+            "a sharding for the present one: restore_or_init(init, sharding=NamedSharding(world.mesh(...), ...))"
         )
-    if value.sharding == sharding:
-        return value
-    return _move(path, value, sharding)
+    shape = _find_shape(wanted, sharding)
+    if value.shape == shape:
+        if value.sharding == sharding:
+            return value
+        if (moved := _move_shards(value, sharding)) is not None:
+            return moved
+    # Other shards, or other padding: a copy through host memory.
+    return _place_array(copy_leaf(leaf), wanted)
 
 
-def _move(path: str, value: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the array with another sharding: the same shards where they fit, else a copy through host memory."""
+def _place_array(array: np.ndarray, wanted: MatchedLeaf) -> jax.Array:
+    """Return an array in host memory with the wanted sharding, or as a vector with it, padded with zeros."""
+    sharding = wanted.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    shape = _find_shape(wanted, sharding)
+    if not wanted.is_raveled:
+        return jax.make_array_from_callback(shape, sharding, lambda index: array[index])
+    elements, length = array.reshape(-1), sharding.shard_shape(shape)[0]
+
+    def read_range(index: tuple[slice, ...] | None) -> np.ndarray:
+        found = elements[index or ...]
+        return np.concatenate([found, np.zeros(length - found.size, found.dtype)])
+
+    return jax.make_array_from_callback(shape, sharding, read_range)
+
+
+def _find_shape(wanted: MatchedLeaf, sharding: Sharding) -> tuple[int, ...]:
+    """Return the shape of the array on devices: of a raveled array, that of its padded vector."""
+    if not wanted.is_raveled:
+        return wanted.spec.shape
+    return (compute_padded_size(math.prod(wanted.spec.shape), len(sharding.device_set)),)
+
+
+def _move_shards(value: jax.Array, sharding: Sharding) -> jax.Array | None:
+    """Return the array with another sharding, made of the same shards; None: they do not fit."""
     shards = {shard.device: (shard.index, shard.data) for shard in value.addressable_shards}
     wanted = sharding.addressable_devices_indices_map(value.shape)
     if all(
@@ -83,8 +112,7 @@ def _move(path: str, value: jax.Array, sharding: Sharding) -> jax.Array:
         return jax.make_array_from_single_device_arrays(
             value.shape, sharding, [shards[device][1] for device in wanted]
         )
-    array = copy_array(path, value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: array[index])
+    return None
 
 
 def _is_same_index(one: tuple[slice, ...], other: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:

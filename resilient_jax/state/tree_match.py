@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
 from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
 from resilient_jax.state.flat_state import ShardingRule, is_random_key
 
 Tree = TypeVar("Tree")
@@ -20,27 +21,47 @@ MAX_SHOWN: Final = 3
 """Differences that an error message lists."""
 
 
+class MatchedLeaf(NamedTuple):
+    """An array that is to be filled in.
+
+    Attributes:
+        spec: of the array.
+        sharding: of the array, or of the data of a random key, or of the vector of a raveled array.
+        is_raveled: whether it is wanted as a vector.
+    """
+
+    spec: LeafSpec
+    sharding: Sharding | None
+    is_raveled: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatchedTree(Generic[Tree]):
     """The wanted tree, with the spec and the sharding of each array that is to be filled in.
 
     Attributes:
-        leaves: (spec, sharding) of each array, in the tree's order; the sharding of a key's data is the key's own.
+        leaves: in the tree's order.
         tree: the wanted tree of abstract arrays, with the found strings.
     """
 
-    leaves: tuple[tuple[LeafSpec, Sharding | None], ...]
+    leaves: tuple[MatchedLeaf, ...]
     tree: Tree
 
     def build(self, arrays: Sequence[jax.Array | np.ndarray]) -> Tree:
-        """Return the tree with these arrays, in the order of `leaves`. The raw data of random keys becomes keys."""
-        values = iter(
-            array
-            if spec.key_impl is None
-            else jax.random.wrap_key_data(jnp.asarray(array), impl=spec.key_impl)
-            for (spec, _), array in zip(self.leaves, arrays, strict=True)
+        """Return the tree with these arrays, in the order of `leaves`: raw data of random keys, vectors of raveled
+        arrays."""
+        values = iter(_wrap(*pair) for pair in zip(self.leaves, arrays, strict=True))
+        return jax.tree_util.tree_map(
+            lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree, is_leaf=is_raveled
         )
-        return jax.tree_util.tree_map(lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree)
+
+
+def _wrap(leaf: MatchedLeaf, array: jax.Array | np.ndarray) -> Any:  # noqa: ANN401 - an array of any kind
+    if leaf.is_raveled:
+        return RaveledArray(array, leaf.spec.shape)
+    if leaf.spec.key_impl is not None:
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.spec.key_impl)
+    return array
 
 
 def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array, or an abstract one
@@ -63,7 +84,7 @@ def list_leaf_specs(abstract: Any, format_path: PathFormat = jax.tree_util.keyst
     """Return the specs of a tree's arrays, in the tree's order; strings are left out."""
     return [
         make_leaf_spec(format_path(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_raveled)
         if not isinstance(leaf, str)
     ]
 
@@ -92,20 +113,24 @@ def match_tree(
     Raises:
         StateError: a path, shape, dtype or key implementation differs; names the first that do.
     """
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_raveled)
     wanted = list_leaf_specs(abstract, format_path)
     wanted_strings = {format_path(path) for path, leaf in paths_and_leaves if isinstance(leaf, str)}
     differences = _find_differences(wanted, found) + _find_other_paths(wanted_strings, strings.keys())
     if differences:
         count = f" ({len(differences)} differences)" if len(differences) > MAX_SHOWN else ""
         raise StateError(f"{source}: found {'; '.join(differences[:MAX_SHOWN])}{count}, expected {expected}")
-    shardings = [
-        sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding
-        for path, leaf in paths_and_leaves
-        if not isinstance(leaf, str)
-    ]
+    arrays = [(path, leaf) for path, leaf in paths_and_leaves if not isinstance(leaf, str)]
+    leaves = tuple(
+        MatchedLeaf(
+            spec,
+            sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding,
+            is_raveled(leaf),
+        )
+        for spec, (path, leaf) in zip(wanted, arrays, strict=True)
+    )
     tree = structure.unflatten([strings.get(format_path(path), leaf) for path, leaf in paths_and_leaves])
-    return MatchedTree(tuple(zip(wanted, shardings, strict=True)), tree)
+    return MatchedTree(leaves, tree)
 
 
 def _find_differences(wanted: Sequence[LeafSpec], found: Sequence[LeafSpec]) -> list[str]:

@@ -22,6 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.raveled_array import (
+    RaveledArray,
+    compute_padded_size,
+    is_raveled,
+    ravel_array,
+)
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
 
 Tree = TypeVar("Tree")
@@ -32,14 +38,16 @@ class ShardGrid:
     """How one leaf is sharded: a grid of shards of one shape.
 
     Attributes:
-        shape: of the leaf.
+        shape: of the leaf; of a raveled one, of its padded vector.
         shard_shape: of each shard.
         shard_holders: of each shard, in C order, the number of a device that has it.
+        raveled_shape: of a raveled leaf the shape that it represents.
     """
 
     shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
     shard_holders: tuple[int, ...]
+    raveled_shape: tuple[int, ...] | None = None
 
     def join_shards(self, rows: jax.Array) -> jax.Array:
         """Return the leaf from [devices, elements of a shard]."""
@@ -51,9 +59,12 @@ class ShardGrid:
         # [c_0, .., c_n, s_0, .., s_n] -> [c_0, s_0, c_1, s_1, ..] -> [c_0 s_0, c_1 s_1, ..]: the position along a dim
         # is (index of the shard) x (its size) + (index in the shard).
         boxes = rows.reshape(*counts, *self.shard_shape)
-        return boxes.transpose([axis for dim in range(ndim) for axis in (dim, ndim + dim)]).reshape(
+        joined = boxes.transpose([axis for dim in range(ndim) for axis in (dim, ndim + dim)]).reshape(
             self.shape
         )
+        if self.raveled_shape is None:
+            return joined
+        return joined[: math.prod(self.raveled_shape)].reshape(self.raveled_shape)
 
 
 def find_shard_grid(
@@ -73,7 +84,7 @@ def find_shard_grid(
 
 
 def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
-    """Return replicated copies of leaves that are sharded over hosts, or over this host's devices.
+    """Return replicated copies of leaves that are sharded over hosts, or over this host's devices; none is raveled.
 
     Every host must call it. Leaves that are replicated already are not copied: they share their memory with the tree's.
 
@@ -81,15 +92,18 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
         tree: arrays on one mesh over all live hosts.
         local_sharding: of the copies: replicated over this host's devices.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_raveled)
+    leaves = [node.vector if is_raveled(node) else node for node in nodes]
     found: list[Any] = [None] * len(leaves)
     # By dtype, because a dtype is one vector; and apart what this host has all shards of, which takes no collective.
     groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
     for position, leaf in enumerate(leaves):
-        if leaf.is_fully_replicated:
+        shape = nodes[position].shape if is_raveled(nodes[position]) else None
+        if leaf.is_fully_replicated and shape is None:
             found[position] = _replicate_over(leaf, local_sharding)
         else:
             pieces, is_here = _locate(leaf.sharding, leaf.shape)
+            pieces = dataclasses.replace(pieces, raveled_shape=shape)
             groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
     for (_, is_here), members in groups.items():
         grid = _grid(leaves[members[0][0]].sharding.mesh)
@@ -102,7 +116,7 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
     return jax.tree.unflatten(treedef, found)
 
 
-def shard_tree(tree: Tree, placement: Placement) -> Tree:
+def shard_tree(tree: Tree, placement: Placement, raveled: Sequence[bool] | None = None) -> Tree:
     """Return the tree with the shardings of `placement`, from copies that every host has, without communication.
 
     Leaves that stay replicated are not copied: they share their memory with the tree's.
@@ -110,29 +124,65 @@ def shard_tree(tree: Tree, placement: Placement) -> Tree:
     Args:
         tree: arrays that are replicated over this host's devices, the same on every host.
         placement: on a mesh with devices, those of all live hosts.
+        raveled: of each leaf, in the tree's order, whether to return it raveled; None: no leaf.
     """
     assert isinstance(placement.mesh, Mesh), "a placement without devices is for traced programs"
     grid = _grid(placement.mesh)
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [leaf for _, leaf in paths_and_leaves]
-    targets = [placement(jax.tree_util.keystr(path), leaf) for path, leaf in paths_and_leaves]
-    cuts = [position for position, target in enumerate(targets) if not target.is_fully_replicated]
-    if cuts:
-        here = tuple(grid.local_mesh.devices.flat)
-        # Of each device: where its shard starts. Each device of this host gets one row of these.
-        starts = [_find_starts(targets[i], leaves[i].shape) for i in cuts]
-        stacks = _cut(grid.local_mesh, tuple(targets[i].shard_shape(leaves[i].shape) for i in cuts))(
-            [leaves[i] for i in cuts], [np.array([of[d] for d in here], np.int32) for of in starts]
-        )
-        for position, stack in zip(cuts, stacks, strict=True):
-            shards = [shard.data for shard in stack.addressable_shards]
-            leaves[position] = jax.make_array_from_single_device_arrays(
-                leaves[position].shape, targets[position], shards
-            )
-    whole = set(range(len(leaves))) - set(cuts)
-    return jax.tree.unflatten(
-        treedef, [_replicate_over(leaf, targets[i]) if i in whole else leaf for i, leaf in enumerate(leaves)]
+    leaves: list[Any] = [leaf for _, leaf in paths_and_leaves]
+    cuts: dict[int, _ShardCut] = {}
+    for position, (path, leaf) in enumerate(paths_and_leaves):
+        is_vector = raveled is not None and raveled[position]
+        target = placement(jax.tree_util.keystr(path), _ravel_abstract(leaf) if is_vector else leaf)
+        if is_vector or not target.is_fully_replicated:
+            cuts[position] = _ShardCut.of(leaf.shape, target, is_vector=is_vector)
+        else:
+            leaves[position] = _replicate_over(leaf, target)
+    here = tuple(grid.local_mesh.devices.flat)
+    # Of each device: where its shard starts. Each device of this host gets one row of these.
+    starts = [np.array([cut.starts[device] for device in here], np.int32) for cut in cuts.values()]
+    program = _cut(
+        grid.local_mesh, tuple((cut.shape, cut.shard_shape, cut.is_vector) for cut in cuts.values())
     )
+    stacks = program([leaves[position] for position in cuts], starts) if cuts else []
+    for (position, cut), stack in zip(cuts.items(), stacks, strict=True):
+        shards = [shard.data for shard in stack.addressable_shards]
+        array = jax.make_array_from_single_device_arrays(cut.shape, cut.target, shards)
+        leaves[position] = RaveledArray(array, leaves[position].shape) if cut.is_vector else array
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _ravel_abstract(leaf: jax.Array) -> RaveledArray:
+    return ravel_array(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ShardCut:
+    """The shards that are cut out of a leaf.
+
+    Attributes:
+        target: the sharding.
+        shape: of the leaf; of one to be raveled, of its padded vector.
+        is_vector: whether the leaf is to be raveled.
+    """
+
+    target: NamedSharding
+    shape: tuple[int, ...]
+    is_vector: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], target: NamedSharding, *, is_vector: bool) -> "_ShardCut":
+        if is_vector:
+            shape = (compute_padded_size(math.prod(shape), target.mesh.size),)
+        return cls(target, shape, is_vector)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.target.shard_shape(self.shape)
+
+    @property
+    def starts(self) -> dict[Device, tuple[int, ...]]:
+        return _find_starts(self.target, self.shape)
 
 
 def _replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
@@ -229,8 +279,13 @@ def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - 
 
 
 @functools.cache
-def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Return this host's shards; their start indexes are arguments, so that all hosts compile the same program."""
+def _cut(local: Mesh, cuts: tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]) -> Any:  # noqa: ANN401 - a jitted function
+    """Return this host's shards; their start indexes are arguments, so that all hosts compile the same program.
+
+    Args:
+        local: this host's devices.
+        cuts: (shape, shape of a shard, whether to ravel) of each leaf; the shape of one to be raveled is its vector's.
+    """
 
     @jax.jit
     @functools.partial(
@@ -241,10 +296,11 @@ def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN4
         check_vma=False,
     )
     def cut(leaves: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
-        return [
-            jax.lax.dynamic_slice(leaf, list(start[0]), shape)
-            for leaf, start, shape in zip(leaves, starts, shapes, strict=True)
-        ]
+        found = []
+        for leaf, start, (shape, shard_shape, is_vector) in zip(leaves, starts, cuts, strict=True):
+            whole = jnp.pad(leaf.reshape(-1), (0, shape[0] - leaf.size)) if is_vector else leaf
+            found.append(jax.lax.dynamic_slice(whole, list(start[0]), shard_shape))
+        return found
 
     return cut
 

@@ -82,7 +82,7 @@ class FitLoop:
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, config, arrangement.replica_shape)
-        layout = make_state_layout(world, config.parallelism.state, arrangement)
+        layout = make_state_layout(world, config.parallelism.state, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
         zeros = make_zeros(programs.abstract_sums, arrangement.placement)
         is_compiling_ahead = False
@@ -155,7 +155,7 @@ class FitLoop:
         world, load_variables = layout.world, self._config.initial_variables
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
         if self._checkpointer is not None:
-            found = self._checkpointer.restore(world, programs.abstract_state, placement)
+            found = self._checkpointer.restore(world, layout.ravel(programs.abstract_state), placement)
             if found is not None:
                 step, state = found
                 world.resume_at(step)
@@ -164,7 +164,7 @@ class FitLoop:
             return None
         given = match_variables(programs.abstract_state.variables, load_variables())
         check_initial_variables_agree(world, given)
-        return place_initial_state(programs.init(given), placement)
+        return place_initial_state(layout.ravel(programs.init(given)), placement)
 
     def _is_stopped(self, world: World, step: int) -> bool:
         """Return whether some host stopped training at this step; its callback may not be called again."""
@@ -262,7 +262,7 @@ class FitLoop:
             world, config.recipe, step, np.flatnonzero(np.asarray(accumulated.non_finite)).tolist()
         )
         summary, found = programs.summarize(accumulated)
-        sums, summary = layout.shard(((accumulated.gradients, accumulated.collections), summary))
+        sums, summary = layout.shard_sums((accumulated.gradients, accumulated.collections), summary)
         return sums, summary, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(

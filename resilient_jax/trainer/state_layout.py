@@ -3,6 +3,10 @@
 Every generation makes a layout, for its mesh. A replicated state is on each host's own devices, where steps are
 computed, so all conversions are identities. A sharded state is on a mesh over all live hosts; steps are computed with
 replicated arrays on each host's own devices, which `gather` and `shard` convert.
+
+A leaf of a sharded state that the update treats element by element is raveled (`sharding.raveled_array`): every device
+has its share, whatever the number of hosts. Other leaves are sharded along a dim that the number of devices divides, if
+there is one. Which leaves are raveled follows from the update alone, so it is the same in every generation.
 """
 
 import abc
@@ -18,12 +22,13 @@ from jax.stages import Compiled
 
 from resilient_jax.events import EventKind
 from resilient_jax.sharding.placements import Placement, fully_sharded
+from resilient_jax.sharding.raveled_array import is_raveled, ravel_leaves
 from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
-from resilient_jax.trainer.train_step import TrainStep
+from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep
 from resilient_jax.trainer.training_state import StepSummary, TrainingState
 from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.world import World
@@ -75,6 +80,10 @@ class StateLayout(abc.ABC):
         return self.world.restore_or_init(init, sharding=self.placement)
 
     @abc.abstractmethod
+    def ravel(self, state: TrainingState) -> TrainingState:
+        """Return a complete state, or its abstract arrays, with those leaves raveled that are kept raveled."""
+
+    @abc.abstractmethod
     def gather(self, tree: Tree) -> Tree:
         """Return a state's leaves replicated on this host's devices. Every host must call this.
 
@@ -83,13 +92,19 @@ class StateLayout(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, tree: Tree) -> Tree:
-        """Return leaves that every host has replicated, placed as the state is. No communication."""
+        """Return leaves that every host has replicated, and that are not raveled, placed as the state is. No
+        communication."""
+
+    @abc.abstractmethod
+    def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
+        """Return what `update` takes, placed as the state's leaves are that it updates. No communication."""
 
     @abc.abstractmethod
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """Return the next state; donate this one. Sums and summary are placed as `shard` places them."""
+        """Return the next state; donate this one. Sums and summary are placed as `shard_sums` places
+        them."""
 
     @abc.abstractmethod
     def snapshot(self, state: TrainingState) -> None:
@@ -102,6 +117,10 @@ class ReplicatedLayout(StateLayout):
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         super().__init__(world, arrangement.placement, arrangement)
 
+    def ravel(self, state: TrainingState) -> TrainingState:
+        """Return the state: no leaf is kept raveled."""
+        return state
+
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, which are replicated."""
         return tree
@@ -109,6 +128,10 @@ class ReplicatedLayout(StateLayout):
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves, which are placed right."""
         return tree
+
+    def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
+        """Return the sums, which are placed right."""
+        return sums, summary
 
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
@@ -124,20 +147,25 @@ class ReplicatedLayout(StateLayout):
 class ShardedLayout(StateLayout):
     """Every host has its shards; snapshots have those of a dead host."""
 
-    def __init__(self, world: World, arrangement: Arrangement) -> None:
+    def __init__(self, world: World, arrangement: Arrangement, raveled: RaveledLeaves) -> None:
         axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
         # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
         mesh = make_mesh(world.devices, axes, "all hosts")
         super().__init__(world, fully_sharded(mesh), arrangement)
+        self._raveled = raveled
         self._update: Compiled | None = None
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
     ) -> TrainingState:
         """Return the state to continue from, and record how evenly it is sharded."""
-        state = super().restore(init, load)
+        state = super().restore(lambda: self.ravel(init()), load)
         _record_shard_sizes(self.world, state)
         return state
+
+    def ravel(self, state: TrainingState) -> TrainingState:
+        """Return the state with the leaves raveled that the update treats element by element."""
+        return ravel_leaves(state, self._raveled.state)
 
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, gathered from all hosts."""
@@ -146,6 +174,10 @@ class ShardedLayout(StateLayout):
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves as each device's shards."""
         return resharding.shard_tree(tree, self.placement)
+
+    def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
+        """Return the sums as each device's shards, raveled where the state is."""
+        return resharding.shard_tree((sums, summary), self.placement, self._raveled.sums)
 
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
@@ -178,39 +210,51 @@ class ShardedLayout(StateLayout):
 
 
 def make_state_layout(
-    world: World, state_sharding: StateSharding | str, arrangement: Arrangement
+    world: World, state_sharding: StateSharding | str, arrangement: Arrangement, programs: TrainStep
 ) -> StateLayout:
     """Return the layout of the state in this generation."""
-    kind = ShardedLayout if state_sharding == StateSharding.SHARDED else ReplicatedLayout
-    return kind(world, arrangement)
+    if state_sharding == StateSharding.SHARDED:
+        return ShardedLayout(world, arrangement, programs.raveled_leaves)
+    return ReplicatedLayout(world, arrangement)
 
 
 def _record_shard_sizes(world: World, state: TrainingState) -> None:
     """Record how much of the state this host has, and how much of that every host has: what could not be sharded."""
-    leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
+    leaves = jax.tree.leaves(state, is_leaf=is_raveled)
     here = [_count_local_bytes(leaf) for leaf in leaves]
-    total = sum(leaf.nbytes for leaf in leaves)
+    sizes = [_unwrap(leaf).nbytes for leaf in leaves]
+    total = sum(sizes)
     world.record_event(
         EventKind.STATE_SHARDED,
         bytes=total,
         bytes_here=sum(here),
-        bytes_everywhere=sum(own for own, leaf in zip(here, leaves, strict=True) if own == leaf.nbytes),
+        bytes_everywhere=sum(own for own, size in zip(here, sizes, strict=True) if own == size),
     )
     if world.host_index == 0 and sum(here) * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
         total, MIN_WARNED_BYTES
     ):
         logger.warning(
-            "the state is sharded over %d hosts, but each keeps %.0f %% of it: a leaf is sharded only along a dim that "
-            "a number of devices divides. Choose sizes that many numbers of hosts divide, such as multiples of 24",
+            "the state is sharded over %d hosts, but each keeps %.0f %% of it: the optimizer, or a rule of "
+            "variable_reductions, does not treat all leaves element by element, and such a leaf is sharded only along "
+            "a dim that a number of devices divides. Choose sizes that many numbers of hosts divide, such as multiples "
+            "of 24, or an element-wise optimizer, such as adamw; clip with Numerics(clip_norm=)",
             len(world.hosts),
             100 * sum(here) / total,
         )
 
 
-def _count_local_bytes(leaf: jax.Array) -> int:
-    """Return the bytes of the distinct shards of a leaf on this host."""
+def _unwrap(leaf: Any) -> Any:  # noqa: ANN401 - an array of any kind
+    """Return the raw data of a random key; other leaves as they are."""
+    return leaf if is_raveled(leaf) or not is_random_key(leaf) else jax.random.key_data(leaf)
+
+
+def _count_local_bytes(leaf: Any) -> int:  # noqa: ANN401 - an array of any kind
+    """Return the bytes of the distinct shards of a leaf on this host, padding included."""
+    array = leaf.vector if is_raveled(leaf) else _unwrap(leaf)
     pieces = {
-        tuple(cut.indices(size) for cut, size in zip(shard.index, leaf.shape, strict=True)): shard.data.nbytes
-        for shard in leaf.addressable_shards
+        tuple(
+            cut.indices(size) for cut, size in zip(shard.index, array.shape, strict=True)
+        ): shard.data.nbytes
+        for shard in array.addressable_shards
     }
     return sum(pieces.values())

@@ -24,8 +24,8 @@ class StepReport:
         generation: the number of the membership.
         is_evaluation: whether this is an evaluation, rather than a step.
         state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
-            hosts. Read it, but keep no reference: devices go away when the membership changes, and a reference keeps
-            their memory.
+            hosts, with an `rj.RaveledArray` in place of most arrays. Read it, but keep no reference: devices go away
+            when the membership changes, and a reference keeps their memory.
     """
 
     step: int

@@ -10,6 +10,9 @@ device or mesh is in them. The shape of the mesh is a static argument; the step 
 traced arguments. *summarize* and *update* are two programs even where both run on one host, so that rounding happens at
 the same places.
 
+Of a sharded state *update* computes raveled what it treats element by element (`sharding.elementwise`); optimizer and
+rules are traced with the shapes of the parameters.
+
 Totals are not donated to the reduction: after a failure it falls back to them. *update* donates the committed state.
 On this host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between:
 either this host dies with both states, or it has the new one, and hosts that are behind fetch it. Lost shards of a
@@ -17,6 +20,7 @@ sharded state come from a snapshot.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,10 +28,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
+from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.random_keys import make_microbatch_key
@@ -73,6 +80,19 @@ class Recipe:
     axis_names: tuple[str, ...] = (DATA_AXIS,)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RaveledLeaves:
+    """Which leaves of a sharded state, and of the sums that update it, are raveled; in the order of their trees.
+
+    Attributes:
+        state: of a `TrainingState`.
+        sums: of `((gradients, collections), summary)`.
+    """
+
+    state: tuple[bool, ...]
+    sums: tuple[bool, ...]
+
+
 class TrainStep:
     """The programs of one recipe, for batches like one example.
 
@@ -83,7 +103,7 @@ class TrainStep:
             `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the result.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
-            divides; `placement`, without devices, is that of the state.
+            divides; `placement`, without devices, is that of the state, of which leaves may be raveled.
         example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
@@ -110,8 +130,25 @@ class TrainStep:
         self._reducer, self.abstract_sums = self._trace_loss()
         summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.collections
-        after = jax.eval_shape(self._update, self.abstract_state, sums, summary, placement=None)
+        self._update_arguments = self.abstract_state, sums, summary
+        after = jax.eval_shape(self._compute_next_state, *self._update_arguments)
         check_same_types(self.abstract_state, after, "optimizer")
+
+    @functools.cached_property
+    def raveled_leaves(self) -> RaveledLeaves:
+        """The leaves that the update treats element by element, and whose size is suitable; the same for any mesh."""
+        state, sums, summary = self._update_arguments
+        count = len(jax.tree.leaves(state))
+        found = find_elementwise(self._trace_update(), [(index, index) for index in range(count)])
+        sizes = [leaf.size for leaf in jax.tree.leaves((state, sums, summary))]
+        raveled = tuple(
+            one and MIN_RAVELED_SIZE <= size <= MAX_RAVELED_SIZE
+            for one, size in zip(found, sizes, strict=True)
+        )
+        return RaveledLeaves(raveled[:count], raveled[count:])
+
+    def _trace_update(self) -> core.ClosedJaxpr:
+        return jax.make_jaxpr(self._compute_next_state)(*self._update_arguments)
 
     def _init(self, given: GivenLeaves | None = None) -> TrainingState:
         recipe = self._recipe
@@ -214,7 +251,21 @@ class TrainStep:
         sums: tuple[Tree, Tree],
         summary: StepSummary,
         *,
-        placement: Placement | None,
+        placement: Placement,
+    ) -> TrainingState:
+        arguments = jax.tree.leaves((state, sums, summary), is_leaf=is_raveled)
+        if any(map(is_raveled, arguments)):
+            # Traced again, and not kept from `raveled_leaves`: constants in it would be arrays of a generation.
+            found = apply_elementwise(self._trace_update(), arguments)
+            new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
+                [ravel_like(leaf, before) for leaf, before in zip(found, arguments, strict=False)]
+            )
+        else:
+            new = self._compute_next_state(state, sums, summary)
+        return constrain_sharding(new, placement)
+
+    def _compute_next_state(
+        self, state: TrainingState, sums: tuple[Tree, Tree], summary: StepSummary
     ) -> TrainingState:
         """Update with gradient = sum / count, clipped, and reduce the other variables."""
         recipe, params = self._recipe, state.variables.params
@@ -226,7 +277,7 @@ class TrainStep:
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
             _cast_like(params, gradients), state.opt_state, params, value=summary.mean_loss
         )
-        new = TrainingState(
+        return TrainingState(
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
@@ -235,7 +286,6 @@ class TrainStep:
             opt_state=optimizer,
             early_stopping=state.early_stopping,
         )
-        return new if placement is None else constrain_sharding(new, placement)
 
 
 def check_optimizer(optimizer: object) -> optax.GradientTransformation:
@@ -271,10 +321,15 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
 def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
     """Return the tree with the shardings of a placement, which has no devices."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.lax.with_sharding_constraint(
-            leaf, placement(jax.tree_util.keystr(path), leaf)
+        lambda path, leaf: jax.tree.map(
+            # Of a raveled array its vector is the only leaf.
+            lambda array: jax.lax.with_sharding_constraint(
+                array, placement(jax.tree_util.keystr(path), leaf)
+            ),
+            leaf,
         ),
         tree,
+        is_leaf=is_raveled,
     )
 
 

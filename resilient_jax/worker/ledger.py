@@ -6,6 +6,7 @@ gives the same digest on any mesh. It detects damage and mistakes, not an attack
 """
 
 import hashlib
+import math
 import os
 import time
 import zlib
@@ -104,7 +105,7 @@ def compute_sha256(state: FlatState) -> str:
     found = hashlib.sha256()
     for leaf in state.leaves:
         found.update(_leaf_name(leaf))
-        found.update(_to_numpy(leaf.value).tobytes())
+        found.update(_to_numpy(leaf.value).reshape(-1)[: math.prod(leaf.shape)].tobytes())
     return found.hexdigest()
 
 
@@ -114,13 +115,15 @@ def compute_additive_digest(state: FlatState, *, is_first: bool) -> str:
     for leaf in state.leaves:
         seed = zlib.crc32(_leaf_name(leaf))
         for start, data in _list_own_shards(leaf.value, state.is_complete, is_first):
+            if leaf.raveled_shape is not None:
+                data = data[: max(0, math.prod(leaf.shape) - start[0])]  # without padding
             for lane, mixed in enumerate(_mix(data, start, leaf.value.shape, seed)):
                 total[lane] = (total[lane] + mixed) % WORD_MODULUS
     return f"{total[0]:016x}{total[1]:016x}"
 
 
 def _leaf_name(leaf: FlatLeaf) -> bytes:
-    return f"{leaf.path} {leaf.value.dtype} {leaf.value.shape} {leaf.key_impl}".encode()
+    return f"{leaf.path} {leaf.value.dtype} {leaf.shape} {leaf.key_impl}".encode()
 
 
 def _to_numpy(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array

@@ -15,6 +15,8 @@ from resilient_jax.protocol.failpoints import FailPoint
 
 JOB = Path(__file__).with_name("sharded_job.py")
 DEADLINE_S = 240.0
+MAX_IMBALANCE = 1.01
+"""The largest share, times the number of hosts, over the state, of which no number of hosts divides a dim."""
 STEPS, REPORTS = 9, 12
 """The reports are of each step and of three evaluations."""
 
@@ -66,7 +68,7 @@ def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_
         shares = [line.split() for line in (tmp_path / f"shares.{host}").read_text().splitlines()]
         assert len(shares) == REPORTS
         for _, here, whole, complete_arrays in shares:
-            assert int(here) * hosts == int(whole)
+            assert int(whole) <= int(here) * hosts <= MAX_IMBALANCE * int(whole)
             assert int(complete_arrays) == 0
 
 

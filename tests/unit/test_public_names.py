@@ -31,6 +31,7 @@ PUBLIC = {
         "Planner",
         "Prefetcher",
         "ProgramCost",
+        "RaveledArray",
         "ReadOptions",
         "ReplanAction",
         "ReplanDecision",

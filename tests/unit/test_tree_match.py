@@ -31,7 +31,7 @@ def test_a_flat_state_and_an_abstract_tree_have_the_same_specs():
 def test_arrays_in_any_order_are_built_into_the_wanted_tree():
     matched = match(list_leaf_specs(WANTED)[::-1])
     data = {"['w']": np.ones((2, 3), np.float32), "['key']": np.array([1, 2], np.uint32)}
-    tree = matched.build([data[spec.path] for spec, _ in matched.leaves])
+    tree = matched.build([data[leaf.spec.path] for leaf in matched.leaves])
     assert tree["name"] == "b"
     assert (tree["w"] == 1).all()
     np.testing.assert_array_equal(jax.random.key_data(tree["key"]), [1, 2])

@@ -26,6 +26,7 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from benchmarks.stall.first_step import FirstSteps, measure_first_steps
+from benchmarks.stall.state_share import measure_share
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import hold_collective, wait_stall
 from resilient_jax.cluster.job_report import JobComponent
@@ -50,6 +51,7 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     agent_start_s: float
     kills: int
     steps_lost: int
+    share_per_host: float
     machine: str
 
 
@@ -65,6 +67,7 @@ def stall(
     4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes per
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
     The first step is measured from the command until every host has committed it, over that of one host alone.
+    `share_per_host` is the largest share of a sharded state on one of 3 hosts, times 3, after the fourth was killed.
     The benchmark takes about fifteen minutes on two cores.
     """
     console = open_console(json_only)
@@ -78,7 +81,9 @@ def stall(
         console.print("stalls: kills, each after all hosts train again")
         campaign = _Campaign(script, work, console)
         campaign.run(kills)
-    figures = campaign.figures(ours, bare, cold, warm)
+        console.print("share of a sharded state: one of four hosts is killed")
+        share = measure_share(JOBS / "share_job.py", work / "share")
+    figures = campaign.figures(ours, bare, cold, warm, share)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
     print_json_line(figures)
@@ -161,7 +166,12 @@ class _Campaign:
                     self.rejoins.append(after)
 
     def figures(
-        self, ours: Sequence[float], bare: Sequence[float], cold: FirstSteps, warm: FirstSteps
+        self,
+        ours: Sequence[float],
+        bare: Sequence[float],
+        cold: FirstSteps,
+        warm: FirstSteps,
+        share: float,
     ) -> StallFigures:
         healthy_s = statistics.median(ours)
 
@@ -184,6 +194,7 @@ class _Campaign:
             agent_start_s=round(statistics.median(self.agent_start_s), 3),
             kills=len(self.stalls),
             steps_lost=self.steps_lost,
+            share_per_host=round(share, 4),
             machine=describe_machine(),
         )
 
@@ -227,5 +238,6 @@ def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[
     table.add_row("first step, all hosts over one: empty cache; full", ratios, "1.5; 1.2")
     table.add_row("agent memory", f"{figures.agent_rss_mib:.1f} MiB", "60 MiB")
     table.add_row("agent start", f"{figures.agent_start_s:.3f} s", "0.5 s")
+    table.add_row("largest share of a sharded state, times hosts", f"{figures.share_per_host:.3f}", "1.01")
     table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
     return table
