@@ -48,7 +48,11 @@ def script_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_job(
-    command: Sequence[str], work: Path, num_hosts: int = HOSTS, cache: Path | None = None
+    command: Sequence[str],
+    work: Path,
+    num_hosts: int = HOSTS,
+    cache: Path | None = None,
+    config: str = "",
 ) -> Iterator[LocalJob]:
     """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain.
 
@@ -57,15 +61,16 @@ def run_job(
         work: the folder for the job's files.
         num_hosts: of the job.
         cache: of compiled programs; None: one in the job's run directory, which is empty at first.
+        config: further lines of the job's configuration.
     """
     work.mkdir(parents=True, exist_ok=True)
-    config = work / "job.toml"
-    config.write_text("max_restarts = 1000\nrestart_backoff_s = 0.0\n")
+    config_file = work / "job.toml"
+    config_file.write_text(f"max_restarts = 1000\nrestart_backoff_s = 0.0\n{config}")
     with LocalJob(
         command,
         num_hosts=num_hosts,
         run_directory=work / "run",
-        options=["--devices-per-host", "1", "--config", str(config)],
+        options=["--devices-per-host", "1", "--config", str(config_file)],
         environment=script_environment()
         | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}),
     ) as job:

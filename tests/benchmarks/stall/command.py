@@ -26,6 +26,7 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from benchmarks.stall.first_step import FirstSteps, measure_first_steps
+from benchmarks.stall.replacement import measure_replacements
 from benchmarks.stall.state_share import measure_share
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import hold_collective, wait_stall
@@ -42,6 +43,7 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     shrink_stall_s: float
     reform_stall_s: float
     rejoin_stall_s: float
+    replace_all_stall_s: float
     steady_overhead: float
     healthy_step_s: float
     first_step_ratio: float
@@ -58,6 +60,7 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
 def stall(
     kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
     steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
+    replacements: Annotated[int, typer.Option(help="Kills after which all workers are replaced.")] = 5,
     starts: Annotated[int, typer.Option(help="Starts of one host and of all, for the first step.")] = 3,
     windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
@@ -68,7 +71,8 @@ def stall(
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
     The first step is measured from the command until every host has committed it, over that of one host alone.
     `share_per_host` is the largest share of a sharded state on one of 3 hosts, times 3, after the fourth was killed.
-    The benchmark takes about fifteen minutes on two cores.
+    Where collectives cannot be broken off, a kill replaces all workers.
+    The benchmark takes about twenty minutes on two cores.
     """
     console = open_console(json_only)
     script = JOBS / "stall_job.py"
@@ -81,9 +85,11 @@ def stall(
         console.print("stalls: kills, each after all hosts train again")
         campaign = _Campaign(script, work, console)
         campaign.run(kills)
+        console.print("stalls where all workers are replaced by standbys")
+        replacement_s = measure_replacements(script, work / "replace", replacements, console)
         console.print("share of a sharded state: one of four hosts is killed")
         share = measure_share(JOBS / "share_job.py", work / "share")
-    figures = campaign.figures(ours, bare, cold, warm, share)
+    figures = campaign.figures(ours, bare, cold, warm, replacement_s, share)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
     print_json_line(figures)
@@ -171,6 +177,7 @@ class _Campaign:
         bare: Sequence[float],
         cold: FirstSteps,
         warm: FirstSteps,
+        replacement_s: float,
         share: float,
     ) -> StallFigures:
         healthy_s = statistics.median(ours)
@@ -185,6 +192,7 @@ class _Campaign:
             rejoin_stall_s=round(statistics.median(self.rejoins) - healthy_s, 3)
             if self.rejoins
             else float("nan"),
+            replace_all_stall_s=round(replacement_s - healthy_s, 3),
             steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
             healthy_step_s=round(healthy_s, 3),
             first_step_ratio=round(cold.ratio, 2),
@@ -232,6 +240,7 @@ def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[
     table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.5 s")
     table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
     table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
+    table.add_row("all workers replaced, median stall", f"{figures.replace_all_stall_s:.3f} s", "2.5 s")
     spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"
     table.add_row("overhead of the loop", f"{100 * figures.steady_overhead:.1f} % ({spread})", "1 %")
     ratios = f"{figures.first_step_ratio:.2f}; {figures.first_step_ratio_warm:.2f}"
