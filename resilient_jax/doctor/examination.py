@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from resilient_jax.doctor.check_result import CheckResult
@@ -42,7 +42,7 @@ def examine(
     run_directory: Path,
     *,
     has_experiments: bool,
-) -> Iterator[CheckResult]:
+) -> Generator[CheckResult, None, None]:
     """Yield the result of each check, as soon as it is there. Close the iterator to end experiments early.
 
     Args:

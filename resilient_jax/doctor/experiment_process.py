@@ -126,8 +126,8 @@ class ExperimentProcess:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "interrupt":
-                with self._lock:
-                    answered = self._answered
+                # Without effect if the main thread has answered meanwhile: it would hit the next order.
+                answered = order["while_answered"]
                 threading.Thread(target=self._interrupt, args=(answered,), daemon=True).start()
             else:
                 self._orders.put(order)

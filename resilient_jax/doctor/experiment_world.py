@@ -102,6 +102,11 @@ class ExperimentWorld:
         for process in self.processes.values():
             process.order(do, **words)
 
+    def interrupt_all(self) -> None:
+        """Break all members out of what they wait in, except for those that have answered since."""
+        for process in self.processes.values():
+            process.order("interrupt", while_answered=process.num_read)
+
     def meet(self) -> None:
         """Have the present members meet, as those of a new generation."""
         with _as_failure():

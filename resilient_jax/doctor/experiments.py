@@ -115,7 +115,7 @@ class Experiments:
         began_s = time.monotonic()
         world.report_lost(seat)
         if self._platform == "cpu":  # on GPU XLA aborts by itself, once the service is told
-            world.order_all("interrupt")
+            world.interrupt_all()
         released = _release(world, began_s)
         if released is None:
             return _make_result(

@@ -30,10 +30,14 @@ class LineProcess:
     Args:
         module: that is run.
         environment: of the process.
+
+    Attributes:
+        num_read: how many of its lines were read.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self.num_read = 0
         self._rest = b""
         self._module = module
         self.process = subprocess.Popen(
@@ -74,6 +78,7 @@ class LineProcess:
                     raise ExperimentFailed(self._describe_end())
                 self._rest += data
         line, self._rest = self._rest.split(b"\n", 1)
+        self.num_read += 1
         return line.decode()
 
     def order(self, do: str, **words: object) -> None:
