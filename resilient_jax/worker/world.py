@@ -177,8 +177,8 @@ class World:
 
         From such a snapshot a state that is sharded over hosts is restored after a failure. A replicated state needs no
         call: it is copied after commits, until this method is called in a generation. The job's configuration says how
-        often a snapshot is taken, and how many hosts may be lost; a call when none is due does nothing. Without an agent
-        there is no snapshot server, and a call does nothing.
+        often a snapshot is taken, and how many hosts may be lost; a call when none is due does nothing. Without an
+        agent there is no snapshot server, and a call does nothing.
 
         Every host must call it after the same steps. Call `wait_until_finished` before the arrays are donated.
 
