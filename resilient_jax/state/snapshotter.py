@@ -103,7 +103,7 @@ class _Opened:
     described_bytes: int
     """Size of the description of this host's part, without the strings."""
     is_automatic: bool
-    """Whether commits take the snapshots, and not the user."""
+    """Whether they are taken without a call of the user."""
     newest: SnapshotId | None = None
 
 

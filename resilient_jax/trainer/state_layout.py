@@ -141,7 +141,7 @@ class ReplicatedLayout(StateLayout):
         return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
-        """Do nothing: the other hosts have the state, and a commit protects it where one is due."""
+        """Do nothing: the other hosts have the state, and its snapshots are taken without a call."""
 
 
 class ShardedLayout(StateLayout):

@@ -83,7 +83,7 @@ class Session:
 
     # Steps.
 
-    def steps(self, num_steps: int) -> Iterator[int]:
+    def steps(self, world: SnapshotWorld, num_steps: int) -> Iterator[int]:
         """See `World.steps`."""
         if self._committed.is_empty and not self._is_resumed:
             _refuse_restart_from_0(self._state_loss)
@@ -96,6 +96,14 @@ class Session:
             yield step
             # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
+            # Not in `commit`: what an interrupted snapshot raises must not skip the user's code after it on all hosts.
+            committed = self._committed.state
+            if (
+                self._snapshotter is not None
+                and committed is not None
+                and committed.step == step + 1 < num_steps
+            ):
+                self._snapshotter.protect(world, committed)
         if self.is_rehearsal:  # what follows the loop, such as saving, is for a state that was trained
             raise GenerationEnded
 
@@ -109,7 +117,7 @@ class Session:
         if self._committed.is_empty:
             self._committed.first_step = first_step
 
-    def commit(self, world: SnapshotWorld, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
+    def commit(self, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
         """See `World.commit`."""
         if self._step is None:
             raise StateError(
@@ -128,8 +136,6 @@ class Session:
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
-        if self._snapshotter is not None:
-            self._snapshotter.protect(world, committed)
 
     # Accumulations.
 

@@ -120,7 +120,7 @@ class World:
             CallerError: `num_steps` is not an integer.
         """
         check_integers(num_steps=num_steps)
-        return self._session.steps(num_steps)
+        return self._session.steps(self, num_steps)
 
     def resume_at(self, step: int) -> None:
         """Count steps from here, as long as nothing is committed: for a state that comes from storage.
@@ -159,8 +159,8 @@ class World:
         copied: do not donate them before the next commit, except to a program that cannot fail because of other hosts
         (one on `local_mesh`), whose result is committed; call `wait_until_finished` before.
 
-        From time to time a state that is replicated on every host is copied into the hosts' memory, as `snapshot` does,
-        so that it outlives all workers. Every host must commit after the same steps.
+        From time to time, when the step has ended, a state that is replicated on every host is copied into the hosts'
+        memory, as `snapshot` does, so that it outlives all workers. Every host must commit in the same steps.
 
         Args:
             state: a pytree of arrays. One that is not replicated on every host survives the loss of a host only by
@@ -170,15 +170,15 @@ class World:
         Raises:
             StateError: called outside of `steps`, or a leaf is no array or was donated.
         """
-        self._session.commit(self, state, {name: float(value) for name, value in metrics.items()})
+        self._session.commit(state, {name: float(value) for name, value in metrics.items()})
 
     def snapshot(self, state: Any) -> None:  # noqa: ANN401 - any pytree
         """Begin to copy the committed state into the memory of the hosts, protected by parity; return at once.
 
         From such a snapshot a state that is sharded over hosts is restored after a failure. A replicated state needs no
-        call: `commit` copies it, until this method is called in a generation. The job's configuration says how often a
-        snapshot is taken, and how many hosts may be lost; a call when none is due does nothing. Without an agent there
-        is no snapshot server, and a call does nothing.
+        call: it is copied after commits, until this method is called in a generation. The job's configuration says how
+        often a snapshot is taken, and how many hosts may be lost; a call when none is due does nothing. Without an
+        agent there is no snapshot server, and a call does nothing.
 
         Every host must call it after the same steps. Call `wait_until_finished` before the arrays are donated.
 

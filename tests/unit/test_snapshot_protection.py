@@ -1,4 +1,4 @@
-"""Commits protect a replicated state in every generation, or say why not; they never end the training."""
+"""A replicated state is protected in every generation, or it is said why not; training goes on."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.errors import SnapshotRefused
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.state import snapshotter as module
@@ -54,6 +54,7 @@ class AgentLine:
 
     def record_event(self, kind, **detail):
         self.events.append((kind, detail))
+        return Event(kind=kind, host=HERE, monotonic_s=0.0, wall_s=0.0)
 
 
 class Server:
@@ -131,7 +132,7 @@ def test_what_does_not_fit_on_some_host_is_not_protected_and_training_goes_on(
     assert degraded == [f"the state is in no snapshot: {refusal or 'another host cannot keep its part'}"]
 
 
-def test_snapshots_that_the_training_takes_itself_replace_those_of_commits(protect):
+def test_snapshots_that_the_training_takes_itself_replace_the_automatic_ones(protect):
     server, _ = protect(explicit=True, num_steps=4)
     assert server.begun == [FIRST_STEP, FIRST_STEP + 1, FIRST_STEP + 2, FIRST_STEP + 3]
 
