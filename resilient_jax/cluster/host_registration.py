@@ -8,7 +8,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.leader import Leader
-from resilient_jax.cluster.membership import MembershipConfig
+from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.cluster.stored_records import decode_generation

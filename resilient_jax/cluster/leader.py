@@ -17,7 +17,6 @@ from resilient_jax.cluster.membership import (
     HostChanged,
     HostLeft,
     MembershipCommand,
-    MembershipConfig,
     MembershipEvent,
     MembershipState,
     PublishGeneration,
@@ -26,6 +25,7 @@ from resilient_jax.cluster.membership import (
     handle,
     make_initial_state,
 )
+from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status

@@ -32,6 +32,7 @@ from typing import Final, assert_never
 
 import msgspec
 
+from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_state import (
     Disruption,
     MembershipState,
@@ -59,7 +60,6 @@ from resilient_jax.cluster.membership_state import (
 )
 from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.cluster.state_loss import (
-    StateLossPolicy,
     decide_after_state_loss,
     is_any_polling_checkpoints,
     make_state_loss_outcome,
@@ -90,37 +90,6 @@ ALL_LATE_FACTOR: Final = 4
 """Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
 LAST_COPY_FACTOR: Final = 2
 """How many times longer it is where the others have the last copy of the state."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MembershipConfig:
-    """The timeouts and limits of the machine. Times in seconds."""
-
-    num_hosts: int
-    min_hosts: int = 1
-    start_timeout_s: float = 300.0
-    regroup_grace_s: float = 5.0
-    """How long to wait for the other hosts when all come back at once with their state (the store was away)."""
-    state_loss_grace_s: float = 0.0
-    """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host
-    without a network cannot be distinguished from a dead one."""
-    quiesce_timeout_s: float = 5.0
-    last_copy_grace_s: float = 5.0
-    """How long members with the last copy of the state wait for hosts whose worker is starting. To import libraries and
-    to load programs takes some seconds, less if no other host trains meanwhile; it saves a re-form, too."""
-    compile_timeout_s: float = 600.0
-    """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
-    forming_timeout_s: float = 60.0
-    max_collective_retries: int = 3
-    checkpoint_poll_timeout_s: float = 30.0
-    """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
-    progress_interval_s: float = 10.0
-    """Greatest age of the record of progress that is left if all hosts die at once."""
-    state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
-    spare_seats: int = 0
-    """Of each new world."""
-    replaces_workers: bool = False
-    """Whether collectives cannot be broken off (rule 8)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ import msgspec
 
 from resilient_jax.cluster.membership import (
     HostChanged,
-    MembershipConfig,
     PublishGeneration,
     Tick,
     handle,
     make_initial_state,
 )
+from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (

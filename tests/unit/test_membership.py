@@ -9,11 +9,11 @@ from membership_job import Job, stop_at_boundary, training
 from resilient_jax.cluster.membership import (
     HostChanged,
     HostLeft,
-    StateLossPolicy,
     Tick,
     handle,
     make_initial_state,
 )
+from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import HostLeft, StateLossPolicy, make_initial_state
+from resilient_jax.cluster.membership import HostLeft, make_initial_state
+from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import (

@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from resilient_jax.cluster.membership import (
     HostChanged,
     HostLeft,
-    MembershipConfig,
     MembershipEvent,
     PublishGeneration,
     Tick,
     handle,
     make_initial_state,
 )
+from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.world_formation import StartCoordinationService

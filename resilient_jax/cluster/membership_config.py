@@ -1,0 +1,36 @@
+"""The timeouts and limits of the membership machine."""
+
+import dataclasses
+
+from resilient_jax.cluster.state_loss import StateLossPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipConfig:
+    """The timeouts and limits of the machine. Times in seconds."""
+
+    num_hosts: int
+    min_hosts: int = 1
+    start_timeout_s: float = 300.0
+    regroup_grace_s: float = 5.0
+    """How long to wait for the other hosts when all come back at once with their state (the store was away)."""
+    state_loss_grace_s: float = 0.0
+    """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host
+    without a network cannot be distinguished from a dead one."""
+    quiesce_timeout_s: float = 5.0
+    last_copy_grace_s: float = 5.0
+    """How long members with the last copy of the state wait for hosts whose worker is starting. To import libraries and
+    to load programs takes some seconds, less if no other host trains meanwhile; it saves a re-form, too."""
+    compile_timeout_s: float = 600.0
+    """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
+    forming_timeout_s: float = 60.0
+    max_collective_retries: int = 3
+    checkpoint_poll_timeout_s: float = 30.0
+    """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
+    progress_interval_s: float = 10.0
+    """Greatest age of the record of progress that is left if all hosts die at once."""
+    state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
+    spare_seats: int = 0
+    """Of each new world."""
+    replaces_workers: bool = False
+    """Whether collectives cannot be broken off (rule 8 of `membership`)."""
