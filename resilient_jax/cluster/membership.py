@@ -463,9 +463,12 @@ def _decide_to_wait(
         # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
         # If there is a state to continue from, the wait is short.
         patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-        # Hosts whose workers are replaced stay registered, so no other is waited for.
-        is_replacing = config.replaces_workers and state.generation.progress > 0
-        num_hosts = min(config.num_hosts, len(state.hosts)) if is_replacing else config.num_hosts
+        num_hosts = config.num_hosts
+        if config.replaces_workers and state.generation.progress > 0:
+            # Hosts whose workers are replaced stay registered, so no other is waited for, but these for longer.
+            num_hosts = min(num_hosts, len(state.hosts))
+            if any(map(is_on_its_way, state.hosts.values())):
+                patience_s = max(patience_s, config.forming_timeout_s)
         expected = 0 if waited_s > patience_s else num_hosts
         enough = present >= max(expected, config.min_hosts, 1)
     if enough:

@@ -2,7 +2,7 @@
 
 Rules:
 - Not in the first steps of a generation: a failure must not cost more than it does without snapshots. The snapshots of
-  the generation before stay until the next one is committed.
+  the generation before stay until the next one is committed. But where a failure costs all workers, after the first.
 - An automatic interval is the shortest in which copies take no more than `MAX_OVERHEAD` of the time, as measured with
   the first snapshots of the generation. A copy counts as if training stood still meanwhile, which is more than it
   costs: it runs beside the next step. Parity is not counted, since the servers yield to training. The difference
@@ -36,6 +36,7 @@ class ProtectionSchedule:
         generation: the generation.
         first_step: the step of its first commit.
         every: steps between two snapshots; None while that is measured.
+        first_offset: steps after the first until the first snapshot.
         is_disabled: no snapshot is taken in this generation.
         newest_step: of the newest snapshot; None before the first.
     """
@@ -43,6 +44,7 @@ class ProtectionSchedule:
     generation: GenerationNumber
     first_step: int
     every: int | None
+    first_offset: int = FIRST_OFFSET
     is_disabled: bool = False
     newest_step: int | None = None
     _began_s: float = 0.0
@@ -57,7 +59,7 @@ class ProtectionSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether to take a snapshot after this step."""
-        if self.is_disabled or step - self.first_step < FIRST_OFFSET:
+        if self.is_disabled or step - self.first_step < self.first_offset:
             return False
         return self.newest_step is None or step >= self.newest_step + (self.every or MEASURED_INTERVAL)
 

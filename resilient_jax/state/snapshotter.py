@@ -29,6 +29,7 @@ from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.protection_schedule import (
+    FIRST_OFFSET,
     NUM_FIRST_SNAPSHOTS,
     ProtectionSchedule,
     compute_affordable_interval_steps,
@@ -154,10 +155,19 @@ class Snapshotter:
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
+        self._first_offset = FIRST_OFFSET
+        """Steps after the first of this generation until its first automatic snapshot."""
 
-    def begin_generation(self, *, is_last_copy: bool) -> None:
-        """Begin a generation; if it has the last copy of the state, its first snapshot is waited for longer."""
+    def begin_generation(self, *, is_last_copy: bool, keeps_workers: bool) -> None:
+        """Begin a generation.
+
+        Args:
+            is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
+            keeps_workers: workers outlive the loss of another; else nothing but snapshots does, and a replicated state
+                is in one from the first step on.
+        """
         self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
+        self._first_offset = FIRST_OFFSET if keeps_workers else 0
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
@@ -194,7 +204,10 @@ class Snapshotter:
         if schedule is None or schedule.generation != world.generation:
             every = interval if isinstance(interval, int) else None
             schedule = self._schedule = ProtectionSchedule(
-                generation=world.generation, first_step=state.step, every=every
+                generation=world.generation,
+                first_step=state.step,
+                every=every,
+                first_offset=self._first_offset,
             )
         schedule.mark(state.step, time.monotonic())
         if schedule.is_measured(state.step):

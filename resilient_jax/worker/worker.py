@@ -193,7 +193,9 @@ class Worker:
         """Return whether `train_fn` returned, and its failure. Leaves no reference to arrays or exceptions behind."""
         try:
             self._form_world(order)
-            self._snapshotter.begin_generation(is_last_copy=order.generation.losses_left == 0)
+            self._snapshotter.begin_generation(
+                is_last_copy=order.generation.losses_left == 0, keeps_workers=order.generation.keeps_workers
+            )
             world, reducer = self._make_world(order)
             try:
                 train_fn(world)

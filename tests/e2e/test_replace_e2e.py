@@ -2,14 +2,17 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sharded_job import ShardedJob
-from tiny_job import CONFIG, RECOVERY_S
+from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, protect
 
 from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 from resilient_jax.protocol.records import WorkerState
+from resilient_jax.protocol.snapshots import SnapshotPhase
 
 pytestmark = pytest.mark.timeout(600)
 HOSTS = tuple(f"host-{index}" for index in range(4))
@@ -73,3 +76,22 @@ def test_all_workers_are_replaced_again_after_a_death_at(place: FailPoint, job: 
     job.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
     job.job.wait_held(["host-1"], RECOVERY_S)
     lose(job, ((JobComponent.WORKER, "host-1", signal.SIGKILL),))
+
+
+def test_a_replicated_state_is_restored_from_a_snapshot_of_the_first_steps(tmp_path: Path) -> None:
+    config = protect(CONFIG_WITHOUT_STANDBYS, interval_steps=1) + 'abort = "replace"\n'
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
+        report = tiny.job.wait_report(
+            "a snapshot of the first generation",
+            lambda now: any(s.phase is SnapshotPhase.COMMITTED for h in now.hosts for s in h.snapshots),
+            RECOVERY_S,
+        )
+        before = {host.host: host.worker for host in report.hosts}
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        assert report.generation is not None
+        after = tiny.wait_training(2, report.generation.number)
+        assert all(host.worker != before[host.host] for host in after.hosts)
+        tiny.finish(more_steps=3)
+        restored = [e.detail["step"] for e in tiny.job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED]
+    promised = max(s.id.step for h in report.hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED)
+    assert min(map(int, restored)) >= promised

@@ -3,13 +3,15 @@
 from membership_job import Job, keep, sharded, snapshot, training
 
 from resilient_jax.cluster.membership import HostLeft
-from resilient_jax.ids import HostName
+from resilient_jax.ids import HostName, Incarnation
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,
     WorkerFailure,
     WorkerFailureKind,
+    WorkerReport,
     WorkerState,
+    WorkerStatus,
 )
 
 
@@ -44,6 +46,20 @@ def test_a_host_that_is_gone_is_not_waited_for():
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, list("acd"))
     assert job.generation.snapshot is not None
+
+
+def test_workers_that_start_slowly_are_waited_for():
+    job = sharded("abcd", replaces_workers=True, regroup_grace_s=5.0, forming_timeout_s=60.0)
+    job.worker("b", exit_code=-9)
+    asked = len(job.asked)
+    starting = WorkerReport(state=WorkerState.STARTING)
+    job.change("d", worker=WorkerStatus(incarnation=Incarnation(2), pid=2, report=starting))
+    replace(job, *"abc")
+    job.wait(50.0)
+    assert len(job.asked) == asked
+    job.wait(11.0)
+    job.serve()
+    assert (job.phase, job.members) == (GenerationPhase.FORM, list("abc"))
 
 
 def test_the_world_is_another_after_every_replacement():

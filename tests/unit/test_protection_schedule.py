@@ -1,5 +1,7 @@
 """When a replicated state is snapshotted: not in a generation's first steps, then as often as is affordable."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +36,11 @@ def make(every: int | None) -> ProtectionSchedule:
 
 def test_a_fixed_interval_begins_after_the_first_steps_of_a_generation():
     assert run(make(3), 12) == [FIRST_OFFSET, FIRST_OFFSET + 3, FIRST_OFFSET + 6, FIRST_OFFSET + 9]
+
+
+def test_where_a_failure_costs_all_workers_the_first_step_is_protected():
+    schedule = dataclasses.replace(make(3), first_offset=0)
+    assert run(schedule, 12) == [0, 3, 6, 9]
 
 
 def test_the_first_snapshots_are_measured_and_the_interval_is_agreed_on_once():
