@@ -6,6 +6,11 @@ bug). A message says what was found, what was expected, where, and what to do.
 """
 
 import enum
+import errno
+from typing import Final
+
+EXHAUSTION_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
+"""Errors of the kernel that mean that a resource is used up."""
 
 
 class ExitCode(enum.IntEnum):

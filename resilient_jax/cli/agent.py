@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import re
 import signal
@@ -37,7 +36,14 @@ from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.cluster.worker_process import copy_environment
-from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, Unauthenticated
+from resilient_jax.errors import (
+    EXHAUSTION_ERRNOS,
+    CallerError,
+    ConfigError,
+    ExitCode,
+    OutOfResources,
+    Unauthenticated,
+)
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
@@ -180,10 +186,6 @@ def _read_token() -> str:
             "secret on all hosts, for example from `openssl rand -hex 16`"
         )
     return token
-
-
-EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
-"""Errors of the kernel that mean that a resource is used up."""
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> JobOutcome:

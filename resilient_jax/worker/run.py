@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import sys
 import warnings
 
 import jax
 
 from resilient_jax.argument_checks import describe_value, find_refused_call
-from resilient_jax.errors import CallerError, ConfigError, MessageError
+from resilient_jax.errors import EXHAUSTION_ERRNOS, CallerError, ConfigError, MessageError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.distributed import is_backend_initialized
 from resilient_jax.jax_runtime.distributed_refusal import check_not_initialized, refuse_under_agent
@@ -16,6 +17,7 @@ from resilient_jax.protocol.records import WorldChange
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
+    RESTART_EXIT_CODE,
     WORKER_SETTINGS_DECODER,
     WORKER_SETTINGS_VARIABLE,
     WorkerSettings,
@@ -95,7 +97,14 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
     settings = _decode_settings(encoded_settings)
     death_pipe = os.environ.pop(DEATH_PIPE_VARIABLE, None)
     with contextlib.closing(Worker(int(descriptor), settings, find_latest_checkpoint)) as worker:
-        worker.run(train_fn, int(death_pipe) if death_pipe is not None else None)
+        try:
+            worker.run(train_fn, int(death_pipe) if death_pipe is not None else None)
+        except OSError as error:
+            if error.errno not in EXHAUSTION_ERRNOS:
+                raise
+            # Not the script's: what `train_fn` raises is reported, and does not come here.
+            print(f"{settings.host}: this worker ends, to be started again: {error}", file=sys.stderr)
+            raise SystemExit(RESTART_EXIT_CODE) from None
 
 
 def _decode_settings(encoded: str) -> WorkerSettings:

@@ -199,6 +199,8 @@ def test_four_hosts_then_one_then_four(broken: TinyJob) -> None:
     before = number_of(report)
     (stays, *others) = members(report)
     broken.hold(FailPoint.BEFORE_REDUCE, others)
+    late = broken.work / "late"  # for longer than the last copy of the state waits for them
+    late.touch()
     for host in others:
         broken.signal(JobComponent.WORKER, host, signal.SIGKILL)
     broken.job.release()
@@ -212,6 +214,7 @@ def test_four_hosts_then_one_then_four(broken: TinyJob) -> None:
         ),
         RECOVERY_S,
     )
+    late.unlink()
     broken.wait_training(HOSTS, after_generation=before)
 
 

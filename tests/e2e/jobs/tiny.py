@@ -4,6 +4,7 @@ Usage: tiny.py WORK_DIR [fast] [keep] [hosts=N | per_host=N] [pace=SECONDS] [slo
 microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. The harness
 writes orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
+- `late`: as long as it is there, no worker that starts asks to join;
 - `compile`: a step in which all hosts compile for about a second; a host that begins to compile writes
   `compiling-<host>-<step>`.
 Each process logs what it did:
@@ -191,4 +192,6 @@ def train(world: rj.World) -> None:
 
 
 if __name__ == "__main__":
+    while (WORK / "late").exists():
+        time.sleep(0.02)
     rj.run(train)
