@@ -1,8 +1,8 @@
 """`run(train_fn)`: the entry point of a training script, with or without an agent."""
 
 import contextlib
+import logging
 import os
-import sys
 import warnings
 
 import jax
@@ -33,6 +33,8 @@ from resilient_jax.worker.session import Session
 from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.worker import TrainFunction, Worker
 from resilient_jax.worker.world import World
+
+logger = logging.getLogger(__name__)
 
 _has_run = False
 _is_warned = False
@@ -103,7 +105,7 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
             if error.errno not in EXHAUSTION_ERRNOS:
                 raise
             # Not the script's: what `train_fn` raises is reported, and does not come here.
-            print(f"{settings.host}: this worker ends, to be started again: {error}", file=sys.stderr)
+            logger.error("%s: this worker ends, to be started again: %s", settings.host, error)
             raise SystemExit(RESTART_EXIT_CODE) from None
 
 
