@@ -82,13 +82,13 @@ def run_job(
                 job.wait(20.0)
 
 
-def run_undisturbed(command: Sequence[str], work: Path) -> None:
-    """Run the script as a job on all hosts until it ends.
+def run_undisturbed(command: Sequence[str], work: Path, config: str = "") -> None:
+    """Run the script as a job on all hosts until it ends; `config` has further lines of its configuration.
 
     Raises:
         InternalError: the job failed.
     """
-    with run_job(command, work) as job:
+    with run_job(command, work, config=config) as job:
         wait_success(job, "the undisturbed job")
 
 

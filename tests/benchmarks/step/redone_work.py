@@ -1,7 +1,7 @@
 """Kills at chosen points of a step, and the microbatches that were computed again because of them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from benchmarks.step.figures import (
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 MICROBATCHES = 16
@@ -83,9 +84,14 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
     ) as job:
         killed = tuple(_kill_one(job, number, console) for number in range(kills))
         steps = _end(job, disturbed)
+        rehearsed = find_rehearsals(job.read_events())
     console.print(f"  the same {steps} steps undisturbed, on one host")
     run_alone([str(script), "trainer", str(steps), str(alone / "times"), *JOB_ARGUMENTS], alone)
-    computed = _read_computed(disturbed)
+    computed = {
+        # A rehearsal's microbatch is no part of a step; it is the first that the process computes.
+        pid: microbatches[1:] if pid in rehearsed else microbatches
+        for pid, microbatches in _read_computed(disturbed).items()
+    }
     if missing := find_missing(computed, steps, MICROBATCHES):
         raise InternalError(
             f"found the microbatches {missing} computed by no process, expected all of {steps} steps"
@@ -135,6 +141,18 @@ def _end(job: LocalJob, work: Path) -> int:
     order.replace(work / "stop")
     wait_success(job, "the job with kills")
     return steps
+
+
+def find_rehearsals(events: Iterable[Event]) -> frozenset[int]:
+    """Return the worker processes that have rehearsed a step before they joined, from events in order of time."""
+    pids: dict[str, int] = {}
+    found: set[int] = set()
+    for event in events:
+        if event.kind in (EventKind.WORKER_STARTED, EventKind.WORKER_PROMOTED):
+            pids[event.host] = int(event.detail["pid"])
+        elif event.kind is EventKind.STEP_REHEARSED and not event.detail["problem"]:
+            found.add(pids[event.host])
+    return frozenset(found)
 
 
 def _read_computed(work: Path) -> dict[int, Sequence[MicrobatchId]]:

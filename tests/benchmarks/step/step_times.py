@@ -14,6 +14,8 @@ from benchmarks.runs import read_times, run_bare, run_undisturbed
 from resilient_jax.errors import InternalError
 
 SMALL: Final = "microbatch=1"
+WITHOUT_SNAPSHOTS: Final = 'replicated_snapshot_interval_steps = "off"\n'
+"""The sums are measured. A window is about as long as a generation measures what its snapshots cost: `stall` has those."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,10 @@ def measure_steps(
     for window, loop in itertools.chain.from_iterable(_turn(window) for window in range(windows)):
         folder = work / f"window-{window}-{LOOPS.index(loop)}"
         command = [str(script), loop.arguments[0], str(steps), str(folder / "times"), *loop.arguments[1:]]
-        (run_bare if loop.bare else run_undisturbed)(command, folder)
+        if loop.bare:
+            run_bare(command, folder)
+        else:
+            run_undisturbed(command, folder, config=WITHOUT_SNAPSHOTS)
         times_s = read_times(folder)
         if not times_s:
             raise InternalError(f"{folder}: found no step times of the loop {loop.name}, expected some")
