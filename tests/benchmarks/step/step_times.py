@@ -15,7 +15,7 @@ from resilient_jax.errors import InternalError
 
 SMALL: Final = "microbatch=1"
 WITHOUT_SNAPSHOTS: Final = 'replicated_snapshot_interval_steps = "off"\n'
-"""The sums are measured. A window is about as long as a generation measures what its snapshots cost: `stall` has those."""
+"""The sums are measured; a window is about as long as a generation measures its snapshots, whose cost is in `stall`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
