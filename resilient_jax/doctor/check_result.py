@@ -39,6 +39,25 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     details: str = ""
 
 
+def judge(
+    group: str,
+    name: str,
+    found: str,
+    *,
+    is_bad: bool,
+    remedy: str,
+    verdict: CheckVerdict = CheckVerdict.WARNING,
+) -> CheckResult:
+    """Return the result of a check of one fact: ok, or, if it is bad, this verdict with the remedy."""
+    return CheckResult(
+        group=group,
+        name=name,
+        verdict=verdict if is_bad else CheckVerdict.OK,
+        found=found,
+        remedy=remedy if is_bad else "",
+    )
+
+
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """The results of all checks of one machine.
 

@@ -48,9 +48,8 @@ class ExperimentProcess:
 
     def __init__(self, answers: TextIO) -> None:
         self._answers = answers
-        self._lock = (
-            threading.Lock()
-        )  # taken to interrupt and to answer, so that no interruption hits the next order
+        # Taken to interrupt and to answer, so that no interruption hits the next order.
+        self._lock = threading.Lock()
         self._answered = 0
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._connection: WorldConnection | None = None

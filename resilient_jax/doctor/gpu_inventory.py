@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.doctor.check_result import CheckResult, CheckVerdict
+from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, judge
 from resilient_jax.doctor.installed_versions import parse_version
 from resilient_jax.jax_runtime.worker_environment import Platform
 
@@ -130,12 +130,13 @@ def check_gpus(platform: Platform, inventory: GpuInventory) -> list[CheckResult]
 def _check_driver(gpus: Sequence[Gpu]) -> CheckResult:
     versions = sorted({gpu.driver for gpu in gpus})
     is_old = any(parse_version(version) < MIN_DRIVER for version in versions)
-    return CheckResult(
-        group=GROUP,
-        name="driver",
-        verdict=CheckVerdict.PROBLEM if is_old else CheckVerdict.OK,
-        found=", ".join(versions),
-        remedy="CUDA 12 needs driver 525 or later" if is_old else "",
+    return judge(
+        GROUP,
+        "driver",
+        ", ".join(versions),
+        is_bad=is_old,
+        remedy="CUDA 12 needs driver 525 or later",
+        verdict=CheckVerdict.PROBLEM,
     )
 
 
@@ -166,12 +167,12 @@ def _check_modes(gpus: Sequence[Gpu]) -> CheckResult:
 
 def _check_use(gpus: Sequence[Gpu]) -> CheckResult:
     busy = [f"{gpu.index}: {gpu.used_mib} MiB" for gpu in gpus if gpu.used_mib > BUSY_MIB]
-    return CheckResult(
-        group=GROUP,
-        name="in use",
-        verdict=CheckVerdict.WARNING if busy else CheckVerdict.OK,
-        found=", ".join(busy) or "by no process",
-        remedy="end the processes that nvidia-smi lists: JAX takes 75 % of a GPU's memory" if busy else "",
+    return judge(
+        GROUP,
+        "in use",
+        ", ".join(busy) or "by no process",
+        is_bad=bool(busy),
+        remedy="end the processes that nvidia-smi lists: JAX takes 75 % of a GPU's memory",
     )
 
 

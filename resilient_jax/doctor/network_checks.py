@@ -7,7 +7,7 @@ from typing import Final
 
 import psutil
 
-from resilient_jax.doctor.check_result import CheckResult, CheckVerdict
+from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, judge
 
 GROUP: Final = "network"
 LOOPBACK: Final = "127.0.0.1"
@@ -64,12 +64,12 @@ def judge_ports(text: str) -> CheckResult:
         )
     count = int(words[1]) - int(words[0]) + 1
     is_low = count < MIN_PORTS
-    return CheckResult(
-        group=GROUP,
-        name="ports",
-        verdict=CheckVerdict.WARNING if is_low else CheckVerdict.OK,
-        found=f"{words[0]} to {words[1]}: {count}",
-        remedy="sysctl -w net.ipv4.ip_local_port_range='32768 60999'" if is_low else "",
+    return judge(
+        GROUP,
+        "ports",
+        f"{words[0]} to {words[1]}: {count}",
+        is_bad=is_low,
+        remedy="sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
     )
 
 
@@ -83,12 +83,12 @@ def check_interfaces() -> CheckResult:
         if address.family is socket.AF_INET and name in stats and stats[name].isup
     ]
     others = [entry for entry in found if not ipaddress.ip_address(entry.split()[-1]).is_loopback]
-    return CheckResult(
-        group=GROUP,
-        name="interfaces",
-        verdict=CheckVerdict.OK if others else CheckVerdict.WARNING,
-        found=", ".join(found) or "none is up",
-        remedy="" if others else "other hosts cannot reach this one; `launch`, on one machine, works",
+    return judge(
+        GROUP,
+        "interfaces",
+        ", ".join(found) or "none is up",
+        is_bad=not others,
+        remedy="other hosts cannot reach this one; `launch`, on one machine, works",
     )
 
 

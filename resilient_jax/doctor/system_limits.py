@@ -10,7 +10,7 @@ from typing import Final
 
 import psutil
 
-from resilient_jax.doctor.check_result import CheckResult, CheckVerdict
+from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, judge
 from resilient_jax.jax_runtime.worker_environment import Platform
 
 GROUP: Final = "limits"
@@ -114,12 +114,12 @@ def judge_descriptors(limits: tuple[int, int]) -> CheckResult:
 def judge_processes(limit: int) -> CheckResult:
     """Judge the limit of processes and threads of this user."""
     is_low = limit != resource.RLIM_INFINITY and limit < MIN_PROCESSES
-    return CheckResult(
-        group=GROUP,
-        name="processes and threads",
-        verdict=CheckVerdict.WARNING if is_low else CheckVerdict.OK,
-        found="no limit" if limit == resource.RLIM_INFINITY else f"limit {limit}",
-        remedy=f"ulimit -u {4 * MIN_PROCESSES}: a worker has up to 200 threads" if is_low else "",
+    return judge(
+        GROUP,
+        "processes and threads",
+        "no limit" if limit == resource.RLIM_INFINITY else f"limit {limit}",
+        is_bad=is_low,
+        remedy=f"ulimit -u {4 * MIN_PROCESSES}: a worker has up to 200 threads",
     )
 
 
@@ -127,24 +127,24 @@ def judge_locked_memory(platform: Platform, limit: int) -> CheckResult:
     """Judge the limit of locked memory, which InfiniBand needs."""
     is_low = platform == "gpu" and limit != resource.RLIM_INFINITY
     found = "no limit" if limit == resource.RLIM_INFINITY else f"limit {limit // 1024} KiB"
-    return CheckResult(
-        group=GROUP,
-        name="locked memory",
-        verdict=CheckVerdict.WARNING if is_low else CheckVerdict.OK,
-        found=found,
-        remedy="ulimit -l unlimited, if the hosts are joined by InfiniBand" if is_low else "",
+    return judge(
+        GROUP,
+        "locked memory",
+        found,
+        is_bad=is_low,
+        remedy="ulimit -l unlimited, if the hosts are joined by InfiniBand",
     )
 
 
 def judge_disk(folder: Path, free: int) -> CheckResult:
     """Judge the space for logs and compiled programs, in bytes."""
     is_low = free < MIN_DISK_MIB * MIB
-    return CheckResult(
-        group=GROUP,
-        name="disk",
-        verdict=CheckVerdict.WARNING if is_low else CheckVerdict.OK,
-        found=f"{free // MIB} MiB free in {folder}",
-        remedy="free space, or name another --run-dir: compiled programs take some 100 MiB" if is_low else "",
+    return judge(
+        GROUP,
+        "disk",
+        f"{free // MIB} MiB free in {folder}",
+        is_bad=is_low,
+        remedy="free space, or name another --run-dir: compiled programs take some 100 MiB",
     )
 
 
@@ -161,12 +161,13 @@ def check_system_calls() -> CheckResult:
             call()
         except OSError as error:
             missing.append(f"{name} ({error.strerror})")
-    return CheckResult(
-        group=GROUP,
-        name="system calls",
-        verdict=CheckVerdict.PROBLEM if missing else CheckVerdict.OK,
-        found=f"not allowed: {', '.join(missing)}" if missing else "pidfd_open, memfd_create, prctl, /proc",
-        remedy="Linux 5.3 or later, and a sandbox (seccomp) that allows them" if missing else "",
+    return judge(
+        GROUP,
+        "system calls",
+        f"not allowed: {', '.join(missing)}" if missing else "pidfd_open, memfd_create, prctl, /proc",
+        is_bad=bool(missing),
+        remedy="Linux 5.3 or later, and a sandbox (seccomp) that allows them",
+        verdict=CheckVerdict.PROBLEM,
     )
 
 
