@@ -50,5 +50,5 @@ class AgentSettings:
 
     @property
     def uses_live_nodes(self) -> bool:
-        """Whether JAX's coordination service is told who is a member and who is gone, as XLA's GPU client needs it."""
+        """Whether JAX's coordination service is told of members and of deaths, as XLA's GPU client needs it."""
         return {"on": True, "off": False}.get(self.config.live_nodes, not self.has_cpu_workers)

@@ -76,7 +76,7 @@ class CoordinationServices:
         if child is None:
             return
         assert child.process.stdin is not None, "started with a pipe"
-        with contextlib.suppress(OSError, ValueError):  # it is dead: then nobody waits for its answers
+        with contextlib.suppress(OSError, ValueError):  # it is dead, and answers nothing
             child.process.stdin.write("".join(f"lost {seat}\n" for seat in seats).encode())
             child.process.stdin.flush()
 

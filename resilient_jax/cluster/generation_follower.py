@@ -163,7 +163,7 @@ class GenerationFollower:
                 self._services.stop_older(generation.world)
 
     def _report_lost(self, before: Generation | None, after: Generation) -> None:
-        """Tell the members' coordination service, if it runs here, who was given up."""
+        """Tell the members' coordination service, if it runs here, which of them were given up."""
         if before is not None and self._context.settings.uses_live_nodes:
             self._services.report_lost(before.service_address, list_given_up_seats(before, after))
 

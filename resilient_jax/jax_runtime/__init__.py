@@ -11,7 +11,7 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `gloo`: which sockets are gloo's (no jax).
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
 - `clique_connections`: which connections an abort spares: of the local devices, and of earlier members.
-- `live_nodes`: the barrier from which XLA knows the members; `stand_in`: tells the service who is gone (jaxlib only).
+- `live_nodes`: the barrier from which XLA knows the members; `stand_in`: tells the service of a death (jaxlib only).
 - `spare_seats`, `local_topology`: seats for processes that join a world later (jaxlib only; no jax).
 - `live_processes`: JAX counts the members of a generation alone.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
