@@ -178,7 +178,7 @@ def _next_transition(
         return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
-        return _replace(state, disruption) if config.replaces_workers else _quiesce(state, disruption)
+        return _break_off(state, disruption, config)
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return _in_quiesce(state, now, config)
@@ -229,9 +229,11 @@ def _quiesce(
     )
 
 
-def _replace(state: MembershipState, why: Disruption) -> Generation:
-    """Return the next number, in QUIESCE, without members: all workers of the world are replaced."""
+def _break_off(state: MembershipState, why: Disruption, config: MembershipConfig) -> Generation:
+    """Return the next number, in QUIESCE; without members where all workers of the world are replaced."""
     left = _quiesce(state, why)
+    if not config.replaces_workers:
+        return left
     return msgspec.structs.replace(
         left, members=(), dropped_workers=list_replaced_workers(state, left.number)
     )
@@ -307,8 +309,7 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
         return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
     if now - state.phase_since_s > config.forming_timeout_s:
         text = f"{join_names(late)} did not join the world within {config.forming_timeout_s:g} s"
-        disruption = Disruption(text, late[0], text)
-        return _replace(state, disruption) if config.replaces_workers else _quiesce(state, disruption)
+        return _break_off(state, Disruption(text, late[0], text), config)
     return None
 
 

@@ -72,8 +72,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     abort: Literal["auto", "interrupt", "replace"] = "auto"
     """What happens to the workers of a world in which one was lost. `interrupt`: their collectives are broken off, and
     they go on in the next world. `replace`: they are killed, and the workers that replace them go on from the newest
-    snapshot in memory: for accelerators whose collectives cannot be broken off. `auto`: `interrupt` on CPU, else
-    `replace`."""
+    snapshot in memory: for accelerators whose collectives cannot be broken off. `auto`: `interrupt` with `--platform
+    cpu`, the default of `launch`, else `replace`."""
 
     min_hosts: Count = 1
     """Hosts below which the job does not train, but waits for others to join."""
