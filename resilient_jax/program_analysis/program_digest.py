@@ -52,6 +52,7 @@ IDENTITIES: Final = frozenset(
         "optimization_barrier",
         "name",
         "copy",
+        "device_put",
     }
 )
 """Primitives whose results are their operands, wherever these are."""
@@ -104,12 +105,16 @@ _descriptions: "weakref.WeakKeyDictionary[core.ClosedJaxpr, ProgramDescription]"
 """JAX gives the same jaxpr again as long as it keeps a trace."""
 
 
-def describe_program(closed: core.ClosedJaxpr) -> ProgramDescription:
-    """Return what a program computes. Takes some 10 microseconds for each equation, and nothing the second time."""
+def describe_program(closed: core.ClosedJaxpr, *, compares_constants: bool = True) -> ProgramDescription:
+    """Return what a program computes. Takes some 10 microseconds for each equation, and nothing the second time.
+
+    Args:
+        closed: the program.
+        compares_constants: the content of its constants counts; else only that of constants of the jaxprs inside.
+    """
     found = _descriptions.get(closed)
     if found is None:
-        digester = _Digester()
-        body = digester.digest_body(closed)
+        body = _Digester(None if compares_constants else closed).digest_body(closed)
         arguments = [
             f"argument {index}: {_describe_aval(var.aval)}"
             for index, var in enumerate(closed.jaxpr.invars)
@@ -122,9 +127,14 @@ def describe_program(closed: core.ClosedJaxpr) -> ProgramDescription:
 
 
 class _Digester:
-    """Digests one program."""
+    """Digests one program.
 
-    def __init__(self) -> None:
+    Args:
+        without_constants: the jaxpr of whose constants the content does not count.
+    """
+
+    def __init__(self, without_constants: core.ClosedJaxpr | None) -> None:
+        self._without_constants = without_constants
         self._bodies: dict[int, tuple[Any, _Body]] = {}
         """By the id of the jaxpr, with the jaxpr, which keeps its id its own."""
 
@@ -143,7 +153,8 @@ class _Digester:
         return body
 
     def _walk(self, jaxpr: Any, inputs: Sequence[_Node]) -> list[_Node]:  # noqa: ANN401 - closed or not
-        inside, consts = unwrap_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
+        inside = unwrap_jaxpr(jaxpr)
+        consts = () if jaxpr is self._without_constants else getattr(jaxpr, "consts", ())
         values = dict(zip(inside.constvars, consts, strict=False))
         return walk(
             inside,

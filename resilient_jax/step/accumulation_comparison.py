@@ -2,14 +2,14 @@
 
 gloo takes no notice of what its peers send: hosts with different models would wait for each other, or add up unlike
 things. So a generation's first accumulation of each name begins with digests of fixed size, and, where these differ,
-with the descriptions of two hosts. Compared are what is added up, and the program that computes a microbatch, if it is
-known (see `microbatch_program`): a host whose program is not known differs from none.
+with the descriptions of two hosts. Compared are what is added up, and the programs that compute it and that use it, as
+far as they are known (see `microbatch_program`): a host of which a program is not known differs from none.
 """
 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -19,12 +19,13 @@ import numpy as np
 from resilient_jax.program_analysis.program_digest import PROGRAM, ProgramDescription
 from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, find_differing, make_no_digest
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
+from resilient_jax.step.microbatch_program import COMPARED_PROGRAMS
 from resilient_jax.step.row_exchange import exchange_rows
 
 TEXT_BYTES: Final = 2**16
 """Of a description that is sent; a longer one is cut off."""
-COMPARED_WORDS: Final = 2 * DIGEST_WORDS
-"""Of each host: the digests of its accumulation and of its program."""
+COMPARED_WORDS: Final = (1 + len(COMPARED_PROGRAMS)) * DIGEST_WORDS
+"""Of each host: the digests of its accumulation and of its programs."""
 MAX_NAMED: Final = 3
 """Differences that are named."""
 
@@ -59,7 +60,7 @@ def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, z
 
 def find_differing_hosts(
     lines: list[str],
-    program: ProgramDescription | None,
+    programs: Mapping[str, ProgramDescription],
     host_index: int,
     num_hosts: int,
     all_reduce: Callable[[np.ndarray], Any],
@@ -68,23 +69,26 @@ def find_differing_hosts(
 
     Args:
         lines: of this host, as `describe_accumulation` returns them.
-        program: of this host; None: not compared.
+        programs: of this host, by `COMPARED_PROGRAMS`; others are not compared.
         host_index: of this host.
         num_hosts: of the generation.
         all_reduce: returns the sum over hosts of a vector.
     """
-    mine = [
-        np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS),
-        np.frombuffer(program.digest, np.int32, DIGEST_WORDS) if program is not None else make_no_digest(),
+    found = [
+        np.frombuffer(programs[name].digest, np.int32, DIGEST_WORDS) if name in programs else make_no_digest()
+        for name in COMPARED_PROGRAMS
     ]
-    rows = exchange_rows(np.concatenate(mine), host_index, num_hosts, all_reduce)
+    accumulation = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS)
+    rows = exchange_rows(np.concatenate([accumulation, *found]), host_index, num_hosts, all_reduce)
     compare = functools.partial(_compare_descriptions, host_index=host_index, all_reduce=all_reduce)
-    found = compare(lines, rows[:, :DIGEST_WORDS].tolist())
-    if found is not None:
-        return found
-    found = compare(list(program.lines) if program is not None else [], rows[:, DIGEST_WORDS:].tolist())
-    if found is not None:
-        return dataclasses.replace(found, why=f"of the program of a microbatch, {found.why}")
+    columns = np.split(rows, 1 + len(COMPARED_PROGRAMS), axis=1)
+    differing = compare(lines, columns[0].tolist())
+    if differing is not None:
+        return differing
+    for name, column in zip(COMPARED_PROGRAMS, columns[1:], strict=True):
+        differing = compare(list(programs[name].lines) if name in programs else [], column.tolist())
+        if differing is not None:
+            return dataclasses.replace(differing, why=f"of the program of {name}, {differing.why}")
     return None
 
 

@@ -2,11 +2,13 @@
 
 Work is done again after a failure, by any host, so every host must read the same arrays for the same step and index.
 In steps in which hosts compare, all of them read one microbatch of the step. A `Prefetcher` has read it before, and
-gives the host that computes it the very arrays that were compared.
+gives the host that computes it the very arrays that were compared. Of a compute function that reads its data itself a
+call is traced (`traced_call`), with what it has read.
 """
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -16,6 +18,8 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
 from resilient_jax.step.batch_source import BatchSource
 
+DigestFunction = Callable[[int, int], np.ndarray]
+"""Reads the microbatch of (step, index), and returns its digest, int32[DIGEST_WORDS]."""
 STEPS_BACK: Final = 2
 """A microbatch of so many steps ago is kept by nobody: each call reads it anew."""
 
@@ -43,16 +47,21 @@ class DataSample:
             return cls(step, index, 1)
         return cls(max(0, step - STEPS_BACK), index, 2)
 
-    def read(self, data: BatchSource) -> np.ndarray:
-        """Return int32[num_reads, DIGEST_WORDS], the digest of what each read of this host returns."""
-        return np.array([self._read_once(data) for _ in range(self.num_reads)])
+    def read(self, digest_read: DigestFunction) -> np.ndarray:
+        """Return int32[num_reads, DIGEST_WORDS], the digest of each read of this host."""
+        return np.array([self._read_once(digest_read) for _ in range(self.num_reads)])
 
-    def _read_once(self, data: BatchSource) -> np.ndarray:
+    def _read_once(self, digest_read: DigestFunction) -> np.ndarray:
         try:
-            return digest_batch(data.get(self.step, self.index, ALL_ROWS))
+            return digest_read(self.step, self.index)
         # The host that computes the microbatch reads it, too, and raises the error with the user's stack.
         except Exception:
             return make_no_digest()
+
+
+def digest_data(data: BatchSource, step: int, index: int) -> np.ndarray:
+    """Return int32[DIGEST_WORDS], the digest of all rows of a microbatch."""
+    return digest_batch(data.get(step, index, ALL_ROWS))
 
 
 def digest_batch(batch: Any) -> np.ndarray:  # noqa: ANN401 - a user's tree

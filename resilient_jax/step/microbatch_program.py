@@ -1,17 +1,24 @@
-"""A compute function of which hosts can compare what it computes, before it has computed anything."""
+"""What hosts compare of a compute function, before it has computed anything."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from jax.extend import core
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription, describe_program
+from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.data_sample import DigestFunction, digest_data
 from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
 from resilient_jax.step.replicas import Replica
+from resilient_jax.step.traced_call import MicrobatchCall, describe_call, digest_call
 
 logger = logging.getLogger(__name__)
+MICROBATCH: Final = "a microbatch"
+UPDATE: Final = "the update"
+COMPARED_PROGRAMS: Final = (MICROBATCH, UPDATE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,25 +28,67 @@ class MicrobatchProgram:
     Attributes:
         compute: the function.
         trace: returns the program's jaxpr for a replica, traced as the call will trace it.
+        update: what becomes of the sum, if it is known.
     """
 
     compute: ComputeFunction[Any]
     trace: Callable[[Replica], core.ClosedJaxpr]
+    update: ProgramDescription | None = None
 
     def __call__(self, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         """Compute a microbatch."""
         return self.compute(microbatch)
 
 
-def describe_microbatch(
-    compute_fn: ComputeFunction[Any], replicas: Iterable[Replica]
-) -> ProgramDescription | None:
-    """Return what a compute function computes; None: it is no `MicrobatchProgram`, or this host has no replica."""
-    replica = next(iter(replicas), None)
-    if not isinstance(compute_fn, MicrobatchProgram) or replica is None:
+def describe_programs(
+    compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica | None, step: int
+) -> Mapping[str, ProgramDescription]:
+    """Return what is known of an accumulation, by `COMPARED_PROGRAMS`.
+
+    Args:
+        compute_fn: a `MicrobatchProgram`, or any function, which is called to trace it.
+        data: of its microbatches.
+        replica: that computes them; None: no program is known.
+        step: of the accumulation.
+    """
+    if replica is None:
+        return {}
+    if not isinstance(compute_fn, MicrobatchProgram):
+        found = {MICROBATCH: describe_call(_bind_call(compute_fn, data, replica), step)}
+    else:
+        found = {MICROBATCH: _describe_traced(compute_fn, replica), UPDATE: compute_fn.update}
+    return {name: program for name, program in found.items() if program is not None}
+
+
+def find_digest_function(
+    compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica | None, num_microbatches: int
+) -> DigestFunction | None:
+    """Return what digests a microbatch, as `data` has it or as the compute function reads it; None: nothing does."""
+    if data is not None:
+        return functools.partial(digest_data, data)
+    # A replica's hosts read different rows.
+    if isinstance(compute_fn, MicrobatchProgram) or replica is None or not replica.is_on_one_host:
         return None
+    return functools.partial(
+        digest_call, _bind_call(compute_fn, None, replica), num_microbatches=num_microbatches
+    )
+
+
+def _bind_call(
+    compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica
+) -> MicrobatchCall:
+    """Return a function of step and index that reads and computes a microbatch on a replica."""
+
+    def call(step: int, index: int) -> Any:  # noqa: ANN401 - a tree
+        batch = data.get(step, index, replica.data_shard) if data is not None else None
+        return compute_fn(Microbatch(step=step, index=index, replica=replica, batch=batch))
+
+    return call
+
+
+def _describe_traced(program: MicrobatchProgram, replica: Replica) -> ProgramDescription | None:
     try:
-        return describe_program(compute_fn.trace(replica))
+        return describe_program(program.trace(replica))
     # The call traces it, too, and raises the error where it always came from.
     except Exception:
         logger.debug("a microbatch's program could not be traced for comparison", exc_info=True)

@@ -14,7 +14,7 @@ A host that dies after the reduction takes nothing with it: the others have the 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -42,7 +42,7 @@ from resilient_jax.step.assignment import (
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.claims import Claims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
-from resilient_jax.step.data_sample import DataSample
+from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.limit_exchange import LimitExchange
@@ -52,7 +52,7 @@ from resilient_jax.step.microbatch_accumulator import (
     MicrobatchAccumulator,
     StepHooks,
 )
-from resilient_jax.step.microbatch_program import describe_microbatch
+from resilient_jax.step.microbatch_program import describe_programs, find_digest_function
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
@@ -83,6 +83,11 @@ class _LiveHosts:
     devices_by_host: tuple[tuple[Device, ...], ...]
     host_index: int
     grid: HostGrid
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all have as many devices."""
+        return len(set(map(len, self.devices_by_host))) == 1
 
     @classmethod
     def from_devices(cls, devices: Sequence[Device], process_index: int) -> "_LiveHosts":
@@ -211,13 +216,16 @@ class Reducer:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
+        # With other numbers of devices the programs of replicas may have other shapes.
+        typical = next(iter(replicas.values()), None) if self._live.are_alike else None
         if spec.name not in self._exchanged:
             self._compare_accumulations(
                 describe_accumulation(spec, replica_shape, zeros),
-                functools.partial(describe_microbatch, compute_fn, replicas.values()),
+                functools.partial(describe_programs, compute_fn, data, typical, spec.step),
                 spec,
             )
-        claims, has_limits = self._exchange_claims(contributions, data)
+        digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
+        claims, has_limits = self._exchange_claims(contributions, digest_read)
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
         if not formats:
@@ -283,17 +291,17 @@ class Reducer:
         return kept
 
     def _compare_accumulations(
-        self, lines: list[str], describe: Callable[[], ProgramDescription | None], spec: AccumulationSpec
+        self,
+        lines: list[str],
+        describe: Callable[[], Mapping[str, ProgramDescription]],
+        spec: AccumulationSpec,
     ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
         live = self._live
         num_hosts = len(live.process_indexes)
         if num_hosts == 1:
             return
-        # With other numbers of devices the programs of replicas may have other shapes.
-        are_equal = len(set(map(len, live.devices_by_host))) == 1
-        program = describe() if are_equal else None
-        found = find_differing_hosts(lines, program, live.host_index, num_hosts, self.all_reduce)
+        found = find_differing_hosts(lines, describe(), live.host_index, num_hosts, self.all_reduce)
         if found is None:
             return
         why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {found.why}"
@@ -305,7 +313,7 @@ class Reducer:
             self._hooks.leave_job(f"{why} as on most hosts")
 
     def _exchange_claims(
-        self, contributions: Contributions, data: BatchSource | None
+        self, contributions: Contributions, digest_read: DigestFunction | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return bool[hosts, microbatches], which microbatches every live host has computed; and bool[hosts], which
         hosts have the limits.
@@ -327,7 +335,7 @@ class Reducer:
                 has_limits=np.array(contributions.limits is not None),
             )
             claims = (
-                self._compare_hosts(own, spec, data)
+                self._compare_hosts(own, spec, digest_read)
                 if is_compared
                 else own.exchange(host, num_hosts, self.all_reduce)
             )
@@ -340,11 +348,13 @@ class Reducer:
         contributions.keep_accepted(accepted[host])
         return accepted > 0, claims.has_limits
 
-    def _compare_hosts(self, own: Claims, spec: AccumulationSpec, data: BatchSource | None) -> Claims:
+    def _compare_hosts(
+        self, own: Claims, spec: AccumulationSpec, digest_read: DigestFunction | None
+    ) -> Claims:
         """Return the claims of all hosts, which are exchanged with digests of their states and data."""
         num_hosts = len(self._live.process_indexes)
         sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
-        reads = sample.read(data) if data is not None else make_no_digest()[None]
+        reads = sample.read(digest_read) if digest_read is not None else make_no_digest()[None]
         own = dataclasses.replace(own, data_digest=reads[0])
         if num_hosts > 1 and spec.step not in self._compared_steps.values():
             own = dataclasses.replace(own, state_digest=self._hooks.digest_state())

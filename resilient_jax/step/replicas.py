@@ -57,7 +57,9 @@ class Replica:
 
     def to_replica(self, tree: Tree) -> Tree:
         """Return local arrays, equal on all hosts of the replica, over its mesh; arrays already there stay."""
-        return jax.tree.map(self._leaf_to_replica, tree)
+        # Arrays are placed also while a call is traced (`traced_call`), which could not follow it.
+        with jax.ensure_compile_time_eval():
+            return jax.tree.map(self._leaf_to_replica, tree)
 
     def _leaf_to_replica(self, leaf: Any) -> Any:  # noqa: ANN401 - any array
         if isinstance(leaf, jax.Array):
@@ -117,7 +119,8 @@ class Replica:
         Raises:
             CallerError: the rows cannot be sharded evenly.
         """
-        return jax.tree.map(self._place_rows, batch)
+        with jax.ensure_compile_time_eval():
+            return jax.tree.map(self._place_rows, batch)
 
     def describe_batch(self, batch: Tree) -> Tree:
         """Return the shapes of a complete microbatch, with the shardings that `place_batch` gives its arrays."""

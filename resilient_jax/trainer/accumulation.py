@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.microbatch_accumulator import Microbatch
 from resilient_jax.step.microbatch_program import MicrobatchProgram
@@ -22,6 +23,7 @@ def make_microbatch_function(
     placement: Placement,
     example: Tree,
     key_step: int | None = None,
+    update: ProgramDescription | None = None,
 ) -> MicrobatchProgram:
     """Return a function of a microbatch. It copies the variables to a replica's mesh once.
 
@@ -31,6 +33,7 @@ def make_microbatch_function(
         placement: of variables and results.
         example: the abstract arrays of a microbatch.
         key_step: for the random keys, in place of the microbatch's step.
+        update: what becomes of the sum.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
@@ -50,7 +53,7 @@ def make_microbatch_function(
         arguments = list_arguments(replica, replica.describe_batch(example), 0, 0)
         return compute.trace(*arguments, placement=placement.with_mesh(replica.mesh.abstract_mesh)).jaxpr
 
-    return MicrobatchProgram(compute_on_replica, trace)
+    return MicrobatchProgram(compute_on_replica, trace, update)
 
 
 def make_abstract(batch: Tree) -> Tree:

@@ -248,7 +248,11 @@ class FitLoop:
         accumulated = world.accumulate_microbatches(
             config.recipe.num_microbatches,
             make_microbatch_function(
-                programs.compute, layout.gather(variables), layout.arrangement.placement, programs.example
+                programs.compute,
+                layout.gather(variables),
+                layout.arrangement.placement,
+                programs.example,
+                update=programs.update_description,
             ),
             zeros,
             data=self._data,

@@ -32,6 +32,7 @@ from jax.extend import core
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
+from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
@@ -107,6 +108,7 @@ class TrainStep:
         example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
+        update_description: what `update` computes, for a comparison of hosts.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
@@ -131,7 +133,8 @@ class TrainStep:
         summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.collections
         self._update_arguments = self.abstract_state, sums, summary
-        after = jax.eval_shape(self._compute_next_state, *self._update_arguments)
+        update, after = jax.make_jaxpr(self._compute_next_state, return_shape=True)(*self._update_arguments)
+        self.update_description = describe_program(update)
         check_same_types(self.abstract_state, after, "optimizer")
 
     @functools.cached_property

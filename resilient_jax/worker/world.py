@@ -236,8 +236,8 @@ class World:
             num_microbatches: how many microbatches the step has, however many hosts are alive.
             compute_fn: returns what is to be summed of one `Microbatch`: a tree of arrays on `microbatch.replica.mesh`,
                 replicated if the replica spans hosts. It must be the same function of the committed state and
-                `microbatch.index` on every host. With several replicas on a host it is called on a thread for each, and
-                for a replica on several hosts on a thread, too.
+                `microbatch.index` on every host; to compare hosts some calls are only traced. With several replicas
+                on a host it is called on a thread for each, and for a replica on several hosts on a thread, too.
             zeros: what it returns of nothing, on this host's devices; the result has the dtypes and shardings of its
                 leaves. Of floats of fewer than 32 bits the sum is rounded once.
             data: where `microbatch.batch` is read from, as for `value_and_grad`; None: nowhere.

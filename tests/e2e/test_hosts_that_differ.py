@@ -62,17 +62,17 @@ def test_two_hosts_that_differ_end_the_job(fault: str, steps: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("hosts", "found"),
+    ("fault", "hosts", "found"),
     [
-        (1, "found different arrays in two reads on host-0, expected the same in each read"),
-        (2, "found other arrays on host-0, host-1, expected the same in each read"),
-        (3, "found other arrays on host-2, expected those of most hosts"),
+        ("data", 1, "found different arrays in two reads on host-0, expected the same in each read"),
+        ("data", 2, "found other arrays on host-0, host-1, expected the same in each read"),
+        ("drawn", 3, "found other arrays on host-2, expected those of most hosts"),
     ],
 )
 def test_data_that_are_not_pure_are_named_and_training_goes_on(
-    hosts: int, found: str, tmp_path: Path
+    fault: str, hosts: int, found: str, tmp_path: Path
 ) -> None:
-    with launch(tmp_path, "data", hosts) as job:
+    with launch(tmp_path, fault, hosts) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events, output = job.read_events(), job.read_output()
     odd = [event for event in events if event.kind is EventKind.DATA_DIFFERS]
@@ -123,6 +123,7 @@ def test_two_hosts_with_different_models_end_the_job_with_both(tmp_path: Path) -
     [
         ("constant", "constant float32[] 0.1"),
         ("path", "operation tanh float32[2, 3]: found none, expected 1 times"),
+        ("direct", "operation tanh float32[2, 3]: found none, expected 1 times"),
     ],
 )
 def test_a_host_with_another_program_leaves_before_anything_is_added(

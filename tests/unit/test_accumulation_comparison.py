@@ -8,6 +8,7 @@ import pytest
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.step.accumulation_comparison import find_differing_hosts
+from resilient_jax.step.microbatch_program import MICROBATCH, UPDATE
 
 PROGRAMS = {
     "a": ProgramDescription(b"a" * 16, ("operation tanh float32[3]: 1 times", "program: aa")),
@@ -16,7 +17,12 @@ PROGRAMS = {
 }
 
 
-def compare(programs, lines):
+def know(name, what=MICROBATCH):
+    program = PROGRAMS[name]
+    return {} if program is None else {what: program}
+
+
+def compare(programs, lines, what=MICROBATCH):
     """Call every host's comparison at once, each on a thread, with an all-reduce among them."""
     count, added = len(programs), {}
     barrier, lock = threading.Barrier(count), threading.Lock()
@@ -35,7 +41,7 @@ def compare(programs, lines):
 
     with ThreadPoolExecutor(count) as threads:
         calls = [
-            threads.submit(find_differing_hosts, each, PROGRAMS[name], host, count, make_all_reduce())
+            threads.submit(find_differing_hosts, each, know(name, what), host, count, make_all_reduce())
             for host, (name, each) in enumerate(zip(programs, lines, strict=True))
         ]
         found = [call.result(60) for call in calls]
@@ -68,3 +74,10 @@ def test_what_is_added_up_is_compared_first():
     found = compare("aab", [["reduction: exact"], ["reduction: fast"], ["reduction: exact"]])
     assert found is not None
     assert (found.hosts, found.why) == ((1,), "reduction: found fast, expected exact")
+
+
+def test_the_update_is_compared_too():
+    found = compare("aab", [["reduction: exact"]] * 3, what=UPDATE)
+    assert found is not None
+    assert found.hosts == (2,)
+    assert found.why.startswith("of the program of the update, operation tanh")

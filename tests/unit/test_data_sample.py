@@ -1,5 +1,6 @@
 """A microbatch that hosts read to compare their data: its choice, its digest, and what follows from a difference."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.state.state_digest import NO_DIGEST
-from resilient_jax.step.data_sample import DataSample, digest_batch
+from resilient_jax.step.data_sample import DataSample, digest_batch, digest_data
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.standalone import StandaloneControl
 
@@ -82,14 +83,17 @@ def test_hosts_read_the_same_microbatch_once_and_in_time_each_index():
 def test_a_host_alone_reads_twice_what_no_prefetcher_has_kept(step, sampled):
     source = Source([BATCH, {**BATCH, "x": BATCH["x"] + 1}])
     sample = DataSample.choose(step, 1, 1)
-    first, second = sample.read(source)
+    first, second = sample.read(functools.partial(digest_data, source))
     assert source.asked == [(sampled, 0, ALL_ROWS)] * 2
     assert first.tolist() != second.tolist()
 
 
 def test_a_microbatch_that_cannot_be_read_is_not_compared():
     for found in (OSError("gone"), [object()]):
-        assert DataSample.choose(64, 1, 2).read(Source([found])).tolist() == [list(NO_DIGEST)]
+        source = Source([found])
+        assert DataSample.choose(64, 1, 2).read(functools.partial(digest_data, source)).tolist() == [
+            list(NO_DIGEST)
+        ]
 
 
 @pytest.mark.parametrize(

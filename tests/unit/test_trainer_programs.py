@@ -55,6 +55,13 @@ def build(model=linear, loss=squared, optimizer=None, **numerics):
     return TrainStep(recipe, EXAMPLE)
 
 
+def test_an_update_is_described_by_what_it_computes():
+    found = build().update_description
+    assert build().update_description.digest == found.digest
+    assert build(optimizer=optax.adam(0.2)).update_description.digest != found.digest
+    assert build(clip_norm=1.0).update_description.digest != found.digest
+
+
 def run_step(programs, state, batches=BATCHES, step=0):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     here = NamedSharding(mesh, P())

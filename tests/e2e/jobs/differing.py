@@ -1,8 +1,9 @@
 """A job of which one host, the last, has another state: differing.py FAULT.
 
 init: from the start. flip: after step 5, in the first process of that host. rate: its updates are larger.
-model: its arrays have another shape. data: it reads other data.
-constant, path: its loss has another constant, another operation. alike: it has not; that host dies and comes back.
+model: its arrays have another shape. data: it reads other data. drawn: its compute function does.
+constant, path, direct: its loss has another constant, another operation; its compute function has another.
+alike: it has not; that host dies and comes back.
 shards: the state is sharded over pairs of hosts, and the last flips a bit of its shard.
 """
 
@@ -37,6 +38,29 @@ def read_anything(step: int, index: int) -> np.ndarray:
 
 def compute(size: int, microbatch: rj.Microbatch) -> jax.Array:
     return jnp.full(size, 0.1 * microbatch.index + microbatch.step)
+
+
+def train_by_function(world: rj.World) -> None:
+    """Train by a compute function that reads its data itself."""
+    is_odd = world.host == f"host-{os.environ['ODD_HOST']}"
+    draw = read_anything if is_odd and FAULT == "drawn" else read
+    activation = jnp.sin if is_odd and FAULT == "direct" else jnp.tanh
+
+    @jax.jit
+    def add(w: jax.Array, rows: jax.Array) -> jax.Array:
+        return w + activation(rows).sum(0)
+
+    w = world.restore_or_init(lambda: jnp.zeros(3))
+    zeros = jax.device_put(jnp.zeros(3), world.local_devices[0])
+    for _ in world.steps(STEPS):
+
+        def compute_rows(microbatch: rj.Microbatch, w: jax.Array = w) -> jax.Array:
+            rows = np.stack([draw(microbatch.step, microbatch.index)] * 2)
+            return add(microbatch.replica.to_replica(w), microbatch.replica.place_batch(rows))
+
+        w = w - 0.01 * world.accumulate_microbatches(4, compute_rows, zeros)
+        world.commit(w)
+    print(f"{world.host} ended with {np.asarray(w).tobytes().hex()} after {STEPS}")
 
 
 def train_by_loss(world: rj.World) -> None:
@@ -106,8 +130,9 @@ def train(world: rj.World) -> None:
     print(f"{world.host} ended with {np.asarray(state['w']).tobytes().hex()} after {state['steps']}")
 
 
-rj.run(
-    {"constant": train_by_loss, "path": train_by_loss, "alike": train_by_loss, "shards": train_shards}.get(
-        FAULT, train
-    )
-)
+FUNCTIONS = {
+    **dict.fromkeys(("constant", "path", "alike"), train_by_loss),
+    **dict.fromkeys(("drawn", "direct"), train_by_function),
+    "shards": train_shards,
+}
+rj.run(FUNCTIONS.get(FAULT, train))
