@@ -233,6 +233,9 @@ def handle(
             # No other host needs this one, so there is no boundary to wait for.
             return state, () if is_needed(state, config.host) else (LeaveJob(),)
         case WorkerChanged():
+            if state.unwinding is not None and not _is_unwinding(state.unwinding, worker):
+                # Now, since it may be a member and train again before the next check.
+                state = dataclasses.replace(state, unwinding=None)
             # A stopped worker of a host that was left out answers no order, and so would never join again; another one
             # can.
             is_stuck = worker is not None and worker.is_unresponsive and is_outsider(state, config.host)
@@ -372,10 +375,16 @@ def _check_unwound(state: OrdersState, worker: WorkerView | None, now_s: float) 
     unwinding = state.unwinding
     if unwinding is None:
         return state, ()
-    is_waited_for = worker is not None and worker.incarnation == unwinding.incarnation
-    if worker is None or not is_waited_for or worker.has_exited or not is_busy(worker.report.state):
+    if worker is None or not _is_unwinding(unwinding, worker):
         return dataclasses.replace(state, unwinding=None), ()
     if now_s > unwinding.deadline_s and not worker.report.is_compiling:
         why = "it was left out of the generation and did not stop training"
         return dataclasses.replace(state, unwinding=None), (KillWorker(why),)
     return state, (CheckUnwound(),)
+
+
+def _is_unwinding(unwinding: UnwindingWorker, worker: WorkerView | None) -> bool:
+    """Return whether the worker that is waited for is still there, and busy."""
+    if worker is None or worker.incarnation != unwinding.incarnation or worker.has_exited:
+        return False
+    return is_busy(worker.report.state)

@@ -142,7 +142,8 @@ def handle_order(state: WorkerProtocol, order: HandledOrder) -> Transition:
             return dataclasses.replace(state, is_admitted=True), ()
         case HoldTraining():
             # An order that was not taken yet is void: the other hosts may go on without this one.
-            is_interrupted = state.report.state is not WorkerState.PREPARING
+            # A worker that prepares trains with no other; but an interruption that has begun goes on.
+            is_interrupted = state.is_interrupted or state.report.state is not WorkerState.PREPARING
             return dataclasses.replace(state, is_interrupted=is_interrupted, form=None), ()
         case _:
             return _handle_generation_order(state, order)
