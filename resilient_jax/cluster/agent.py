@@ -6,7 +6,6 @@ for the worker. An agent decides nothing about membership, not even when it lead
 """
 
 import asyncio
-import enum
 import os
 import signal
 from collections.abc import Callable
@@ -31,13 +30,6 @@ DRAIN_GRACE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
 
-class _Leaving(enum.Enum):
-    """The stage of a notice to leave."""
-
-    NO = enum.auto()
-    ASKED = enum.auto()
-
-
 class Agent:
     """One host's supervisor. `run` is its complete life."""
 
@@ -60,7 +52,6 @@ class Agent:
             log=self._log,
             print_line=print_line,
         )
-        self._leaving = _Leaving.NO
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._early_outcome: JobOutcome | None = None
         """The outcome of a notice or an interrupt between the end of training and the end of the script."""
@@ -82,7 +73,6 @@ class Agent:
             self._services,
             on_end=self._end,
             on_leave=self._leave,
-            is_leaving=lambda: self._leaving is not _Leaving.NO,
         )
         self._registration = HostRegistration(
             self._context, self._supervisor, self._services, self._follower, self._make_status
@@ -123,10 +113,9 @@ class Agent:
 
     def _on_notice(self) -> None:
         """Leave at the next step boundary (SIGTERM)."""
-        if self._leaving is not _Leaving.NO:
+        if self._follower.is_leaving:
             self._on_interrupt()
             return
-        self._leaving = _Leaving.ASKED
         self._log.record(EventKind.HOST_DRAINING)
         asyncio.get_running_loop().call_later(DRAIN_GRACE_S, self._leave)
         when = (
@@ -136,9 +125,7 @@ class Agent:
         )
         self._context.print_line(f"{self._settings.host}: got a notice to leave; {when}")
         self._mark_changed()
-        # No other host needs this one, so there is no boundary to wait for.
-        if not self._follower.is_needed():
-            self._leave()
+        self._follower.leave_when_possible()
 
     def _leave(self) -> None:
         self._leave_with(ExitCode.DRAINED, "drained")
@@ -178,7 +165,7 @@ class Agent:
             agent_pid=os.getpid(),
             address=self._settings.address,
             versions=self._settings.versions,
-            is_draining=self._leaving is not _Leaving.NO,
+            is_draining=self._follower.is_leaving,
             worker=self._supervisor.status,
             services=self._services.running,
             snapshot_server=self._snapshots.server,
@@ -208,10 +195,7 @@ class Agent:
 
     def _on_worker_changed(self) -> None:
         self._mark_changed()
-        worker = self._supervisor.worker
-        # A stopped worker of a host that was left out answers no order, and so would never join again; another one can.
-        if worker is not None and worker.is_unresponsive and self._follower.is_outsider():
-            self._supervisor.kill("it was stopped")
+        self._follower.on_worker_changed()
 
     def _on_snapshots_changed(self) -> None:
         self._supervisor.on_snapshots_changed()

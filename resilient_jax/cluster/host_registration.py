@@ -121,9 +121,9 @@ class HostRegistration:
             try:
                 # Read before the session opens: a later generation may seat this host again, and that seat is valid.
                 known = await self._read_generation()
-                self._follower.void_seat(known)
+                self._follower.begin_registration(known)
                 await session.open()
-                self._follower.generation = self._follower.generation or known
+                self._follower.end_registration(known)
                 self.session = session
                 return session
             except PeerError as error:

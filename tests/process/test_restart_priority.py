@@ -74,7 +74,6 @@ class Agent:
             CoordinationServices("127.0.0.1", log, lambda: None),
             on_end=lambda outcome: None,
             on_leave=lambda: None,
-            is_leaving=lambda: False,
         )
 
     async def publish(self, losses_left: int | None) -> None:

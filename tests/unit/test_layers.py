@@ -3,6 +3,7 @@
 - An import points down: to a strictly lower layer, or into its own package.
 - Only the starred packages import JAX and its kin, anywhere in a file.
 - Importing `resilient_jax` or a package without a star loads neither JAX nor numpy.
+- A machine imports no clock, thread, socket or randomness.
 - No import stands inside a function, except where an `__init__` loads its names lazily.
 """
 
@@ -62,6 +63,17 @@ NUMERICAL = JAX_AND_KIN | {"numpy"}
 LATE_LOADERS = frozenset({"resilient_jax.cli.main", "resilient_jax.worker.imported_modules"})
 """Modules that load others by a name that is not written there: the commands, each when it is asked for; in a standby
 what the worker has loaded."""
+
+MACHINES = frozenset(
+    {
+        "resilient_jax.cluster.membership",
+        "resilient_jax.cluster.membership_state",
+        "resilient_jax.cluster.world_formation",
+        "resilient_jax.cluster.generation_orders",
+        "resilient_jax.worker.worker_protocol",
+    }
+)
+PURE_LIBRARIES = frozenset({"collections", "dataclasses", "enum", "msgspec", "typing"})
 
 PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
@@ -172,6 +184,13 @@ def test_only_starred_packages_import_jax(file):
         return
     found = [item for item in file.imports() if item.module.split(".")[0] in JAX_AND_KIN]
     assert found == [], f"{file.path}: only {sorted(STARRED)} may import {sorted(JAX_AND_KIN)}"
+
+
+@pytest.mark.parametrize("machine", sorted(MACHINES))
+def test_a_machine_imports_no_clock_thread_socket_or_randomness(machine):
+    (file,) = (file for file in FILES if file.module == machine)
+    libraries = {name for item in file.imports() if (name := item.module.split(".")[0]) != ROOT_NAME}
+    assert libraries <= PURE_LIBRARIES
 
 
 @each_file

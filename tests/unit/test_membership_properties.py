@@ -1,15 +1,14 @@
-"""The membership machine in a cluster of simulated agents and workers, under any order of faults.
+"""The leader's, the agents' and the workers' machines in a simulated cluster, under any order of faults.
 
-The machine and the store's core are the real ones; agents and workers are small models of cluster/agent.py,
-worker/agent_connection.py and worker/run.py. A tape of bytes chooses the next action among those that are possible, so
-that messages arrive late, leaders pause between a decision and its write, and hypothesis shrinks failing tapes.
+All machines and the store's core are the real ones (cluster/membership.py, cluster/generation_orders.py,
+worker/worker_protocol.py); their shells are small models. A tape of bytes chooses the next action among those that are
+possible, so that messages arrive late, leaders pause between a decision and its write, agents skip generations or read
+them twice, and hypothesis shrinks failing tapes.
 
 Assumptions of the model about the shells:
-- a worker executes orders in the order in which they were sent;
-- an agent that loses its lease stops its worker before the lease can expire in the store, rejoins only when that
-  worker has answered, and never as a member of the generation that was stored then;
-- a worker that is no member gets an order to quiesce with each new generation, idle or not, except for one that
-  was given a seat and takes it;
+- a worker receives orders in the order in which they were sent;
+- an agent that loses its lease stops its worker before the lease can expire in the store, and rejoins only when that
+  worker has answered;
 - a worker cannot always take its seat;
 - a host never uses an incarnation twice;
 - an agent that is connected reads what the leader wrote before a timeout that depends on it.
@@ -23,6 +22,27 @@ import msgspec
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.cluster import generation_orders
+from resilient_jax.cluster.generation_orders import (
+    CheckDue,
+    CheckUnwound,
+    GenerationRead,
+    HostRegistered,
+    KillWorker,
+    LeaveJob,
+    LeaveNoticed,
+    OrdersCommand,
+    OrdersConfig,
+    OrdersEvent,
+    OrdersState,
+    RegistrationBegan,
+    ReplaceWorker,
+    SendIntoWorld,
+    SendOrder,
+    StopOlderServices,
+    WorkerChanged,
+    WorkerView,
+)
 from resilient_jax.cluster.membership import (
     HostChanged,
     HostLeft,
@@ -72,11 +92,9 @@ from resilient_jax.protocol.store_keys import (
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
-    Pause,
-    Quiesce,
-    RunToBoundary,
     TakeSeat,
-    WorkerOrder,
+    WorkerAdmitted,
+    WorkerReported,
 )
 from resilient_jax.store.interface import (
     Compare,
@@ -87,6 +105,16 @@ from resilient_jax.store.interface import (
     require_absent,
 )
 from resilient_jax.store.state_machine import StoreStateMachine
+from resilient_jax.worker import worker_protocol
+from resilient_jax.worker.worker_protocol import (
+    HandledOrder,
+    StepDecision,
+    Transition,
+    handle_order,
+    make_initial_protocol,
+    try_begin_step,
+    try_take_order,
+)
 
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")
@@ -110,6 +138,7 @@ FORWARD = {
 }
 ENDLESS = 10**9
 DRAIN_DEADLINE_S = 25.0
+CHECK_INTERVAL_S = 0.1
 ROUND_S = 0.1
 MOVES_PER_ROUND = 40
 ROUNDS_TO_RECOVER = 600
@@ -118,31 +147,19 @@ ROUNDS_TO_RECOVER = 600
 encode = msgspec.msgpack.encode
 
 
-def seat_of(order: TakeSeat) -> SeatId:
-    newcomer = order.generation.find_newcomer(order.host)
-    assert newcomer is not None
-    return SeatId(order.generation.world, newcomer.seat)
-
-
 class Worker:
-    """A worker process: a guard that executes orders, a main thread that forms, trains and unwinds."""
+    """A worker process: the real protocol, and a main thread that forms, trains and unwinds."""
 
     def __init__(self, host: HostName, incarnation: Incarnation) -> None:
         self.host = host
         self.incarnation = incarnation
         self.alive = True
         self.stopped = False
-        self.report = WorkerReport(endpoint=f"{host}:state")
-        self.inbox: collections.deque[WorkerOrder] = collections.deque()
+        self.protocol = make_initial_protocol(polls_checkpoints=False)
+        self.inbox: collections.deque[HandledOrder] = collections.deque()
         self.outbox: collections.deque[WorkerReport] = collections.deque()
-        self.newest = 0
-        self.order: FormWorld | None = None
-        self.seat_order: TakeSeat | None = None
         self.generation: Generation | None = None
-        self.interrupted = False
         self.held: int | None = None
-        self.limit: int | None = None
-        self.boundary: int | None = None
         self.begun = 0
 
     @property
@@ -153,84 +170,56 @@ class Worker:
     def step(self) -> int:
         return self.held or 0
 
-    def say(self, **changes: object) -> None:
-        self.report = msgspec.structs.replace(self.report, **changes)
-        self.outbox.append(self.report)
-
-    def obey(self) -> None:
-        order = self.inbox.popleft()
-        idle = self.report.state is WorkerState.IDLE
-        match order:
-            case HoldTraining():
-                self.interrupted, self.order = not self.is_preparing, None
-            case TakeSeat(generation=generation):
-                if generation.number >= self.newest:
-                    self.newest = generation.number
-                    self.seat_order = order if seat_of(order) != self.report.seat else self.seat_order
-            case FormWorld(generation=generation):
-                if generation.number >= self.newest:
-                    self.newest, self.order = generation.number, order
-            case Quiesce(generation=number) if number >= self.newest:
-                self.newest, self.order, self.seat_order = number, None, None
-                if idle:
-                    self.say(generation=number, failure=None, has_formed=False, earliest_stop_step=None)
-                else:
-                    self.interrupted = True
-            case Pause(generation=number) if number >= self.newest:
-                self.newest = number
-                self.limit = self.report.step if idle else max(self.begun, self.step)
-                self.say(generation=number, earliest_stop_step=self.limit)
-            case RunToBoundary(generation=number, boundary_step=step) if number >= self.newest:
-                self.newest, self.boundary = number, step
-            case _:
-                pass
+    @property
+    def report(self) -> WorkerReport:
+        return self.protocol.report
 
     @property
     def is_preparing(self) -> bool:
         return self.report.state is WorkerState.PREPARING
 
-    def begin_to_prepare(self) -> None:
-        assert self.seat_order is not None
-        self.interrupted = False
-        self.say(state=WorkerState.PREPARING, seat=seat_of(self.seat_order), failure=None)
-        self.seat_order = None
+    def apply(self, transition: Transition) -> None:
+        self.protocol, answers = transition
+        for answer in answers:
+            assert isinstance(answer, WorkerReported), "an agent sends orders of growing generations only"
+            self.outbox.append(answer.report)
+
+    def obey(self) -> None:
+        self.apply(handle_order(self.protocol, self.inbox.popleft()))
+
+    def join(self) -> None:
+        self.apply(handle_order(self.protocol, WorkerAdmitted()))
+        self.apply(worker_protocol.join_job(self.protocol, f"{self.host}:state"))
+
+    def take_order(self) -> FormWorld | TakeSeat:
+        assert self.generation is None
+        assert self.report.state is WorkerState.IDLE
+        protocol, order, answers = try_take_order(self.protocol)
+        assert isinstance(order, FormWorld | TakeSeat)
+        self.apply((protocol, answers))
+        if isinstance(order, FormWorld):
+            self.generation, self.begun = order.generation, self.step
+            if order.generation.change is WorldChange.REFORM:
+                self.apply(worker_protocol.report_world_left(self.protocol))
+        return order
 
     def end_preparing(self, *, is_seated: bool) -> None:
-        self.interrupted = False
-        assert self.report.seat is not None
-        self.say(
-            state=WorkerState.IDLE,
-            generation=GenerationNumber(max(self.report.generation, self.newest)),
-            world=self.report.seat.world if is_seated else None,
-        )
-
-    def enter(self) -> None:
-        assert self.order is not None
-        self.generation, self.order, self.seat_order = self.order.generation, None, None
-        self.interrupted, self.limit, self.boundary, self.begun = False, None, None, self.step
-        self.say(
-            state=WorkerState.RUNNING,
-            generation=self.generation.number,
-            has_formed=False,
-            has_finished_step=False,
-            is_done=False,
-            earliest_stop_step=None,
-            failure=None,
-            world=None if self.generation.change is WorldChange.REFORM else self.report.world,
-        )
+        seat = self.report.seat
+        assert seat is not None
+        world = seat.world if is_seated else None
+        self.apply(worker_protocol.report_seat(self.protocol, world, None))
 
     def go_idle(self, *, failure: WorkerFailure | None = None, done: bool = False) -> None:
-        self.generation, self.interrupted = None, False
-        answered = failure is None or self.report.generation < self.newest
-        self.say(
-            state=WorkerState.IDLE,
-            generation=GenerationNumber(max(self.report.generation, self.newest)),
-            step=self.step,
-            holds_state=self.held is not None,
-            earliest_stop_step=self.step,
-            is_done=done,
-            has_formed=done,
-            failure=None if answered else failure,
+        self.generation = None
+        self.apply(
+            worker_protocol.report_idle(
+                self.protocol,
+                step=self.step,
+                holds_state=self.held is not None,
+                snapshot=None,
+                done=done,
+                failure=failure,
+            )
         )
 
 
@@ -260,16 +249,20 @@ class Host:
         self.alive = True
         self.connected = True
         self.suspended = False
-        self.draining = False
-        self.told_to_stop_s = self.noticed_s = 0.0
+        self.noticed_s = 0.0
         self.touched = False
-        self.known: Generation | None = None
-        self.void = 0  # in generations up to this number the host is no member any more, whatever is stored
+        self.orders = OrdersState()
+        self.check_s: float | None = None  # when the agent looks again at a worker that has to stop
+        self.registers = False
         self.read = Revision(0)
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
         self.snapshots: tuple[SnapshotStatus, ...] = ()
         self.start_worker()
+
+    @property
+    def draining(self) -> bool:
+        return self.orders.is_leaving
 
     @property
     def acts(self) -> bool:
@@ -363,16 +356,18 @@ class Cluster:
             yield 2, lambda: self.notice(host, status)
         elif not worker.alive and not host.draining:
             yield 1, lambda: self.restart_worker(host)
+            yield 1, lambda: self.promote_standby(host)
         if host.draining and self.now_s - host.noticed_s > DRAIN_DEADLINE_S:
             yield 2, lambda: self.leave(host)
-        patience_s = self.now_s - host.told_to_stop_s
-        if self.is_outside(host) and worker.generation is not None and patience_s > CONFIG.quiesce_timeout_s:
-            yield 1, lambda: self.kill(worker)
+        if host.check_s is not None and self.now_s >= host.check_s:
+            yield 2, lambda: self.check(host)
         if not host.connected:
             return
         if not host.registered:
             quiet = not worker.inbox and not worker.outbox
-            if self.store.get(make_host_key(JOB, host.name)) is None and quiet:
+            if not host.registers:
+                yield 2, lambda: self.begin_registration(host)
+            elif self.store.get(make_host_key(JOB, host.name)) is None and quiet:
                 yield 2, lambda: self.register(host)
             return
         if self.store.get(make_host_key(JOB, host.name)) is None:
@@ -400,16 +395,16 @@ class Cluster:
         generation = worker.generation
         if generation is None:
             if worker.report.state is WorkerState.STARTING:
-                yield 1, lambda: worker.say(state=WorkerState.IDLE)
+                yield 1, worker.join
             elif worker.is_preparing:
-                yield 3, lambda: worker.end_preparing(is_seated=not worker.interrupted)
+                yield 3, lambda: worker.end_preparing(is_seated=not worker.protocol.is_interrupted)
                 yield 1, lambda: worker.end_preparing(is_seated=False)
-            elif worker.order is not None:
+            elif worker.protocol.form is not None:
                 yield 3, lambda: self.enter(worker)
-            elif worker.seat_order is not None:
-                yield 3, worker.begin_to_prepare
+            elif worker.protocol.take_seat is not None:
+                yield 3, worker.take_order
             return
-        if worker.interrupted:
+        if worker.protocol.is_interrupted:
             yield 3, worker.go_idle
         elif not worker.report.has_formed:
             if self.can_form(worker, generation):
@@ -421,9 +416,10 @@ class Cluster:
         if worker.step >= self.total:
             yield 3, lambda: worker.go_idle(done=True)
         elif worker.begun <= worker.step:
-            if worker.boundary is not None and worker.step >= worker.boundary:
+            _, decision = try_begin_step(worker.protocol, worker.step)
+            if decision is StepDecision.END:
                 yield 3, worker.go_idle
-            elif worker.limit is None or worker.step < worker.limit or worker.boundary is not None:
+            elif decision is StepDecision.START:
                 yield 2, lambda: self.begin_step(worker, generation)
             return
         arrived = self.arrived[generation.number]
@@ -473,6 +469,8 @@ class Cluster:
             return
         yield 1, lambda: self.kill_host(host)
         yield 1, lambda: self.suspend(host)
+        if host.reaches_store and host.registered and self.generation is not None:
+            yield 1, lambda: self.watch_again(host)
         if host.connected:
             yield 1, lambda: self.disconnect(host)
         else:
@@ -499,37 +497,105 @@ class Cluster:
         found = self.store.get(make_generation_key(JOB))
         return found is not None and found.mod_revision >= host.read
 
+    def tell(self, host: Host, event: OrdersEvent) -> None:
+        """Have the agent's machine handle an event, and carry out what it commands."""
+        worker = WorkerView(
+            incarnation=host.seen.incarnation,
+            report=host.seen.report,
+            is_unresponsive=host.seen.is_unresponsive,
+            has_exited=host.seen.exit_code is not None,
+        )
+        config = OrdersConfig(
+            host=host.name,
+            quiesce_timeout_s=self.config.quiesce_timeout_s,
+            replaces_workers=self.config.replaces_workers,
+            reports_lost_seats=True,
+        )
+        host.orders, commands = generation_orders.handle(host.orders, event, worker, self.now_s, config)
+        for command in commands:
+            self.carry_out(host, command)
+
+    def carry_out(self, host: Host, command: OrdersCommand) -> None:
+        worker = host.worker
+        match command:
+            case SendOrder(order):
+                worker.inbox.append(order)
+            case SendIntoWorld(generation, is_newcomer):
+                make = TakeSeat if is_newcomer else FormWorld
+                worker.inbox.append(make(generation=generation, host=host.name, relay_address=""))
+            case KillWorker():
+                assert self.is_outside(host) or host.seen.is_unresponsive, "an agent kills a member"
+                self.kill(worker)
+            case ReplaceWorker():
+                assert self.is_outside(host), "an agent replaces a member"
+                self.kill(worker)
+            case CheckUnwound():
+                host.check_s = self.now_s + CHECK_INTERVAL_S
+            case LeaveJob():
+                self.leave(host)
+            case StopOlderServices(world):
+                kept = [s for s in host.services if s.world >= world]
+                host.touched = host.touched or kept != host.services
+                host.services = kept
+            case _:
+                pass
+
+    def check(self, host: Host) -> None:
+        host.check_s = None
+        self.tell(host, CheckDue())
+
     def hear(self, host: Host) -> None:
         report = host.worker.outbox.popleft()
         host.seen = msgspec.structs.replace(host.seen, report=report)
         host.touched = True
+        self.tell(host, WorkerChanged())
 
     def notice(self, host: Host, status: WorkerStatus) -> None:
         host.seen = status
         host.touched = True
-        if host.worker.stopped and self.is_outside(host):
-            self.kill(host.worker)
+        self.tell(host, WorkerChanged())
 
     def is_outside(self, host: Host) -> bool:
-        if host.known is None:
+        """Return whether this host's worker is no member of the newest generation that the agent knows."""
+        known = host.orders.generation
+        if known is None:
             return False
-        member = host.known.find_member(host.name) if host.known.number > host.void else None
+        member = known.find_member(host.name) if known.number != host.orders.void_generation else None
         return member is None or member.incarnation != host.worker.incarnation
 
     def restart_worker(self, host: Host) -> None:
         host.start_worker()
         self.workers[host.name, host.worker.incarnation] = host.worker
+        self.tell(host, WorkerChanged())
+
+    def promote_standby(self, host: Host) -> None:
+        """Start a worker that asks to join before anything else happens."""
+        self.restart_worker(host)
+        host.worker.join()
+        while host.worker.outbox:
+            self.hear(host)
+
+    def read_stored(self) -> Generation | None:
+        found = self.store.get(make_generation_key(JOB))
+        return msgspec.msgpack.decode(found.value, type=Generation) if found is not None else None
+
+    def begin_registration(self, host: Host) -> None:
+        host.registers = True
+        self.tell(host, RegistrationBegan(self.read_stored()))
 
     def register(self, host: Host) -> None:
+        host.registers = False
         host.lease = self.store.grant(1e9, self.now_s)
         host.registered = True
         self.publish(host)
-        found = self.store.get(make_generation_key(JOB))
+        self.tell(host, HostRegistered(self.read_stored()))
+        self.watch_again(host)
+
+    def watch_again(self, host: Host) -> None:
+        """Read what the store has now: again, or without what was stored in between."""
         host.read = Revision(self.store.revision + 1)
-        if found is not None:
-            stored = msgspec.msgpack.decode(found.value, type=Generation)
-            host.void = stored.number - (stored.find_member(host.name) is None)
-            self.order(host, stored)
+        if (stored := self.read_stored()) is not None:
+            self.tell(host, GenerationRead(stored))
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
@@ -551,47 +617,8 @@ class Cluster:
     def read_generation(self, host: Host) -> None:
         (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)
         assert isinstance(found, PutEvent)
-        self.order(host, msgspec.msgpack.decode(found.key_value.value, type=Generation))
-
-    def order(self, host: Host, generation: Generation) -> None:
-        host.known = generation
-        worker = host.worker
-        newcomer = generation.find_newcomer(host.name)
-        if self.is_outside(host) and newcomer is not None and newcomer.incarnation == worker.incarnation:
-            if generation.phase is GenerationPhase.ACTIVE and not host.draining:
-                worker.inbox.append(TakeSeat(generation=generation, host=host.name, relay_address=""))
-                return
-            if not host.draining and worker.generation is None and not worker.stopped:
-                if generation.phase is not GenerationPhase.FINISHED and not worker.is_preparing:
-                    worker.inbox.append(Quiesce(generation=generation.number))
-                return
-        if self.is_outside(host):
-            if host.draining and generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
-                self.leave(host)
-            elif worker.alive and worker.stopped:
-                self.kill(worker)
-            elif generation.phase is not GenerationPhase.FINISHED:
-                worker.inbox.append(Quiesce(generation=generation.number))
-                host.told_to_stop_s = self.now_s
-            return
-        match generation.phase:
-            case GenerationPhase.QUIESCE:
-                worker.inbox.append(Quiesce(generation=generation.number))
-            case GenerationPhase.PAUSE:
-                worker.inbox.append(Pause(generation=generation.number))
-            case GenerationPhase.BOUNDARY:
-                assert generation.boundary_step is not None
-                worker.inbox.append(
-                    RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step)
-                )
-            case GenerationPhase.FORM:
-                worker.inbox.append(FormWorld(generation=generation, host=host.name, relay_address=""))
-            case GenerationPhase.ACTIVE:
-                kept = [s for s in host.services if s.world >= generation.world]
-                host.touched = host.touched or kept != host.services
-                host.services = kept
-            case GenerationPhase.FINISHED:
-                pass
+        generation = msgspec.msgpack.decode(found.key_value.value, type=Generation)
+        self.tell(host, GenerationRead(generation))
 
     def leave(self, host: Host) -> None:
         self.kill_host(host)
@@ -671,15 +698,13 @@ class Cluster:
     # The worker's main thread.
 
     def enter(self, worker: Worker) -> None:
-        assert worker.order is not None
         me = (worker.host, worker.incarnation)
+        generation = worker.take_order().generation
+        assert me in {(m.host, m.incarnation) for m in generation.members}, "a worker that trains is a member"
         for later, _ in self.written:
             seated = any((m.host, m.incarnation) == me for m in later.members)
-            if later.phase is GenerationPhase.FORM and later.number > worker.order.generation.number:
+            if later.phase is GenerationPhase.FORM and later.number > generation.number:
                 assert not seated, f"{worker.host} enters an older generation than one it is a member of"
-        worker.enter()
-        generation = worker.generation
-        assert generation is not None
         self.entered[generation.number].add(worker.host)
         members = (self.workers[m.host, m.incarnation] for m in generation.members)
         if all(w.runs and w.generation == generation for w in members):
@@ -705,16 +730,21 @@ class Cluster:
         if generation.change is not WorldChange.REFORM:
             assert worker.report.world == generation.world, "a change in place stays in its world"
             assert worker.report.seat == seat, "and in its seat"
-        worker.say(has_formed=True, world=generation.world, seat=seat, step=worker.step)
+        worker.apply(
+            worker_protocol.report_formed(
+                worker.protocol, seat, worker.step, holds_state=worker.held is not None
+            )
+        )
 
     def begin_step(self, worker: Worker, generation: Generation) -> None:
+        worker.protocol, _ = try_begin_step(worker.protocol, worker.step)
         worker.begun = worker.step + 1
         self.arrived[generation.number][worker.host] = worker.begun
+        self.check_limit(worker)
 
     def commit(self, worker: Worker) -> None:
         worker.held = worker.begun
-        if not worker.report.has_finished_step:
-            worker.say(has_finished_step=True, holds_state=True, step=worker.held)
+        worker.apply(worker_protocol.report_commit(worker.protocol, worker.held, holds_state=True))
 
     # Time and faults.
 
@@ -758,10 +788,9 @@ class Cluster:
         host.connected = True
 
     def drain(self, host: Host) -> None:
-        host.draining = host.touched = True
+        host.touched = True
         host.noticed_s = self.now_s
-        if host.known is None or host.known.find_member(host.name) is None:
-            self.leave(host)
+        self.tell(host, LeaveNoticed())
 
     def kill_service(self, host: Host) -> None:
         host.services.pop()
@@ -837,7 +866,9 @@ class Cluster:
         for host in self.hosts.values():
             worker = host.worker
             generation = worker.generation
-            if generation is None or not worker.runs or worker.interrupted or not worker.report.has_formed:
+            if generation is None or not worker.runs or not worker.report.has_formed:
+                continue
+            if worker.protocol.is_interrupted:
                 continue
             if host.lease is not None or not host.registered:
                 training[generation].add((worker.host, worker.incarnation))
@@ -848,25 +879,25 @@ class Cluster:
         ]
         assert len(complete) <= 1, f"train at once: {[g.number for g in complete]}"
 
+    def check_limit(self, worker: Worker) -> None:
+        """Check a step that has just begun against what the leader may rely on, or has decided."""
+        now = self.generation
+        assert now is not None
+        member = now.find_member(worker.host)
+        if member is None or member.incarnation != worker.incarnation:
+            return
+        if now.phase is GenerationPhase.PAUSE and worker.report.generation == now.number:
+            assert worker.report.earliest_stop_step is not None
+            assert worker.begun <= worker.report.earliest_stop_step, "beyond the limit that it reported"
+        if now.phase is GenerationPhase.BOUNDARY:
+            assert now.boundary_step is not None
+            assert worker.begun <= now.boundary_step, "beyond the boundary"
+
 
 class ReplacingCluster(Cluster):
     """A cluster whose collectives cannot be broken off: agents kill workers, which resume from snapshots."""
 
     config = dataclasses.replace(CONFIG, replaces_workers=True, state_loss_policy=StateLossPolicy.RESTART)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_world: set[Worker] = set()
-        """Those that were ordered into a world; a generation that is not theirs has them killed."""
-
-    def order(self, host: Host, generation: Generation) -> None:
-        super().order(host, generation)
-        newcomer = generation.find_newcomer(host.name)
-        takes_seat = newcomer is not None and newcomer.incarnation == host.worker.incarnation
-        if self.is_outside(host) and host.worker in self.in_world and not takes_seat:
-            self.kill(host.worker)
-        elif any(isinstance(order, (FormWorld, TakeSeat)) for order in host.worker.inbox):
-            self.in_world.add(host.worker)
 
     def commit(self, worker: Worker) -> None:
         generation = worker.generation

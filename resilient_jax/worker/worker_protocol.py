@@ -1,0 +1,336 @@
+"""The worker's side of the protocol with its agent: a pure machine, run by `agent_connection` under one lock.
+
+| state     | event                          | becomes   | and                                                       |
+|-----------|--------------------------------|-----------|-----------------------------------------------------------|
+| STARTING  | `join_job`, once admitted      | IDLE      | reports                                                   |
+| IDLE      | takes `StopWorker`             | IDLE      | before any other order: the script ends                   |
+| IDLE      | takes a kept `FormWorld`       | RUNNING   | reports; not interrupted, no limit, no boundary           |
+| IDLE      | takes a kept `TakeSeat`        | PREPARING | reports; not interrupted                                  |
+| PREPARING | `report_seat`                  | IDLE      | reports its newest generation; not interrupted            |
+| RUNNING   | `report_formed`                | RUNNING   | reports; steps may begin                                  |
+| RUNNING   | `try_begin_step`               | RUNNING   | START: the step has begun; WAIT; END                      |
+| RUNNING   | `report_commit`, the first     | RUNNING   | reports                                                   |
+| RUNNING   | `report_idle`                  | IDLE      | reports its newest generation; not interrupted            |
+| any       | order `FormWorld`              | same      | kept until it is taken or void                            |
+| any       | order `TakeSeat`, a new seat   | same      | kept until it is taken or void                            |
+| IDLE      | order `Quiesce`                | IDLE      | kept orders are void; answers with a report               |
+| others    | order `Quiesce`                | same      | kept orders are void; interrupted                         |
+| IDLE      | order `Pause`                  | IDLE      | limit = committed steps; answers with a report            |
+| others    | order `Pause`                  | same      | limit = first step that has not begun; answers            |
+| any       | order `RunToBoundary`          | same      | boundary; up to there the limit does not count            |
+| PREPARING | order `HoldTraining`           | PREPARING | a kept world is void                                      |
+| others    | order `HoldTraining`           | same      | a kept world is void; interrupted                         |
+| any       | order `StopWorker`             | same      | interrupted                                               |
+| any       | an order of an older number    | same      | refused                                                   |
+
+Rules:
+- `newest` only grows; an order of an older generation is refused, and changes nothing.
+- The main thread begins a step only by `try_begin_step`: not when interrupted (END), not at the boundary (END), and,
+  while paused, not at the limit that it has reported (WAIT), since the leader may choose just that step.
+- The main thread is interrupted from the moment its generation has ended until it reports idle.
+- An order is taken and reported in one transition, so that the next order finds this worker busy, and interrupts it.
+"""
+
+import dataclasses
+import enum
+from typing import assert_never
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, WorldId
+from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.worker_messages import (
+    FormWorld,
+    HoldTraining,
+    Pause,
+    Quiesce,
+    RunToBoundary,
+    SnapshotServerReady,
+    StopWorker,
+    TakeSeat,
+    WorkerAdmitted,
+    WorkerReported,
+)
+
+GenerationOrder = FormWorld | TakeSeat | Quiesce | Pause | RunToBoundary
+HandledOrder = GenerationOrder | HoldTraining | SnapshotServerReady | WorkerAdmitted | StopWorker
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProtocol:
+    """The complete state of the machine.
+
+    Attributes:
+        report: the worker's report of itself, as it was last sent.
+        polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
+            for it.
+        newest: the newest generation that an order named.
+        form: the world that the main thread is to form next.
+        take_seat: the seat that it is to take next.
+        stop: the job is over.
+        is_interrupted: the generation that the main thread works in has ended.
+        next_step: the first step that has not begun.
+        limit: the step that must not start before a `RunToBoundary`, once paused.
+        boundary: the step that must not start in this generation.
+        snapshot_server: the answer to the last request for a snapshot server.
+        is_admitted: the job has let this worker in.
+    """
+
+    report: WorkerReport
+    polls_checkpoints: bool
+    newest: GenerationNumber
+    form: FormWorld | None = None
+    take_seat: TakeSeat | None = None
+    stop: StopWorker | None = None
+    is_interrupted: bool = False
+    next_step: int = 0
+    limit: int | None = None
+    boundary: int | None = None
+    snapshot_server: str | None = None
+    is_admitted: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrderRefused:
+    """An order is of an older generation than another that this worker has received."""
+
+    refused: GenerationNumber
+    newest: GenerationNumber
+
+
+WorkerAnswer = WorkerReported | OrderRefused
+Transition = tuple[WorkerProtocol, tuple[WorkerAnswer, ...]]
+"""The new state, and what the shell sends or records, in order."""
+
+
+class StepDecision(enum.Enum):
+    """Whether the main thread may begin a step."""
+
+    START = enum.auto()
+    WAIT = enum.auto()
+    """Not before the next order."""
+    END = enum.auto()
+    """Not in this generation."""
+
+
+def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
+    """Return the state of a worker that has just started."""
+    return WorkerProtocol(
+        report=WorkerReport(is_polling_checkpoints=polls_checkpoints),
+        polls_checkpoints=polls_checkpoints,
+        newest=GenerationNumber(0),
+    )
+
+
+def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
+    report = msgspec.structs.replace(before.report, **changes)
+    return dataclasses.replace(before, report=report), (WorkerReported(report=report),)
+
+
+# The agent's orders.
+
+
+def handle_order(state: WorkerProtocol, order: HandledOrder) -> Transition:
+    """Take in an order of the agent."""
+    match order:
+        case StopWorker():
+            return dataclasses.replace(state, stop=order, is_interrupted=True), ()
+        case SnapshotServerReady():
+            return dataclasses.replace(state, snapshot_server=order.endpoint), ()
+        case WorkerAdmitted():
+            return dataclasses.replace(state, is_admitted=True), ()
+        case HoldTraining():
+            # An order that was not taken yet is void: the other hosts may go on without this one.
+            # A worker that prepares trains with no other; but an interruption that has begun goes on.
+            is_interrupted = state.is_interrupted or state.report.state is not WorkerState.PREPARING
+            return dataclasses.replace(state, is_interrupted=is_interrupted, form=None), ()
+        case _:
+            return _handle_generation_order(state, order)
+
+
+def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> Transition:
+    number = order.generation if isinstance(order.generation, int) else order.generation.number
+    if number < state.newest:
+        return state, (OrderRefused(number, state.newest),)
+    state = dataclasses.replace(state, newest=number)
+    is_idle = state.report.state is WorkerState.IDLE
+    match order:
+        case FormWorld():
+            return dataclasses.replace(state, form=order), ()
+        case TakeSeat():
+            # Ordered with every record of the generation; a seat is tried once.
+            is_tried = get_seat(order) == state.report.seat
+            return (state if is_tried else dataclasses.replace(state, take_seat=order)), ()
+        case Quiesce():
+            state = dataclasses.replace(state, form=None, take_seat=None)
+            if not is_idle:
+                return dataclasses.replace(state, is_interrupted=True), ()
+            return _report(state, generation=number, failure=None, has_formed=False, earliest_stop_step=None)
+        case Pause():
+            # A step that has begun is finished: the next one is the first at which this worker can stop.
+            limit = state.report.step if is_idle else state.next_step
+            state = dataclasses.replace(state, limit=limit)
+            return _report(state, generation=number, earliest_stop_step=limit)
+        case RunToBoundary():
+            return dataclasses.replace(state, boundary=order.boundary_step), ()
+        case _:
+            assert_never(order)
+
+
+def get_seat(order: TakeSeat) -> SeatId:
+    """Return the seat that a worker is to take."""
+    newcomer = order.generation.find_newcomer(order.host)
+    assert newcomer is not None, "an agent orders only newcomers to take a seat"
+    return SeatId(order.generation.world, newcomer.seat)
+
+
+# The main thread between generations.
+
+
+def join_job(state: WorkerProtocol, endpoint: str) -> Transition:
+    """The job has let this worker in, or is over: the worker waits for an order, and serves its state at `endpoint`."""
+    assert state.is_admitted or state.stop is not None, "a worker joins only when it is let in"
+    return _report(state, state=WorkerState.IDLE, endpoint=endpoint)
+
+
+def try_take_order(
+    state: WorkerProtocol,
+) -> tuple[WorkerProtocol, FormWorld | TakeSeat | StopWorker | None, tuple[WorkerAnswer, ...]]:
+    """Take the order that the main thread is to follow next; None if there is none yet."""
+    # First, because a world that was ordered earlier is over, too.
+    if state.stop is not None:
+        return state, state.stop, ()
+    if (form := state.form) is not None:
+        state = dataclasses.replace(
+            state,
+            form=None,
+            take_seat=None,
+            is_interrupted=False,
+            limit=None,
+            boundary=None,
+            next_step=state.report.step,
+        )
+        state, answers = _report(
+            state,
+            state=WorkerState.RUNNING,
+            generation=form.generation.number,
+            has_formed=False,
+            has_finished_step=False,
+            is_done=False,
+            is_compiling=False,
+            snapshot=None,
+            is_polling_checkpoints=state.polls_checkpoints,
+            earliest_stop_step=None,
+            failure=None,
+        )
+        return state, form, answers
+    if (seat_order := state.take_seat) is not None:
+        state = dataclasses.replace(state, take_seat=None, is_interrupted=False)
+        state, answers = _report(state, state=WorkerState.PREPARING, seat=get_seat(seat_order), failure=None)
+        return state, seat_order, answers
+    return state, None, ()
+
+
+def report_seat(state: WorkerProtocol, world: WorldId | None, failure: WorkerFailure | None) -> Transition:
+    """The seat of the last order is taken, in `world`; or, with None, it could not be."""
+    return _report(
+        dataclasses.replace(state, is_interrupted=False),
+        state=WorkerState.IDLE,
+        generation=max(state.report.generation, state.newest),
+        world=world,
+        is_compiling=False,
+        failure=failure,
+    )
+
+
+def report_formed(state: WorkerProtocol, seat: SeatId, step: int, *, holds_state: bool) -> Transition:
+    """The world is formed and the state of `step` found; on this host, if `holds_state`."""
+    return _report(
+        dataclasses.replace(state, next_step=step),
+        has_formed=True,
+        world=seat.world,
+        seat=seat,
+        step=step,
+        holds_state=holds_state,
+    )
+
+
+def report_idle(
+    state: WorkerProtocol,
+    *,
+    step: int,
+    holds_state: bool,
+    snapshot: SnapshotId | None,
+    done: bool,
+    failure: WorkerFailure | None,
+) -> Transition:
+    """The main thread has left the user's function, and waits for an order."""
+    # A failure in a generation that has ended already is no news: reported, it would end the next one as well.
+    is_answered = failure is None or state.report.generation < state.newest
+    return _report(
+        dataclasses.replace(state, is_interrupted=False),
+        state=WorkerState.IDLE,
+        # Also the answer to the newest `Quiesce`, which may be of a
+        # later generation than this worker trained in.
+        generation=max(state.report.generation, state.newest),
+        step=step,
+        holds_state=holds_state,
+        snapshot=snapshot,
+        is_polling_checkpoints=state.polls_checkpoints,  # what an earlier poll has found does not count
+        earliest_stop_step=step,
+        is_done=done,
+        is_compiling=False,
+        has_formed=done,
+        failure=None if is_answered else failure,
+    )
+
+
+def report_failure(state: WorkerProtocol, failure: WorkerFailure, *, step: int) -> Transition:
+    """This process is about to end, for this reason."""
+    return _report(state, failure=failure, step=step)
+
+
+def report_world_left(state: WorkerProtocol) -> Transition:
+    """No coordination service is connected any more."""
+    return _report(state, world=None)
+
+
+def report_checkpoint(state: WorkerProtocol, step: int | None) -> Transition:
+    """The newest checkpoint on storage is of `step`; None: there is none."""
+    return _report(state, checkpoint_step=step, is_polling_checkpoints=False)
+
+
+# The main thread in a generation.
+
+
+def try_begin_step(state: WorkerProtocol, step: int) -> tuple[WorkerProtocol, StepDecision]:
+    """Decide whether `step` may start; if so, it has begun."""
+    has_reached_boundary = state.boundary is not None and step >= state.boundary
+    if state.is_interrupted or has_reached_boundary:
+        return state, StepDecision.END
+    if state.limit is None or step < state.limit or state.boundary is not None:
+        return dataclasses.replace(state, next_step=step + 1), StepDecision.START
+    return state, StepDecision.WAIT
+
+
+def report_commit(state: WorkerProtocol, step: int, *, holds_state: bool) -> Transition:
+    """`step` steps are committed; only the first commit of a generation decides anything, and is reported.
+
+    Each report makes the agent write to the store.
+    """
+    if state.report.has_finished_step:
+        return state, ()
+    return _report(state, has_finished_step=True, holds_state=holds_state, step=step)
+
+
+def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:
+    """The main thread compiles, which cannot be interrupted, so that it is not taken for a hang; or does not."""
+    if is_compiling == state.report.is_compiling:
+        return state, ()
+    return _report(state, is_compiling=is_compiling)
+
+
+def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:
+    """Forget an earlier server's endpoint, which must not be taken for the answer to the request that follows."""
+    return dataclasses.replace(state, snapshot_server=None)

@@ -1,0 +1,167 @@
+"""The worker's machine under any sequence of orders, of old and of new generations, and of its main thread's steps."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member, SeatId, WorkerState, is_busy
+from resilient_jax.protocol.worker_messages import (
+    FormWorld,
+    HoldTraining,
+    Pause,
+    Quiesce,
+    RunToBoundary,
+    StopWorker,
+    TakeSeat,
+    WorkerAdmitted,
+    WorkerReported,
+)
+from resilient_jax.worker import worker_protocol
+from resilient_jax.worker.worker_protocol import (
+    OrderRefused,
+    StepDecision,
+    WorkerProtocol,
+    handle_order,
+    make_initial_protocol,
+    try_begin_step,
+    try_take_order,
+)
+
+HOST = HostName("a")
+MEMBER = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
+
+
+def make_generation(number: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
+    generation = Generation(number=GenerationNumber(number), phase=phase, world=WorldId(number))
+    if phase is GenerationPhase.FORM:
+        return msgspec.structs.replace(generation, members=(MEMBER,))
+    return msgspec.structs.replace(generation, newcomers=(MEMBER,))
+
+
+def form_world(number: int) -> FormWorld:
+    return FormWorld(generation=make_generation(number), host=HOST, relay_address="")
+
+
+def take_seat(number: int) -> TakeSeat:
+    generation = make_generation(number, GenerationPhase.ACTIVE)
+    return TakeSeat(generation=generation, host=HOST, relay_address="")
+
+
+def make_idle() -> WorkerProtocol:
+    protocol, _ = handle_order(make_initial_protocol(polls_checkpoints=False), WorkerAdmitted())
+    return worker_protocol.join_job(protocol, "a:1")[0]
+
+
+def make_training(number: int, step: int = 0) -> WorkerProtocol:
+    protocol, _ = handle_order(make_idle(), form_world(number))
+    protocol, _, _ = try_take_order(protocol)
+    seat = SeatId(WorldId(number), Seat(0))
+    return worker_protocol.report_formed(protocol, seat, step, holds_state=True)[0]
+
+
+def go_idle(protocol: WorkerProtocol) -> WorkerProtocol:
+    return worker_protocol.report_idle(
+        protocol, step=protocol.next_step, holds_state=True, snapshot=None, done=False, failure=None
+    )[0]
+
+
+numbers = st.integers(1, 6).map(GenerationNumber)
+generation_orders = st.one_of(
+    st.builds(Quiesce, generation=numbers),
+    st.builds(Pause, generation=numbers),
+    st.builds(RunToBoundary, generation=numbers, boundary_step=st.integers(0, 5)),
+    numbers.map(form_world),
+    numbers.map(take_seat),
+)
+orders = generation_orders | st.builds(HoldTraining) | st.builds(StopWorker)
+steps_of_main_thread = st.sampled_from(("step", "take", "unwind"))
+
+
+def move_main_thread(protocol: WorkerProtocol, move: str) -> WorkerProtocol:
+    """Do what the main thread may do in this state, and check it."""
+    state = protocol.report.state
+    if move == "take" and state is WorkerState.IDLE:
+        after, order, _ = try_take_order(protocol)
+        if isinstance(order, FormWorld | TakeSeat):
+            assert protocol.stop is None
+            assert is_busy(after.report.state), "the next order must interrupt it"
+            assert not after.is_interrupted
+        return after
+    if move == "unwind" and state is WorkerState.RUNNING:
+        after = go_idle(protocol)
+        assert after.report.generation >= protocol.newest, "it answers the newest order"
+        return after
+    if move == "unwind" and state is WorkerState.PREPARING:
+        return worker_protocol.report_seat(protocol, None, None)[0]
+    if move == "step" and state is WorkerState.RUNNING:
+        step = protocol.next_step
+        after, decision = try_begin_step(protocol, step)
+        if decision is StepDecision.START:
+            assert not protocol.is_interrupted
+            assert protocol.boundary is None or step < protocol.boundary
+            assert protocol.limit is None or step < protocol.limit or protocol.boundary is not None
+        return after
+    return protocol
+
+
+@settings(max_examples=300, deadline=None)
+@given(script=st.lists(orders | steps_of_main_thread, max_size=30))
+def test_no_sequence_of_orders_breaks_the_rules(script):
+    protocol = make_idle()
+    for item in script:
+        before = protocol
+        if isinstance(item, str):
+            protocol = move_main_thread(before, item)
+            continue
+        protocol, answers = handle_order(before, item)
+        assert protocol.newest >= before.newest
+        assert protocol.report.state is before.report.state, "only the main thread changes what it does"
+        number = getattr(item, "generation", None)
+        number = getattr(number, "number", number)
+        if number is not None and number < before.newest:
+            assert protocol == before, "an old order changes nothing"
+            assert answers == (OrderRefused(number, before.newest),)
+        elif answers:
+            assert answers == (WorkerReported(report=protocol.report),)
+        if before.is_interrupted and is_busy(before.report.state):
+            assert protocol.is_interrupted, "no order lets a generation that has ended go on"
+
+
+@settings(max_examples=100, deadline=None)
+@given(begun=st.integers(0, 4), boundary=st.integers(0, 6))
+def test_a_paused_worker_stops_where_it_said_or_at_the_boundary(begun, boundary):
+    protocol = make_training(1)
+    for step in range(begun):
+        protocol, _ = try_begin_step(protocol, step)
+    protocol, answers = handle_order(protocol, Pause(generation=GenerationNumber(2)))
+    assert answers == (WorkerReported(report=protocol.report),)
+    assert protocol.report.earliest_stop_step == begun
+    assert try_begin_step(protocol, begun)[1] is StepDecision.WAIT
+    ordered = RunToBoundary(generation=GenerationNumber(2), boundary_step=max(boundary, begun))
+    protocol, _ = handle_order(protocol, ordered)
+    while (began := try_begin_step(protocol, protocol.next_step))[1] is StepDecision.START:
+        protocol = began[0]
+    assert began[1] is StepDecision.END
+    assert protocol.next_step == ordered.boundary_step
+
+
+def test_an_order_that_was_not_taken_is_void_after_the_loss_of_the_store():
+    protocol, _ = handle_order(make_idle(), form_world(1))
+    protocol, _ = handle_order(protocol, HoldTraining())
+    assert try_take_order(protocol)[1] is None
+
+
+def test_the_end_of_the_job_is_taken_before_a_world_that_was_ordered_earlier():
+    protocol, _ = handle_order(make_idle(), form_world(1))
+    protocol, _ = handle_order(protocol, StopWorker(reason="done"))
+    assert isinstance(try_take_order(protocol)[1], StopWorker)
+
+
+def test_a_seat_is_tried_once():
+    protocol, _ = handle_order(make_idle(), take_seat(1))
+    protocol, order, _ = try_take_order(protocol)
+    assert isinstance(order, TakeSeat)
+    protocol, _ = worker_protocol.report_seat(protocol, None, None)
+    protocol, _ = handle_order(protocol, take_seat(1))
+    assert try_take_order(protocol)[1] is None
