@@ -41,20 +41,20 @@ class MicrobatchProgram:
 
 
 def describe_programs(
-    compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica | None, step: int
+    compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica | None
 ) -> Mapping[str, ProgramDescription]:
     """Return what is known of an accumulation, by `COMPARED_PROGRAMS`.
 
     Args:
-        compute_fn: a `MicrobatchProgram`, or any function, which is called to trace it.
+        compute_fn: a `MicrobatchProgram`, or any function, which is called to trace it: for the first microbatch of
+            the first step, whatever the step, since hosts may describe it in different steps.
         data: of its microbatches.
         replica: that computes them; None: no program is known.
-        step: of the accumulation.
     """
     if replica is None:
         return {}
     if not isinstance(compute_fn, MicrobatchProgram):
-        found = {MICROBATCH: describe_call(_bind_call(compute_fn, data, replica), step)}
+        found = {MICROBATCH: describe_call(_bind_call(compute_fn, data, replica))}
     else:
         found = {MICROBATCH: _describe_traced(compute_fn, replica), UPDATE: compute_fn.update}
     return {name: program for name, program in found.items() if program is not None}
@@ -79,8 +79,12 @@ def _bind_call(
 ) -> MicrobatchCall:
     """Return a function of step and index that reads and computes a microbatch on a replica."""
 
+    @functools.cache  # read once, however often it is called
+    def read(step: int, index: int) -> Any:  # noqa: ANN401 - a tree
+        return data.get(step, index, replica.data_shard) if data is not None else None
+
     def call(step: int, index: int) -> Any:  # noqa: ANN401 - a tree
-        batch = data.get(step, index, replica.data_shard) if data is not None else None
+        batch = read(step, index)
         return compute_fn(Microbatch(step=step, index=index, replica=replica, batch=batch))
 
     return call

@@ -221,7 +221,7 @@ class Reducer:
         if spec.name not in self._exchanged:
             self._compare_accumulations(
                 describe_accumulation(spec, replica_shape, zeros),
-                functools.partial(describe_programs, compute_fn, data, typical, spec.step),
+                functools.partial(describe_programs, compute_fn, data, typical),
                 spec,
             )
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)

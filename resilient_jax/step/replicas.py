@@ -119,8 +119,7 @@ class Replica:
         Raises:
             CallerError: the rows cannot be sharded evenly.
         """
-        with jax.ensure_compile_time_eval():
-            return jax.tree.map(self._place_rows, batch)
+        return jax.tree.map(self._place_rows, batch)
 
     def describe_batch(self, batch: Tree) -> Tree:
         """Return the shapes of a complete microbatch, with the shardings that `place_batch` gives its arrays."""
@@ -142,9 +141,10 @@ class Replica:
         # A replica on one host needs no global array: all of its devices are here.
         if self.is_on_one_host:
             return jax.device_put(rows, self._sharded)
-        return jax.make_array_from_process_local_data(
-            self._sharded, rows, (rows.shape[0] * self.data_shard[1], *rows.shape[1:])
-        )
+        with jax.ensure_compile_time_eval():
+            return jax.make_array_from_process_local_data(
+                self._sharded, rows, (rows.shape[0] * self.data_shard[1], *rows.shape[1:])
+            )
 
 
 def _shards_by_device(leaf: jax.Array) -> dict[Device, jax.Array]:

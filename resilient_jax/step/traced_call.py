@@ -18,7 +18,6 @@ from jax.extend import core
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription, describe_program
 from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
-from resilient_jax.step.contributions import FIRST_MICROBATCH
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,9 @@ class MicrobatchCall(Protocol):
         ...
 
 
-def describe_call(call: MicrobatchCall, step: int) -> ProgramDescription | None:
-    """Return what the first microbatch of a step is computed by; None: not known, or not the same in each call."""
-    first, second = (_trace(call, step, FIRST_MICROBATCH) for _ in range(2))
+def describe_call(call: MicrobatchCall) -> ProgramDescription | None:
+    """Return what microbatch 0 of step 0 is computed by; None: it is not known, or not the same in each call."""
+    first, second = (_trace(call, 0, 0) for _ in range(2))
     if first is None or second is None:
         return None
     found = describe_program(first, compares_constants=False)
