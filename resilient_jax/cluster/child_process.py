@@ -168,12 +168,12 @@ def restore_normal_priority(pid: int) -> None:
                     os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
-async def open_line_reader(pipe: int) -> "asyncio.StreamReader":
-    """Return a stream over the read end of a pipe, for `async for line in ...`."""
+async def open_line_reader(pipe: int) -> "tuple[asyncio.StreamReader, asyncio.ReadTransport]":
+    """Return a stream over the read end of a pipe, for `async for line in ...`, and what closes it before its end."""
     reader = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
     # A duplicate, because the transport closes its descriptor, and the caller closes that of the pipe.
-    await loop.connect_read_pipe(
+    transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(pipe), "rb", buffering=0)
     )
-    return reader
+    return reader, transport

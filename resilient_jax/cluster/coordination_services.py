@@ -207,7 +207,7 @@ async def _start_standby_process() -> _Standby:
     )
     try:
         assert child.process.stdout is not None, "started with a pipe"
-        lines = await open_line_reader(child.process.stdout.fileno())
+        lines, _ = await open_line_reader(child.process.stdout.fileno())
         child.process.stdout.close()
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await lines.readline()

@@ -267,7 +267,8 @@ class Launcher:
             child = self._start_agent(name, index)
             self.agents[name] = child
             assert child.process.stdout is not None, "started with a pipe"
-            printing = asyncio.create_task(self._print(await open_line_reader(child.process.stdout.fileno())))
+            lines, _ = await open_line_reader(child.process.stdout.fileno())
+            printing = asyncio.create_task(self._print(lines))
             child.process.stdout.close()
             try:
                 code = await child.wait_exited()

@@ -32,6 +32,8 @@ from resilient_jax.protocol.worker_messages import (
 
 POLL_INTERVAL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a short one does not count."""
+LAST_LINES_TIMEOUT_S = 0.2
+"""For what a worker that has ended has printed and sent last."""
 
 WORKER_VARIABLES = (
     AGENT_CONNECTION_VARIABLE,
@@ -127,28 +129,32 @@ class WorkerProcess:
         on_message: Callable[[AgentRequest], None],
     ) -> int:
         """Receive messages and watch until the process ends; return its exit code."""
-        process = self.child.process
+        process, loop = self.child.process, asyncio.get_running_loop()
         assert process.stdout is not None, "started with pipes"
         assert process.stderr is not None, "started with pipes"
-        pumps = [
-            asyncio.create_task(output.follow(await open_line_reader(pipe.fileno()), is_error=is_error))
-            for pipe, is_error in ((process.stdout, False), (process.stderr, True))
-        ]
-        process.stdout.close()
-        process.stderr.close()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._death_pipe, self._on_death_pipe, on_change)
-        listening = asyncio.create_task(self._listen(on_change, on_message))
-        watching = asyncio.create_task(self._watch(heartbeat_timeout_s, on_change))
+        tasks: list[asyncio.Task[None]] = []
+        transports: list[asyncio.ReadTransport] = []
+        # From the first wait on: an agent that ends may cancel this at any of them.
         try:
+            with process.stdout, process.stderr:
+                for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
+                    lines, transport = await open_line_reader(pipe.fileno())
+                    transports.append(transport)
+                    tasks.append(asyncio.create_task(output.follow(lines, is_error=is_error)))
+            loop.add_reader(self._death_pipe, self._on_death_pipe, on_change)
+            tasks.append(asyncio.create_task(self._listen(on_change, on_message)))
+            last = tuple(tasks)
+            tasks.append(asyncio.create_task(self._watch(heartbeat_timeout_s, on_change)))
             code = await self.child.wait_exited()
             # Its last lines may still be in the pipes; a process that inherited them must not delay the end.
-            await asyncio.wait((*pumps, listening), timeout=0.2)
+            await asyncio.wait(last, timeout=LAST_LINES_TIMEOUT_S)
             self.error = output.read_last_errors()
             return code
         finally:
-            for task in (*pumps, listening, watching):
+            for task in tasks:
                 task.cancel()
+            for transport in transports:
+                transport.close()
             loop.remove_reader(self._death_pipe)
             os.close(self._death_pipe)
             self._connection.close()

@@ -67,7 +67,7 @@ async def running(command, **options):
     lines = None
     try:
         assert child.process.stdout is not None
-        lines = await open_line_reader(child.process.stdout.fileno())
+        lines, _ = await open_line_reader(child.process.stdout.fileno())
         child.process.stdout.close()
         yield child, (await asyncio.wait_for(lines.readline(), WAIT_S)).strip().decode()
     finally:

@@ -1,0 +1,47 @@
+"""An agent that ends while it begins to watch a worker leaves nothing open."""
+
+import asyncio
+import gc
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.worker_output import WorkerOutput
+from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.ids import HostName, Incarnation
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_watch_that_is_cancelled_at_any_moment_closes_all_that_it_opened(
+    turns: int, tmp_path: Path
+) -> None:
+    """`turns` of the event loop after the watch began; what is left open is a ResourceWarning, and so an error."""
+
+    async def run() -> None:
+        snapshots, given = socket.socketpair()
+
+        async def launch(_: object) -> ChildProcess:
+            return ChildProcess(["sleep", "600"])
+
+        with snapshots:
+            worker = await WorkerProcess.start(Incarnation(1), launch, SystemClock(), given)
+            output = WorkerOutput(HostName("host-0"), None, show_all=False, is_failing=lambda: False)
+            watching = asyncio.create_task(
+                worker.watch_until_exit(output, 60.0, lambda: None, lambda message: None)
+            )
+            for _ in range(1 + turns):
+                await asyncio.sleep(0)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await worker.child.kill_and_wait()
+
+    before = set(os.listdir("/proc/self/fd"))
+    asyncio.run(run())
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
