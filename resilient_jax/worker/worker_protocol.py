@@ -11,7 +11,7 @@
 | RUNNING   | `try_begin_step`               | RUNNING   | START: the step has begun; WAIT; END                      |
 | RUNNING   | `report_commit`, the first     | RUNNING   | reports                                                   |
 | RUNNING   | `report_idle`                  | IDLE      | reports its newest generation; not interrupted            |
-| any       | order `FormWorld`              | same      | kept until it is taken or void                            |
+| any       | order `FormWorld`, a new one   | same      | kept until it is taken or void                            |
 | any       | order `TakeSeat`, a new seat   | same      | kept until it is taken or void                            |
 | IDLE      | order `Quiesce`                | IDLE      | kept orders are void; answers with a report               |
 | others    | order `Quiesce`                | same      | kept orders are void; interrupted                         |
@@ -28,6 +28,7 @@ Rules:
 - The main thread begins a step only by `try_begin_step`: not when interrupted (END), not at the boundary (END), and,
   while paused, not at the limit that it has reported (WAIT), since the leader may choose just that step.
 - The main thread is interrupted from the moment its generation has ended until it reports idle.
+- A world is formed once in a generation, and a seat tried once: agents may send an order again.
 - An order is taken and reported in one transition, so that the next order finds this worker busy, and interrupts it.
 """
 
@@ -66,6 +67,7 @@ class WorkerProtocol:
         polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
             for it.
         newest: the newest generation that an order named.
+        entered: the newest generation in which the main thread was sent into a world.
         form: the world that the main thread is to form next.
         take_seat: the seat that it is to take next.
         stop: the job is over.
@@ -80,6 +82,7 @@ class WorkerProtocol:
     report: WorkerReport
     polls_checkpoints: bool
     newest: GenerationNumber
+    entered: GenerationNumber
     form: FormWorld | None = None
     take_seat: TakeSeat | None = None
     stop: StopWorker | None = None
@@ -120,6 +123,7 @@ def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
         report=WorkerReport(is_polling_checkpoints=polls_checkpoints),
         polls_checkpoints=polls_checkpoints,
         newest=GenerationNumber(0),
+        entered=GenerationNumber(0),
     )
 
 
@@ -157,7 +161,8 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> T
     is_idle = state.report.state is WorkerState.IDLE
     match order:
         case FormWorld():
-            return dataclasses.replace(state, form=order), ()
+            # Ordered again where an agent reads a generation twice: it would be taken after that generation's end.
+            return (state if number <= state.entered else dataclasses.replace(state, form=order)), ()
         case TakeSeat():
             # Ordered with every record of the generation; a seat is tried once.
             is_tried = get_seat(order) == state.report.seat
@@ -205,6 +210,7 @@ def try_take_order(
         state = dataclasses.replace(
             state,
             form=None,
+            entered=form.generation.number,
             take_seat=None,
             is_interrupted=False,
             limit=None,

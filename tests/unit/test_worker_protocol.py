@@ -66,6 +66,16 @@ def go_idle(protocol: WorkerProtocol) -> WorkerProtocol:
     )[0]
 
 
+def test_a_world_that_is_ordered_again_while_it_trains_is_not_entered_again_after_the_boundary():
+    protocol, _ = handle_order(make_training(1), form_world(1))
+    protocol, _ = handle_order(protocol, Pause(generation=GenerationNumber(2)))
+    protocol, _ = handle_order(protocol, RunToBoundary(generation=GenerationNumber(2), boundary_step=0))
+    protocol, order, _ = try_take_order(go_idle(protocol))
+    assert order is None
+    protocol, _ = handle_order(protocol, form_world(2))
+    assert try_take_order(protocol)[1] == form_world(2)
+
+
 numbers = st.integers(1, 6).map(GenerationNumber)
 generation_orders = st.one_of(
     st.builds(Quiesce, generation=numbers),
