@@ -36,6 +36,7 @@ from resilient_jax.cluster.generation_orders import (
     WorkerCommand,
     WorkerView,
     handle,
+    is_start_urgent,
 )
 from resilient_jax.cluster.relay import Relay
 from resilient_jax.cluster.stored_records import decode_generation
@@ -95,11 +96,8 @@ class GenerationFollower:
         return self._state.is_leaving
 
     def is_start_urgent(self) -> bool:
-        """Return whether a worker that starts now may slow down others: none trains, or they have the last copy of the
-        state.
-        """
-        generation = self.generation
-        return generation is None or not generation.members or generation.losses_left == 0
+        """Return whether a worker that starts now may slow down others."""
+        return is_start_urgent(self._state)
 
     def begin_registration(self, known: Generation | None) -> None:
         """Void this host's membership in a generation from before this host lost the store."""

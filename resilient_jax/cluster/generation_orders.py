@@ -231,14 +231,14 @@ def handle(
         case LeaveNoticed():
             state = dataclasses.replace(state, is_leaving=True)
             # No other host needs this one, so there is no boundary to wait for.
-            return state, () if is_needed(state, config.host) else (LeaveJob(),)
+            return state, () if _is_needed(state, config.host) else (LeaveJob(),)
         case WorkerChanged():
             if state.unwinding is not None and not _is_unwinding(state.unwinding, worker):
                 # Now, since it may be a member and train again before the next check.
                 state = dataclasses.replace(state, unwinding=None)
             # A stopped worker of a host that was left out answers no order, and so would never join again; another one
             # can.
-            is_stuck = worker is not None and worker.is_unresponsive and is_outsider(state, config.host)
+            is_stuck = worker is not None and worker.is_unresponsive and _is_outsider(state, config.host)
             return state, (KillWorker("it was stopped"),) if is_stuck else ()
         case CheckDue():
             return _check_unwound(state, worker, now_s)
@@ -246,15 +246,23 @@ def handle(
             assert_never(event)
 
 
-def is_outsider(state: OrdersState, host: HostName) -> bool:
+def is_start_urgent(state: OrdersState) -> bool:
+    """Return whether a worker that starts now may slow down others: none trains, or they have the last copy of the
+    state.
+    """
+    generation = state.generation
+    return generation is None or not generation.members or generation.losses_left == 0
+
+
+def _is_outsider(state: OrdersState, host: HostName) -> bool:
     """Return whether a generation stands in which this host is no member."""
     return state.generation is not None and state.generation.find_member(host) is None
 
 
-def is_needed(state: OrdersState, host: HostName) -> bool:
+def _is_needed(state: OrdersState, host: HostName) -> bool:
     """Return whether other hosts may need this one: as a member, or for its part of a snapshot."""
     generation = state.generation
-    return generation is not None and not (is_outsider(state, host) and generation.snapshot is None)
+    return generation is not None and not (_is_outsider(state, host) and generation.snapshot is None)
 
 
 def list_given_up_seats(before: Generation, after: Generation) -> tuple[Seat, ...]:

@@ -150,10 +150,13 @@ def test_hosts_with_the_same_program_are_not_refused_after_one_came_back(tmp_pat
     assert len(set(found)) == 1
 
 
-def test_two_hosts_with_different_programs_end_the_job(tmp_path: Path) -> None:
-    with launch(tmp_path, "path", 2) as job:
+def test_two_hosts_whose_trainers_make_different_updates_end_the_job(tmp_path: Path) -> None:
+    with launch(tmp_path, "optimizer", 2) as job:
         assert job.wait(DEADLINE_S) == 1, job.read_tail()
-        assert "and no more hosts do the one than the other" in job.read_output()
+        output, events = job.read_output(), job.read_events()
+    assert re.search(r"of the program of the update, .*constant float32\[\] -0\.[12]", output)
+    assert "and no more hosts do the one than the other" in output
+    assert not [event for event in events if event.kind is EventKind.STATE_DIFFERS]
 
 
 def test_copies_of_a_shard_that_differ_end_the_job(tmp_path: Path) -> None:

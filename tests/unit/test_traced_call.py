@@ -90,6 +90,19 @@ def test_data_that_are_drawn_anew_have_another_digest(call):
     assert (digest_call(call, 0, 0, COUNT) != digest_call(call, 0, 0, COUNT)).any()
 
 
+def test_random_keys_are_digested_unless_all_microbatches_share_them():
+    def read_key(seed):
+        return lambda step, index: jax.random.normal(jax.random.key(seed + index), (3,))
+
+    assert (digest_call(read_key(0), 0, 0, COUNT) != digest_call(read_key(1), 0, 0, COUNT)).any()
+    keys = [jax.random.split(jax.random.key(seed), COUNT) for seed in range(2)]
+    first, second = (lambda step, index, each=each: jax.random.uniform(each[index]) for each in keys)
+    np.testing.assert_array_equal(digest_call(first, 0, 0, COUNT), digest_call(second, 0, 0, COUNT))
+    held = [[key for key in each] for each in keys]
+    first, second = (lambda step, index, each=each: jax.random.uniform(each[index]) for each in held)
+    assert (digest_call(first, 0, 0, COUNT) != digest_call(second, 0, 0, COUNT)).any()
+
+
 def test_a_step_of_one_microbatch_is_digested():
     assert (digest_call(make_call(), 0, 0, 1) != digest_call(make_call(), 1, 0, 1)).any()
 

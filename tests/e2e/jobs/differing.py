@@ -3,11 +3,12 @@
 init: from the start. flip: after step 5, in the first process of that host. rate: its updates are larger.
 model: its arrays have another shape. data: it reads other data. drawn: its compute function does.
 constant, path, direct: its loss has another constant, another operation; its compute function has another.
-alike: it has not; that host dies and comes back.
+alike: it has not; that host dies and comes back. optimizer: the trainer's has another learning rate.
 shards: the state is sharded over pairs of hosts, and the last flips a bit of its shard.
 """
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -16,10 +17,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
+from resilient_jax.protocol.worker_messages import WORKER_SETTINGS_VARIABLE
 
 FAULT = sys.argv[1]
 STEPS = 80
@@ -89,6 +92,19 @@ def train_by_loss(world: rj.World) -> None:
     print(f"{world.host} ended with {np.asarray(params['w']).tobytes().hex()} after {steps}")
 
 
+def train_with_trainer() -> None:
+    host = json.loads(os.environ[WORKER_SETTINGS_VARIABLE])["host"]
+    rate = 0.2 if host == f"host-{os.environ['ODD_HOST']}" else 0.1
+    rj.Trainer(
+        model=lambda key: {"w": jnp.ones(3)},
+        optimizer=optax.sgd(rate),
+        loss_fn=lambda params, rows: jnp.mean((rows @ params["w"]) ** 2),
+        data=lambda step, index: np.stack([read(step, index)] * 2),
+        batch_size=8,
+        microbatch_size=2,
+    ).fit(STEPS)
+
+
 def train_shards(world: rj.World) -> None:
     """Train a state that is sharded over two halves of the hosts, of which each shard has two copies."""
     rule = NamedSharding(world.mesh({"copies": len(world.hosts) // 2, "shards": 2, "local": -1}), P("shards"))
@@ -135,4 +151,7 @@ FUNCTIONS = {
     **dict.fromkeys(("drawn", "direct"), train_by_function),
     "shards": train_shards,
 }
-rj.run(FUNCTIONS.get(FAULT, train))
+if FAULT == "optimizer":
+    train_with_trainer()
+else:
+    rj.run(FUNCTIONS.get(FAULT, train))
