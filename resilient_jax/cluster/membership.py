@@ -13,6 +13,7 @@ The rules, from which the code below follows:
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
    unplanned change is decided joins in the same change. While others train a host is given a spare seat of their world,
    and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
+   A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and so is ready.
 6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
    hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
    that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
@@ -38,6 +39,7 @@ from resilient_jax.cluster.membership_state import (
     MembershipState,
     awaits_seat,
     awaits_snapshot_report,
+    count_unreplaced,
     find_disruption,
     find_newest_step,
     find_recoverable_step,
@@ -335,7 +337,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         # periodically, so that the next leader can report how many steps are lost.
         return msgspec.structs.replace(generation, progress=progress)
     joiners = list_joiners(state)
-    if joiners and has_service(state) and (given := give_seats(state, joiners)) is not None:
+    if has_service(state) and (given := give_seats(state, joiners)) is not None:
         return given
     reason = _find_reason_to_change(state, joiners)
     if reason is None:
@@ -470,6 +472,9 @@ def _decide_to_wait(
             num_hosts = min(num_hosts, len(state.hosts))
             if any(map(is_on_its_way, state.hosts.values())):
                 patience_s = max(patience_s, config.forming_timeout_s)
+        if origin.exists and can_change_in_place(state, kept, joiners):
+            # Standbys that stand in the world already. Where none was ready, the host joins them as one that returns.
+            num_hosts = present + count_unreplaced(state)
         expected = 0 if waited_s > patience_s else num_hosts
         enough = present >= max(expected, config.min_hosts, 1)
     if enough:

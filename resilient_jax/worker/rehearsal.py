@@ -28,6 +28,7 @@ from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.expected_members import list_others
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
@@ -90,13 +91,13 @@ def rehearse(
         Exception: whatever `train_fn` raises.
         GenerationEnded: this worker has another order.
     """
-    generation = order.generation
+    generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
     committed.first_step = generation.step
     info = GenerationInfo(
         number=generation.number,
-        hosts=(*(member.host for member in generation.members), order.host),
-        process_index=ProcessIndex(len(generation.members)),
+        hosts=(*(member.host for member in others), order.host),
+        process_index=ProcessIndex(len(others)),
         change="grow",
         reason="a rehearsal",
     )

@@ -33,6 +33,7 @@ from resilient_jax.jax_runtime.world_forming import (
 )
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
+from resilient_jax.worker.expected_members import list_others
 
 UNWINDING_GRACE_S: Final = 0.5
 """gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
@@ -102,16 +103,14 @@ class WorldConnector:
             FormingInterrupted, FormingFailed, StateError: as `form_world`.
         """
         generation = order.generation
-        newcomer = generation.find_newcomer(order.host)
-        assert newcomer is not None, "an agent orders only newcomers to take a seat"
         self._connect(
             WorldSeat(
-                address=order.relay_address, seat=newcomer.seat, num_seats=generation.num_seats, members=()
+                address=order.relay_address, seat=order.seat, num_seats=generation.num_seats, members=()
             )
         )
         self._form_local_clique()
-        self._known_seats = frozenset((newcomer.seat,))
-        seats = (*(member.seat for member in generation.members), newcomer.seat)
+        self._known_seats = frozenset((order.seat,))
+        seats = (*(member.seat for member in list_others(order)), order.seat)
         set_members(seats)
         self._spare(self._cliques.begin(seats))
 

@@ -120,7 +120,9 @@ class Job:
     def find_seat(self, name: str) -> SeatId:
         """Return the seat of a member or newcomer."""
         host = HostName(name)
-        member = self.generation.find_member(host) or self.generation.find_newcomer(host)
+        member = self.generation.find_member(host) or self.generation.find_newcomer(
+            host, self.worker_of(name).incarnation
+        )
         assert member is not None
         return SeatId(self.generation.world, member.seat)
 

@@ -1,0 +1,12 @@
+"""The members that a worker expects in its first generation, before it has joined one."""
+
+from resilient_jax.protocol.records import Member
+from resilient_jax.protocol.worker_messages import TakeSeat
+
+
+def list_others(order: TakeSeat) -> tuple[Member, ...]:
+    """Return the members that a worker joins from the seat that it is to take, which is the last.
+
+    A standby comes in the place of its host's worker.
+    """
+    return tuple(member for member in order.generation.members if member.host != order.host)
