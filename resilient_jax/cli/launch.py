@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from resilient_jax.cli.options import (
     DevicesOption,
     PlatformOption,
     ScriptArgument,
+    StoreTlsOption,
     TopologyOption,
     VerboseOption,
     check_devices,
@@ -45,6 +47,7 @@ from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import has_device_count
+from resilient_jax.store.etcd_address import EtcdAddress
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +83,15 @@ MaxHostRestartsOption = Annotated[
 ]
 
 
+EtcdOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An etcd cluster as the job's store: etcd://HOST:2379,HOST:2379,HOST:2379/NAMESPACE. Default: `launch` "
+        "serves the store itself."
+    ),
+]
+
+
 def launch(
     context: typer.Context,
     script: ScriptArgument,
@@ -92,6 +104,8 @@ def launch(
     host_restart_delay: RestartDelayOption = 1.0,
     sites: SitesOption = None,
     max_host_restarts: MaxHostRestartsOption = 100,
+    store: EtcdOption = None,
+    store_tls: StoreTlsOption = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts on this machine, each with an agent as on a pod.
@@ -107,6 +121,10 @@ def launch(
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
     _check_files(config, topology, hosts)
+    if store is not None:
+        EtcdAddress.parse(store)
+    elif store_tls is not None:
+        raise CallerError("--store-tls: found it without --store, expected --store etcd://... beside it")
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
@@ -121,7 +139,8 @@ def launch(
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
-        job=JobName(directory.name),
+        # The records of another job of this name may still be in an etcd cluster.
+        job=JobName(directory.name if store is None else f"{directory.name}-{secrets.token_hex(4)}"),
         num_hosts=hosts,
         command=command,
         agent_options=(*given, *(["--verbose"] if verbose else [])),
@@ -131,6 +150,8 @@ def launch(
         max_host_restarts=max_host_restarts,
         sites=host_sites.sites,
         store_host=host_sites.store_host,
+        store=store,
+        store_tls=store_tls,
     )
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)

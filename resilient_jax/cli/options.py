@@ -43,6 +43,12 @@ RunDirectoryArgument = Annotated[
     Path,
     typer.Argument(help="Run folder of a job, which `launch` prints first.", metavar="RUN_DIR"),
 ]
+StoreTlsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with cert.pem, key.pem and ca.pem for an etcd cluster that is served over TLS."
+    ),
+]
 TopologyOption = Annotated[
     Path | None,
     typer.Option(

@@ -21,7 +21,7 @@ class EtcdAddress:
 
     Attributes:
         endpoints: host:port of each member that is asked, at least one; the first is asked first.
-        namespace: what all keys begin with, "" or a name and a slash; jobs of different namespaces share nothing.
+        namespace: what all keys begin with, "" or a path like "/training"; what is outside is not touched.
     """
 
     endpoints: tuple[str, ...]
@@ -50,7 +50,7 @@ class EtcdAddress:
                     f"cluster, as in {EXAMPLE}"
                 ) from error
         name = path.strip("/")
-        return cls(endpoints, f"{name}/" if name else "")
+        return cls(endpoints, f"/{name}" if name else "")
 
     def __str__(self) -> str:
-        return f"{SCHEME}{','.join(self.endpoints)}/{self.namespace.rstrip('/')}".rstrip("/")
+        return f"{SCHEME}{','.join(self.endpoints)}{self.namespace}"

@@ -80,9 +80,6 @@ _TARGETS: Final = {
     CompareTarget.VALUE: 3,
 }
 
-OnConnectProgress = Callable[[float, PeerUnreachable], None]
-"""A callback after each failed attempt: the seconds since the first one, and the error."""
-
 
 class EtcdStore:
     """A `Store` in an etcd cluster.
@@ -131,7 +128,9 @@ class EtcdStore:
         self._compacted = 0
         """How often `keep_revisions` fits in the revision of the last compaction."""
 
-    async def connect(self, timeout_s: float, on_progress: OnConnectProgress | None = None) -> None:
+    async def connect(
+        self, timeout_s: float, on_progress: Callable[[float, PeerUnreachable], None] | None = None
+    ) -> None:
         """Wait until the cluster answers, and learn its shortest lease.
 
         Raises:

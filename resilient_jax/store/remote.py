@@ -49,9 +49,6 @@ ATTEMPT_TIMEOUT_S = 2.0
 MIN_ATTEMPT_TIMEOUT_S = 0.25
 """The last attempt may pass the deadline by this much: enough to learn the reason of the failure."""
 
-OnConnectProgress = Callable[[float, PeerUnreachable], None]
-"""A callback after each failed attempt: the seconds since the first one, and the error."""
-
 
 class RemoteStore:
     """The client of a `Store` that `service.serve_store` serves in another process.
@@ -91,7 +88,7 @@ class RemoteStore:
         address: str,
         credentials: Credentials,
         timeout_s: float,
-        on_progress: OnConnectProgress | None = None,
+        on_progress: Callable[[float, PeerUnreachable], None] | None = None,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
@@ -215,7 +212,9 @@ class RemoteStore:
     async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
         return await self._channel.call(SERVICE, method, request, timeout_s=self._call_timeout_s)
 
-    async def _wait_status(self, timeout_s: float, on_progress: OnConnectProgress | None) -> None:
+    async def _wait_status(
+        self, timeout_s: float, on_progress: Callable[[float, PeerUnreachable], None] | None
+    ) -> None:
         started_s = self._clock.monotonic_s()
         while True:
             left_s = started_s + timeout_s - self._clock.monotonic_s()

@@ -25,6 +25,11 @@ class TlsFiles:
     authority: Path
     server_name: str | None = None
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> Self:
+        """Return the files cert.pem, key.pem and ca.pem of a folder."""
+        return cls(certificate=folder / "cert.pem", key=folder / "key.pem", authority=folder / "ca.pem")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:

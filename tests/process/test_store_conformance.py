@@ -56,7 +56,7 @@ NAMESPACES = itertools.count()
 def test_an_etcd_cluster_keeps_the_contract(check, cluster):
     @contextlib.asynccontextmanager
     async def open_store(*, keep_revisions=10_000):
-        address = EtcdAddress(cluster.address.endpoints, f"check-{next(NAMESPACES)}/")
+        address = EtcdAddress(cluster.address.endpoints, f"/check-{next(NAMESPACES):03}/")
         async with EtcdStore(address, keep_revisions=keep_revisions) as store:
             await store.connect(10.0)
             yield store
