@@ -20,6 +20,7 @@ from resilient_jax.cli.options import (
     RunDirectoryOption,
     ScriptArgument,
     StoreTlsOption,
+    TlsOption,
     TopologyOption,
     VerboseOption,
     check_devices,
@@ -35,7 +36,6 @@ from resilient_jax.cli.options import (
 from resilient_jax.cli.outcome_text import describe_for_agent
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.cluster.worker_process import copy_environment
 from resilient_jax.errors import (
@@ -50,12 +50,12 @@ from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
-from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress
+from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.store_access import ETCD_PASSWORD_VARIABLE, StoreAccess, make_store_access
-from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
 
@@ -85,10 +85,6 @@ AddressOption = Annotated[
 ]
 ServeOption = Annotated[
     bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
-]
-TlsOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all of our own traffic."),
 ]
 DomainOption = Annotated[
     str,
@@ -143,13 +139,8 @@ def agent(
     credentials = Credentials(token, TlsFiles.in_folder(tls) if tls is not None else None)
     checked_platform = check_platform(platform)
     access = make_store_access(store, credentials, store_tls)
-    if serve_store_here and access.is_etcd:
-        raise CallerError(
-            f"--serve-store: found it beside --store {store}, expected one of them: an etcd cluster serves the job's "
-            "store itself"
-        )
-    first = EtcdAddress.parse(store).endpoints[0] if access.is_etcd else store
-    own_address = _find_address(_parse_store(first), store) if address is None else _check_address(address)
+    _check_serving(access, serve_here=serve_store_here)
+    own_address = _find_address(_parse_store(store), store) if address is None else _check_address(address)
     job_config = load_job_config(config, num_hosts)
     if topology is not None and not failure_domain:
         failure_domain = find_failure_domain(topology, host_name)
@@ -199,10 +190,7 @@ def _make_environment(
 def _read_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise Unauthenticated(
-            f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
-            "secret on all hosts, for example from `openssl rand -hex 16`"
-        )
+        raise Unauthenticated(MISSING_TOKEN)
     return token
 
 
@@ -277,6 +265,14 @@ class _WaitingForStore:
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
 
 
+def _check_serving(access: StoreAccess, *, serve_here: bool) -> None:
+    if serve_here and access.is_etcd:
+        raise CallerError(
+            f"--serve-store: found it beside --store {access.address}, expected one of them: an etcd cluster serves "
+            "the job's store itself"
+        )
+
+
 def _check_host(name: str, expected_hosts: int) -> None:
     if HOST_NAME_PATTERN.fullmatch(name) is None:
         raise CallerError(
@@ -305,8 +301,9 @@ def _check_address(address: str) -> str:
 
 
 def _parse_store(store: str) -> tuple[str, int]:
+    """Return host and port of the store, of a cluster of the member that is asked first."""
     try:
-        return parse_address(store)
+        return parse_address(EtcdAddress.parse(store).endpoints[0] if is_etcd_address(store) else store)
     except ConfigError as error:
         raise _unreachable(store, error) from error
 

@@ -37,10 +37,9 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.store_access import make_store_access
 from resilient_jax.telemetry.event_log import EventLog
-from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
 from resilient_jax.transport.server import Server
 
-TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
 EVENT_LOG_FILE = "launcher.events.jsonl"
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""

@@ -27,6 +27,7 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
         store: the address of its store.
         token: the job's secret.
         launcher_pid: the process that started it.
+        tls: the folder with certificates for an embedded store; "" for none.
         store_tls: the folder with certificates for an etcd cluster; "" for none.
     """
 
@@ -34,6 +35,7 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
     store: str
     token: str
     launcher_pid: int
+    tls: str = ""
     store_tls: str = ""
 
 

@@ -266,7 +266,7 @@ class EtcdConnection:
         return self._closed(path)
 
     def _closed(self, path: str) -> PeerUnreachable:
-        return PeerUnreachable(f"the connection to {', '.join(self.endpoints)} is closed ({path})")
+        return PeerUnreachable(f"the connection to one of {', '.join(self.endpoints)} was closed ({path})")
 
 
 def _open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
@@ -321,6 +321,7 @@ _UNAVAILABLE: Final = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,  # gRPC's own, where a connection breaks in the middle of a write
     grpc.StatusCode.RESOURCE_EXHAUSTED,  # too many requests
 }
 _REFUSALS: Final = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}

@@ -36,21 +36,16 @@ from resilient_jax.store.etcd_connection import (
     EtcdMethod,
     EtcdUser,
 )
-from resilient_jax.store.etcd_messages import EVENT_DELETE, EtcdMessage
+from resilient_jax.store.etcd_encoding import EtcdEncoding
+from resilient_jax.store.etcd_messages import EtcdMessage
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
-    CompareOperator,
-    CompareTarget,
-    DeleteEvent,
     DeleteOp,
     DeleteResponse,
     KeyValue,
     Operation,
-    OperationResponse,
-    PutEvent,
     PutOp,
-    PutResponse,
     RangeOp,
     RangeResponse,
     TransactionResult,
@@ -67,18 +62,6 @@ CALL_TIMEOUT_S: Final = 5.0
 RESUME_TIMEOUT_S: Final = 5.0
 PROBE_TTL_S: Final = 1
 """The time to live that is asked for to learn the shortest that the cluster gives."""
-_OPERATORS: Final = {
-    CompareOperator.EQUAL: 0,
-    CompareOperator.GREATER: 1,
-    CompareOperator.LESS: 2,
-    CompareOperator.NOT_EQUAL: 3,
-}
-_TARGETS: Final = {
-    CompareTarget.VERSION: 0,
-    CompareTarget.CREATE_REVISION: 1,
-    CompareTarget.MOD_REVISION: 2,
-    CompareTarget.VALUE: 3,
-}
 
 
 class EtcdStore:
@@ -120,7 +103,7 @@ class EtcdStore:
         self.min_lease_ttl_s = float(PROBE_TTL_S)
         self._clock = clock if clock is not None else SystemClock()
         self._connection = EtcdConnection(address.endpoints, tls=tls, user=user, clock=self._clock)
-        self._namespace = address.namespace.encode()
+        self._encoding = EtcdEncoding(address.namespace)
         self._keep_revisions = keep_revisions
         self._call_timeout_s = call_timeout_s
         self._resume_timeout_s = resume_timeout_s
@@ -203,14 +186,14 @@ class EtcdStore:
         response = await self._call(
             TXN,
             is_repeatable=all(isinstance(operation, RangeOp) for operation in (*success_ops, *failure_ops)),
-            compare=[self._encode_compare(compare) for compare in compares],
-            success=[self._encode_operation(operation) for operation in success_ops],
-            failure=[self._encode_operation(operation) for operation in failure_ops],
+            compare=[self._encoding.encode_compare(compare) for compare in compares],
+            success=[self._encoding.encode_operation(operation) for operation in success_ops],
+            failure=[self._encoding.encode_operation(operation) for operation in failure_ops],
         )
         revision = Revision(response.header.revision)
         operations = success_ops if response.succeeded else failure_ops
         responses = tuple(
-            self._decode_response(operation, found, revision)
+            self._encoding.decode_response(operation, found, revision)
             for operation, found in zip(operations, response.responses, strict=True)
         )
         if any(not isinstance(operation, RangeOp) for operation in operations):
@@ -263,7 +246,7 @@ class EtcdStore:
         events: list[WatchEvent] = []
         following = from_revision
         responses = self._connection.watch(
-            **self._make_range(prefix, is_prefix=True), start_revision=from_revision, fragment=True
+            **self._encoding.make_range(prefix, is_prefix=True), start_revision=from_revision, fragment=True
         )
         async with contextlib.aclosing(responses):
             async for response in responses:
@@ -275,7 +258,7 @@ class EtcdStore:
                     )
                 if response.canceled:
                     raise PeerUnreachable(f"etcd ended a watch of {prefix!r}: {response.cancel_reason}")
-                events += map(self._decode_event, response.events)
+                events += map(self._encoding.decode_event, response.events)
                 if response.fragment:
                     continue  # the rest of a large response follows
                 # Only events move a watch on: the revision of an answer to a progress request may overtake them
@@ -313,77 +296,6 @@ class EtcdStore:
                 f"{self.address} in its place. A job ends with its store: start all its agents again, and it continues "
                 "from its newest checkpoint"
             )
-
-    def _make_key(self, key: str) -> bytes:
-        return self._namespace + key.encode()
-
-    def _make_range(self, key: str, *, is_prefix: bool) -> dict[str, bytes]:
-        """Return the fields of a range. For one key it has no end: an empty one is sent, and means no limit."""
-        first = self._make_key(key)
-        if not is_prefix:
-            return {"key": first}
-        if not first:
-            return {"key": b"\0", "range_end": b"\0"}  # all keys
-        # UTF-8 has no byte 0xff, so the last one can grow.
-        return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])}
-
-    def _encode_compare(self, compare: Compare) -> dict[str, object]:
-        return {
-            "key": self._make_key(compare.key),
-            "target": _TARGETS[compare.target],
-            "result": _OPERATORS[compare.op],
-            compare.target.value: compare.value,
-        }
-
-    def _encode_operation(self, operation: Operation) -> dict[str, object]:
-        match operation:
-            case PutOp(key=key, value=value, lease=lease):
-                fields = {"key": self._make_key(key), "value": value, "lease": lease, "prev_kv": True}
-                return {"request_put": fields}
-            case DeleteOp(key=key, is_prefix=is_prefix):
-                return {"request_delete_range": self._make_range(key, is_prefix=is_prefix)}
-            case RangeOp(key=key, is_prefix=is_prefix):
-                return {"request_range": self._make_range(key, is_prefix=is_prefix)}
-
-    def _decode_response(
-        self, operation: Operation, response: EtcdMessage, revision: Revision
-    ) -> OperationResponse:
-        match operation:
-            case PutOp():
-                before = response.response_put.prev_kv
-                written = KeyValue(
-                    key=operation.key,
-                    value=operation.value,
-                    create_revision=Revision(before.create_revision or revision),
-                    mod_revision=revision,
-                    version=before.version + 1,
-                    lease=operation.lease,
-                )
-                return PutResponse(key_value=written)
-            case DeleteOp():
-                return DeleteResponse(deleted=response.response_delete_range.deleted)
-            case RangeOp():
-                found = tuple(map(self._decode_key_value, response.response_range.kvs))
-                return RangeResponse(key_values=found)
-
-    def _decode_key_value(self, found: EtcdMessage) -> KeyValue:
-        return KeyValue(
-            key=self._decode_key(found.key),
-            value=found.value,
-            create_revision=Revision(found.create_revision),
-            mod_revision=Revision(found.mod_revision),
-            version=found.version,
-            lease=LeaseId(found.lease),
-        )
-
-    def _decode_event(self, event: EtcdMessage) -> WatchEvent:
-        if event.type == EVENT_DELETE:
-            key, revision = self._decode_key(event.kv.key), Revision(event.kv.mod_revision)
-            return DeleteEvent(key=key, mod_revision=revision)
-        return PutEvent(key_value=self._decode_key_value(event.kv))
-
-    def _decode_key(self, key: bytes) -> str:
-        return key[len(self._namespace) :].decode()
 
 
 def check_lease_ttl(store: EtcdStore, lease_ttl_s: float) -> None:
