@@ -34,6 +34,7 @@ from resilient_jax.protocol.worker_messages import (
     AgentRequest,
     EventOccurred,
     ImportsReported,
+    LeaseRenewed,
     SnapshotServerReady,
     SnapshotServerRequested,
     StepCommitted,
@@ -318,9 +319,11 @@ class WorkerSupervisor:
             self.send_order(SnapshotServerReady(endpoint=server.endpoint))
 
     def send_order(self, order: WorkerOrder) -> None:
-        """Send the worker an order, if there is one."""
+        """Send the worker an order, if there is one; a lease is also that of the worker that its standby will be."""
         if self.worker is not None:
             self.worker.send_order(order)
+        if isinstance(order, LeaseRenewed):
+            self.seat_standby.send_order(order)
 
     def set_urgency(self, *, is_urgent: bool) -> None:
         """Give normal priority to what brings redundancy back, a worker that starts and the snapshot server, or not."""
