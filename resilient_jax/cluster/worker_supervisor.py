@@ -246,7 +246,8 @@ class WorkerSupervisor:
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
             self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
-        if worker.is_dying and self.status is not None and not self.status.is_dying:
+        is_dying = worker.is_dying and worker.child.exit_code is None
+        if is_dying and self.status is not None and not self.status.is_dying:
             self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
         self.status = WorkerStatus(
             incarnation=worker.incarnation,
