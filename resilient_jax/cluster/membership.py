@@ -472,9 +472,9 @@ def _decide_to_wait(
             num_hosts = min(num_hosts, len(state.hosts))
             if any(map(is_on_its_way, state.hosts.values())):
                 patience_s = max(patience_s, config.forming_timeout_s)
-        if origin.exists and can_change_in_place(state, kept, joiners):
-            # Standbys that stand in the world already. Where none was ready, the host joins them as one that returns.
-            num_hosts = present + count_unreplaced(state)
+            if origin.exists and can_change_in_place(state, kept, joiners):
+                # Standbys that stand in the world already; a host without one joins them as one that returns.
+                num_hosts = present + count_unreplaced(state)
         expected = 0 if waited_s > patience_s else num_hosts
         enough = present >= max(expected, config.min_hosts, 1)
     if enough:
