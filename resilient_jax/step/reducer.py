@@ -115,6 +115,7 @@ class Reducer:
 
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
+        lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Reducer:
         self._has_computed = False
         """Whether this host has computed since speeds were exchanged."""
         self.owners: tuple[int, ...] = ()
+        self.lone_microbatch: Any = None
 
     @functools.cached_property
     def _live(self) -> _LiveHosts:
@@ -243,7 +245,7 @@ class Reducer:
             _announce_reads(data, spec, assignment, replicas, speeds)
         accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns)
         self._compute(accumulator, contributions, replicas, assignment, agree)
-        self.owners = assignment.owners
+        self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
         total, misfits = self._reduce(contributions, zeros)
         jax.block_until_ready(total)
