@@ -12,6 +12,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.state.snapshotter import ADDRESS_BYTES
 from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
 from resilient_jax.step.claims import pad_claims_size
@@ -48,14 +49,15 @@ class AccumulationCall:
     def list_jobs(self) -> Iterator[CompilationJob]:
         """Yield the jobs for the worlds that are likely next, the likeliest first."""
         if self.lone_microbatch is not None:
-            yield CompilationJob(f"totals of {self.spec.name}", self._compile_totals)
+            yield CompilationJob(f"totals of {self.spec.name!r}", self._compile_totals)
         for devices in list_likely_worlds(self.devices, self.spare_devices, self.process_index):
             # Here, and not on the thread that compiles: the members may change while it does.
             grid = HostGrid(devices, self.process_index)
-            yield CompilationJob(
-                f"reductions over {grid.num_hosts} hosts",
-                functools.partial(self.compile_for_grid, grid, self.replica_shape),
-            )
+            if grid.num_hosts > 1:
+                yield CompilationJob(
+                    f"reductions of {self.spec.name!r} over {grid.num_hosts} hosts",
+                    functools.partial(self.compile_for_grid, grid, self.replica_shape),
+                )
 
     def compile_for_grid(
         self, grid: HostGrid, replica_shape_after: ReplicaShape, check: CancellationCheck
@@ -71,10 +73,12 @@ class AccumulationCall:
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
-        # The exchanges of claims, of digests and of limits, and the decision whether to stop.
+        # The exchanges of claims, of digests, of speeds, of limits, and of what snapshots need; the decision whether to
+        # stop.
         claims = pad_claims_size(self.spec.num_microbatches, grid.num_hosts)
         digests = pad_rows_size(grid.num_hosts, COMPARED_WORDS)
-        for size in sorted({claims, digests, num_limits, 1} - {0}):
+        speeds = pad_rows_size(grid.num_hosts, 1)
+        for size in sorted({claims, digests, speeds, num_limits, grid.num_hosts * ADDRESS_BYTES, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)

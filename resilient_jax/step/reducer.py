@@ -56,6 +56,7 @@ from resilient_jax.step.microbatch_program import describe_programs, find_digest
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
+from resilient_jax.step.row_exchange import exchange_rows
 from resilient_jax.step.running_total import (
     NO_LIMITS,
     list_fixed_point_paths,
@@ -376,9 +377,11 @@ class Reducer:
             # Too slow to be assigned any microbatch: the host may have become faster, so it is measured again.
             self._own_seconds /= 2
         self._has_computed = False
-        seconds = np.zeros(len(self._live.process_indexes), np.float32)
-        seconds[self._live.host_index] = self._own_seconds
-        found = np.asarray(self.all_reduce(seconds))
+        # The bits of a float as an integer, so that it is the program of all other rows.
+        row = np.array([self._own_seconds], np.float32).view(np.int32)
+        num_hosts = len(self._live.process_indexes)
+        rows = exchange_rows(row, self._live.host_index, num_hosts, self.all_reduce)
+        found = np.ascontiguousarray(rows[:, 0]).view(np.float32)
         if found.all():  # a host that has computed nothing yet has no speed
             self._seconds = found
 

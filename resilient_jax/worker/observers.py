@@ -95,21 +95,23 @@ class ReductionPrecompiler(Observer):
 
     def __init__(self, compiler: AheadOfTimeCompiler) -> None:
         self._compiler = compiler
-        self._calls: dict[str, AccumulationCall] = {}
-        self._is_enqueued = True
+        self._names: set[str] = set()
+        """Of accumulations whose first call was seen."""
+        self._new_calls: list[AccumulationCall] = []
 
     def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
         """Keep the first call of each name."""
-        if call.spec.name not in self._calls:
-            self._calls[call.spec.name] = call
-            self._is_enqueued = False
+        if call.spec.name not in self._names:
+            self._names.add(call.spec.name)
+            self._new_calls.append(call)
 
     def on_step_begin(self, step: int) -> None:
-        """Enqueue what the accumulations of the steps so far would need."""
-        if self._is_enqueued:
+        """Enqueue what the accumulations that were called for the first time in the last step would need."""
+        if not self._new_calls:
             return
-        self._is_enqueued = True
         # The first job of each accumulation first, then the second ones: in the order of the likely worlds.
-        rounds = itertools.zip_longest(*(call.list_jobs() for call in self._calls.values()))
-        jobs = [job for jobs_of_world in rounds for job in jobs_of_world if job is not None]
-        self._compiler.enqueue(jobs, PRECOMPILE_DELAY_S)
+        rounds = itertools.zip_longest(*(call.list_jobs() for call in self._new_calls))
+        self._compiler.enqueue(
+            [job for jobs in rounds for job in jobs if job is not None], PRECOMPILE_DELAY_S
+        )
+        self._new_calls.clear()
