@@ -48,9 +48,8 @@ class AccumulationCall:
 
     def list_jobs(self) -> Iterator[CompilationJob]:
         """Yield the jobs for the worlds that are likely next, the likeliest first."""
-        if self.lone_microbatch is not None:
-            yield CompilationJob(f"totals of {self.spec.name!r}", self._compile_totals)
-        for devices in list_likely_worlds(self.devices, self.spare_devices, self.process_index):
+        worlds = list_likely_worlds(self.devices, self.spare_devices, self.process_index)
+        for number, devices in enumerate(worlds):
             # Here, and not on the thread that compiles: the members may change while it does.
             grid = HostGrid(devices, self.process_index)
             if grid.num_hosts > 1:
@@ -58,6 +57,8 @@ class AccumulationCall:
                     f"reductions of {self.spec.name!r} over {grid.num_hosts} hosts",
                     functools.partial(self.compile_for_grid, grid, self.replica_shape),
                 )
+            if number == 0 and self.lone_microbatch is not None:
+                yield CompilationJob(f"totals of {self.spec.name!r}", self._compile_totals)
 
     def compile_for_grid(
         self, grid: HostGrid, replica_shape_after: ReplicaShape, check: CancellationCheck

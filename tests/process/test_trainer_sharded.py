@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import HandStartedAgent
+from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.cluster.launcher import TOKEN_VARIABLE
-from resilient_jax.cluster.run_directory import read_contact
-from resilient_jax.events import Event, EventKind
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -92,37 +90,10 @@ def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_
     assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)
 
 
-def wait_compiled_ahead(job: LocalJob, hosts: list[str], num_hosts: int) -> None:
-    """Wait until these hosts have compiled what a world of `num_hosts` hosts would need."""
-    for host in hosts:
-        for what in ("reductions of 'train'", "reductions of 'evaluate'", "sharded state"):
-            job.wait_event(
-                f"{host} has compiled {what} over {num_hosts} hosts",
-                lambda event, host=host, what=what: (
-                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD
-                    and event.host == host
-                    and event.detail["world"] == f"{what} over {num_hosts} hosts"
-                ),
-                DEADLINE_S,
-            )
-
-
-def find_programs_of_first_steps(events: list[Event], hosts: list[str], change: str) -> dict[str, list[int]]:
-    """Return how many programs hosts compiled and fetched in the first step after a change, and compiled later."""
-    formed = min(e.generation or 0 for e in events if is_formed_by(e, change))
-    found = {
-        event.host: [int(event.detail["compiled"]), int(event.detail["fetched"]), 0]
-        for event in events
-        if event.kind is EventKind.PROGRAMS_READY and event.generation == formed and event.host in hosts
-    }
-    for event in events:
-        if event.kind is EventKind.COMPILE_CACHE_MISS and event.generation == formed and event.host in hosts:
-            found[event.host][2] += 1
-    return found
-
-
-def is_formed_by(event: Event, change: str) -> bool:
-    return event.kind is EventKind.WORLD_FORMED and event.detail["change"] == change
+def worlds_of(num_hosts: int) -> list[str]:
+    """Return the names of what is compiled ahead for a world of so many hosts."""
+    parts = ("reductions of 'train'", "reductions of 'evaluate'", "sharded state")
+    return [f"{part} over {num_hosts} hosts" for part in parts]
 
 
 def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
@@ -130,20 +101,13 @@ def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
     stay = ["host-0", "host-1"]
     with launch(tmp_path, 2) as job, contextlib.ExitStack() as ending:
         with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 5, DEADLINE_S):
-            wait_compiled_ahead(job, stay, 3)
-            ending.enter_context(join(job, tmp_path, "host-2"))
-            job.wait_event(
-                "host-2 joins after this step",
-                lambda event: (
-                    event.kind is EventKind.GENERATION_PHASE
-                    and event.detail["phase"] == "boundary"
-                    and "host-2" in str(event.detail["reason"])
-                ),
-                DEADLINE_S,
-            )
+            wait_compiled_ahead(job, stay, worlds_of(3), DEADLINE_S)
+            command = [str(JOB), str(tmp_path), "sharded"]
+            ending.enter_context(start_joining_agent(job, tmp_path / "joined", "host-2", command))
+            wait_joining(job, "host-2", DEADLINE_S)
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events, found = job.read_events(), said_in(job.read_output())
-    assert find_programs_of_first_steps(events, stay, "grow") == {host: [0, 0, 0] for host in stay}
+    assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
     assert found == complete
 
 
@@ -151,22 +115,19 @@ def test_after_a_loss_nothing_is_compiled_by_the_others(complete, tmp_path):
     stay = ["host-0", "host-2"]
     with launch(tmp_path, 3) as job:
         with job.holding(FailPoint.BEFORE_REDUCE, ["host-1"], 5, DEADLINE_S):
-            wait_compiled_ahead(job, stay, 2)
+            wait_compiled_ahead(job, stay, worlds_of(2), DEADLINE_S)
             job.kill(JobComponent.WORKER, "host-1")
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events, found = job.read_events(), said_in(job.read_output())
-    assert find_programs_of_first_steps(events, stay, "shrink") == {host: [0, 0, 0] for host in stay}
+    assert find_programs_after("shrink", events, stay) == {host: [0, 0, 0] for host in stay}
     assert found == complete
 
 
-def join(job: LocalJob, work: Path, host: str) -> HandStartedAgent:
-    """Start an agent that joins a running job."""
-    contact = read_contact(job.run_directory)
-    words = ["--store", contact.store, "--job", contact.job, "--host-name", host, "--address", "127.0.0.9"]
-    words += ["--num-hosts", "2", "--run-dir", str(work / "joined")]
-    words += ["--platform", "cpu", "--devices-per-host", "2"]
-    return HandStartedAgent(
-        [*words, "--", str(JOB), str(work), "sharded"],
-        work / "joined.out",
-        environment={TOKEN_VARIABLE: contact.token},
-    )
+def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
+    with launch(tmp_path, 2) as job:
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-1"], 5, DEADLINE_S):
+            wait_compiled_ahead(job, ["host-0", "host-1"], worlds_of(3), DEADLINE_S)
+            job.kill(JobComponent.COORDINATION_SERVICE, "leader")  # all form a new world
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        left = [event.detail for event in job.read_events() if event.kind is EventKind.WORLD_LEFT]
+    assert [detail["leaked_backends"] for detail in left] == [0, 0]
