@@ -111,23 +111,21 @@ def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
     assert found == complete
 
 
-def test_after_a_loss_nothing_is_compiled_by_the_others(complete, tmp_path):
+def test_after_a_loss_nothing_is_compiled_by_the_others_and_no_devices_are_kept_when_they_leave(
+    complete, tmp_path
+):
     stay = ["host-0", "host-2"]
     with launch(tmp_path, 3) as job:
-        with job.holding(FailPoint.BEFORE_REDUCE, ["host-1"], 5, DEADLINE_S):
-            wait_compiled_ahead(job, stay, worlds_of(2), DEADLINE_S)
-            job.kill(JobComponent.WORKER, "host-1")
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 5)
+        job.wait_held(["host-1"], DEADLINE_S)
+        wait_compiled_ahead(job, stay, worlds_of(2), DEADLINE_S)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.release()
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 7, DEADLINE_S):
+            job.kill(JobComponent.COORDINATION_SERVICE, "leader")  # all form a new world
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events, found = job.read_events(), said_in(job.read_output())
     assert find_programs_after("shrink", events, stay) == {host: [0, 0, 0] for host in stay}
+    left = [event for event in events if event.kind is EventKind.WORLD_LEFT and event.host in stay]
+    assert {event.host: event.detail["leaked_backends"] for event in left} == dict.fromkeys(stay, 0)
     assert found == complete
-
-
-def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
-    with launch(tmp_path, 2) as job:
-        with job.holding(FailPoint.BEFORE_REDUCE, ["host-1"], 5, DEADLINE_S):
-            wait_compiled_ahead(job, ["host-0", "host-1"], worlds_of(3), DEADLINE_S)
-            job.kill(JobComponent.COORDINATION_SERVICE, "leader")  # all form a new world
-        assert job.wait(DEADLINE_S) == 0, job.read_tail()
-        left = [event.detail for event in job.read_events() if event.kind is EventKind.WORLD_LEFT]
-    assert [detail["leaked_backends"] for detail in left] == [0, 0]
