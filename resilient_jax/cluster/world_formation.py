@@ -155,14 +155,23 @@ def form_next_generation(
     )
 
 
-def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation | None:
+def give_seats(
+    state: MembershipState, joiners: list[HostStatus], spares: list[HostStatus]
+) -> Generation | None:
     """Return the present generation with a spare seat for each worker that waits for one; None if none does.
 
-    A worker has one try: if it cannot take its seat, it joins by a re-form.
+    A worker has one try: if it cannot take its seat, it joins by a re-form. So do all `joiners` if the seats do not
+    suffice for them; `spares`, for which there is no place now, get what is left.
     """
     generation = state.generation
-    waiting = [status for status in joiners if find_seat(generation, status) is None]
-    if not waiting or len(waiting) > generation.num_seats - generation.next_seat:
+    num_free = generation.num_seats - generation.next_seat
+    waiting, later = (
+        [status for status in hosts if find_seat(generation, status) is None] for hosts in (joiners, spares)
+    )
+    if len(waiting) > num_free:
+        return None
+    waiting = [*waiting, *later][:num_free]
+    if not waiting:
         return None
     given = tuple(
         _make_member(status, Seat(seat)) for seat, status in enumerate(waiting, generation.next_seat)

@@ -149,6 +149,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         num_seats: the seats of that world, taken or not.
         next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
+        max_members: how many hosts may be members, as of the last formation; the others spare.
         newcomers: the workers that were given a seat while others train, and have asked or may ask to join.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
@@ -181,6 +182,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     num_seats: int = 0
     next_seat: Seat = Seat(0)
     members: tuple[Member, ...] = ()
+    max_members: int = 0
     newcomers: tuple[Member, ...] = ()
     service_address: str = ""
     step: int = 0
@@ -400,6 +402,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         address: the host's address for the others.
         versions: the versions of what must be equal on all hosts.
         is_draining: whether the host leaves after a preemption notice.
+        is_spare: whether the host was started as a spare: it takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
@@ -417,6 +420,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     versions: Versions
     is_draining: bool = False
+    is_spare: bool = False
     worker: WorkerStatus | None = None
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
