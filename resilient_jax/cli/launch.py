@@ -20,6 +20,7 @@ from resilient_jax.cli.options import (
     check_devices,
     check_platform,
     check_script,
+    check_spares,
     find_failure_domain,
     list_options,
     load_job_config,
@@ -44,7 +45,7 @@ from resilient_jax.cluster.script_errors import read_script_errors
 from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
-from resilient_jax.jax_runtime.worker_environment import has_device_count
+from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +62,12 @@ MAX_HOSTS = 250
 
 
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
+SparesOption = Annotated[
+    int,
+    typer.Option(
+        help="Hosts to start beside those, which are ready to take the place of one that is missing."
+    ),
+]
 RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-dir", help="Folder for logs and events. Default: `runs/DATE-TIME`."),
@@ -84,6 +91,7 @@ def launch(
     context: typer.Context,
     script: ScriptArgument,
     hosts: HostsOption = 4,
+    spares: SparesOption = 0,
     devices_per_host: DevicesOption = None,
     platform: PlatformOption = "cpu",
     config: ConfigOption = None,
@@ -106,23 +114,25 @@ def launch(
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
-    _check_files(config, topology, hosts)
+    checked_platform = check_platform(platform) or "cpu"
+    _check_files(config, topology, hosts, spares, checked_platform)
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
-        "--platform": check_platform(platform) or "cpu",
+        "--platform": checked_platform,
         "--devices-per-host": devices_per_host,
         "--config": config,
         "--topology": topology,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    host_sites = _load_sites(sites, hosts)
+    host_sites = _load_sites(sites, hosts + spares)
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
         job=JobName(directory.name),
         num_hosts=hosts,
+        num_spares=spares,
         command=command,
         agent_options=(*given, *(["--verbose"] if verbose else [])),
         run_directory=directory,
@@ -132,6 +142,12 @@ def launch(
         sites=host_sites.sites,
         store_host=host_sites.store_host,
     )
+    sys.exit(_run(settings, is_used=is_used))
+
+
+def _run(settings: LaunchSettings, *, is_used: bool) -> int:
+    """Run the job and show how it goes; return the exit code. `is_used`: a job ran in this folder before."""
+    directory = settings.run_directory
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with claim_directory(directory), progress:
@@ -143,25 +159,33 @@ def launch(
             )
         started_s = time.time()
         outcome = asyncio.run(launcher.run())
-    errors = read_script_errors(directory, make_host_names(hosts), started_s)
-    print_line(describe_for_launch(outcome, directory, errors))
-    sys.exit(outcome.exit_code)
+    hosts = make_host_names(settings.num_hosts + settings.num_spares)
+    print_line(describe_for_launch(outcome, directory, read_script_errors(directory, hosts, started_s)))
+    return outcome.exit_code
 
 
-def _check_files(config: Path | None, topology: Path | None, hosts: int) -> None:
+def _check_files(
+    config: Path | None, topology: Path | None, hosts: int, spares: int, platform: Platform
+) -> None:
     """Refuse bad files here, once, instead of in the agent of every host.
 
     Raises:
-        CallerError: the topology lacks a host of the job.
+        CallerError: the topology lacks a host of the job, or the job cannot have so many spares.
         ConfigError: the configuration does not fit the job.
     """
-    if (required := load_job_config(config, hosts).min_hosts) > hosts:
+    job_config = load_job_config(config, hosts)
+    check_spares("--spares", spares, hosts, job_config, platform)
+    if hosts + spares > MAX_HOSTS:
+        raise CallerError(
+            f"--spares: found {spares} beside {hosts} hosts, expected at most {MAX_HOSTS} in all on one machine"
+        )
+    if (required := job_config.min_hosts) > hosts:
         raise ConfigError(
             f"{config}: min_hosts: found {required} for a job of {hosts} hosts, expected no more than those. Lower it, "
             "or start more hosts"
         )
     if topology is not None:
-        for host in make_host_names(hosts):
+        for host in make_host_names(hosts + spares):
             find_failure_domain(topology, host)
 
 

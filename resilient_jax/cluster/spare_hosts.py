@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_state import (
     MembershipState,
+    find_seat,
     has_taken_seat,
     is_draining,
     list_joiners,
 )
 from resilient_jax.cluster.world_formation import can_be_seated, can_change_in_place, find_state_origin
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 
 def list_staying(state: MembershipState) -> list[HostStatus]:
@@ -67,6 +69,29 @@ def _find_held_step(status: HostStatus) -> int:
     if status.worker is None or not status.worker.report.holds_state:
         return -1
     return status.worker.report.step
+
+
+def list_unseated(state: MembershipState, config: MembershipConfig) -> list[HostName]:
+    """Return the spares for which this world has no seat left."""
+    generation = state.generation
+    if not config.spare_seats or generation.phase is not GenerationPhase.ACTIVE:
+        return []
+    if generation.next_seat < generation.num_seats:
+        return []
+    _, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
+    return [status.host for status in spares if find_seat(generation, status) is None]
+
+
+def list_used(before: Generation | None, state: MembershipState) -> list[HostName]:
+    """Return the hosts that spared in the generation before, and are members of the one that forms now."""
+    if before is None or state.generation.phase is not GenerationPhase.FORM:
+        return []
+    came = {m.host for m in state.generation.members} - {m.host for m in before.members}
+    return [
+        status.host
+        for status in state.hosts.values()
+        if status.host in came and (status.is_spare or status.host in before.spares)
+    ]
 
 
 def choose_joiners(

@@ -180,6 +180,7 @@ def give_seats(
         generation,
         next_seat=Seat(generation.next_seat + len(given)),
         newcomers=(*_list_waiting(state, generation), *given),
+        spares=tuple(status.host for status in spares),
     )
 
 

@@ -151,6 +151,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         members: the workers that train, in order of their seats.
         max_members: how many hosts may be members, as of the last formation; the others spare.
         newcomers: the workers that were given a seat while others train, and have asked or may ask to join.
+        spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
@@ -184,6 +185,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
     max_members: int = 0
     newcomers: tuple[Member, ...] = ()
+    spares: tuple[HostName, ...] = ()
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
@@ -305,6 +307,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         report: what the worker last reported.
         is_unresponsive: whether the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
         is_dying: whether its threads have ended; the exit code follows when the kernel has freed its memory.
+        memory_mib: its resident memory when it was last ready to join, in MiB; 0 before.
         exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while it runs.
         error: the end of what it wrote to standard error, when it exited by itself.
     """
@@ -314,6 +317,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     report: WorkerReport = msgspec.field(default_factory=WorkerReport)
     is_unresponsive: bool = False
     is_dying: bool = False
+    memory_mib: int = 0
     exit_code: int | None = None
     error: str = ""
 

@@ -28,7 +28,7 @@ from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
-from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.generation_info import GenerationInfo, predict_members
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 from resilient_jax.worker.world import World
@@ -91,12 +91,15 @@ def rehearse(
         GenerationEnded: this worker has another order.
     """
     generation = order.generation
+    newcomer = generation.find_newcomer(order.host)
+    assert newcomer is not None, "only newcomers rehearse"
+    members = predict_members(generation, newcomer)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
     committed.first_step = generation.step
     info = GenerationInfo(
         number=generation.number,
-        hosts=(*(member.host for member in generation.members), order.host),
-        process_index=ProcessIndex(len(generation.members)),
+        hosts=tuple(member.host for member in members),
+        process_index=ProcessIndex(len(members) - 1),
         change="grow",
         reason="a rehearsal",
     )

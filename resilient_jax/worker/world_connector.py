@@ -33,6 +33,7 @@ from resilient_jax.jax_runtime.world_forming import (
 )
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
+from resilient_jax.worker.generation_info import predict_members
 
 UNWINDING_GRACE_S: Final = 0.5
 """gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
@@ -96,7 +97,7 @@ class WorldConnector:
         self._known_seats = frozenset(seats)
 
     def take_seat(self, order: TakeSeat) -> None:
-        """Connect to a spare seat of the world in which others train. JAX counts them and this process.
+        """Connect to a spare seat of the world in which others train. JAX counts those that would train with it.
 
         Raises:
             FormingInterrupted, FormingFailed, StateError: as `form_world`.
@@ -111,7 +112,7 @@ class WorldConnector:
         )
         self._form_local_clique()
         self._known_seats = frozenset((newcomer.seat,))
-        seats = (*(member.seat for member in generation.members), newcomer.seat)
+        seats = tuple(member.seat for member in predict_members(generation, newcomer))
         set_members(seats)
         self._spare(self._cliques.begin(seats))
 

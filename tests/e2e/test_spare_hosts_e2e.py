@@ -1,0 +1,62 @@
+"""A spare host takes the place of a lost one in the next generation, and keeps it when that host is back."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob
+
+from resilient_jax.cli.status import describe_spare
+from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import Generation, WorkerState, WorldChange
+
+HOSTS, SPARE = 3, "host-3"
+WATCHED_STEPS = 30
+"""Enough for a change of members, which takes a few steps."""
+
+
+def generation_of(report: JobReport) -> Generation:
+    assert report.generation is not None
+    return report.generation
+
+
+def is_ready(report: JobReport, host: str) -> bool:
+    """Return whether a host that is no member waits with a seat of the world."""
+    generation = generation_of(report)
+    if any(member.host == host for member in generation.members):
+        return False
+    workers = [status.worker for status in report.hosts if status.host == host and status.worker]
+    return any(w.report.state is WorkerState.IDLE and w.report.world == generation.world for w in workers)
+
+
+@pytest.mark.timeout(180)
+def test_a_spare_takes_the_place_of_a_lost_host_which_waits_when_it_is_back(tmp_path: Path) -> None:
+    options = (*ONE_DEVICE, "--spares", "1")
+    with TinyJob(tmp_path, HOSTS, CONFIG_WITHOUT_STANDBYS, options=options) as tiny:
+        tiny.wait_training(HOSTS)
+        before = tiny.wait_report("a spare that is ready", lambda report: is_ready(report, SPARE))
+        assert generation_of(before).number == 1
+        (spare,) = [status for status in before.hosts if status.host == SPARE]
+        said = describe_spare(spare, generation_of(before))
+        assert said.startswith("spare, ready, ")
+        assert said.endswith(" MiB: no part of the state")
+        members = [member.host for member in generation_of(before).members]
+        victim = next(host for host in members if host != before.leader)
+        tiny.signal(JobComponent.HOST, victim, signal.SIGKILL)
+
+        after = generation_of(tiny.wait_training(HOSTS, generation_of(before).number))
+        assert [m.host for m in after.members] == [*(host for host in members if host != victim), SPARE]
+        assert (after.change, after.world) == (WorldChange.GROW, generation_of(before).world)
+        sizes = {e.detail["hosts"] for e in tiny.job.read_events() if e.detail.get("phase") == "active"}
+        assert sizes == {HOSTS}, "a step was done by fewer hosts"
+        (used,) = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_SPARE_USED]
+        assert used.detail == {"spare": SPARE, "change": "grow"}
+
+        tiny.wait_report("the lost host ready", lambda report: is_ready(report, victim))
+        seen = tiny.step()
+        later = tiny.wait_report("more steps", lambda _: tiny.step() > seen + WATCHED_STEPS)
+        assert generation_of(later).number == after.number, generation_of(later).reason
+        problems = {e.detail["problem"] for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED}
+        assert problems == {""}
+        tiny.finish()
