@@ -1,4 +1,7 @@
-"""A spare host takes the place of a lost one in the next generation, and keeps it when that host is back."""
+"""A spare host takes the place of a lost one in the next generation, and keeps it when that host is back.
+
+And that host, which spares now, follows the others into a new world.
+"""
 
 import signal
 from pathlib import Path
@@ -57,6 +60,16 @@ def test_a_spare_takes_the_place_of_a_lost_host_which_waits_when_it_is_back(tmp_
         seen = tiny.step()
         later = tiny.wait_report("more steps", lambda _: tiny.step() > seen + WATCHED_STEPS)
         assert generation_of(later).number == after.number, generation_of(later).reason
+
+        leader = later.leader
+        assert leader is not None
+        tiny.signal(JobComponent.COORDINATION_SERVICE, leader, signal.SIGKILL)
+        reformed = generation_of(tiny.wait_training(HOSTS, after.number))
+        assert (reformed.change, {m.host for m in reformed.members}) == (
+            WorldChange.REFORM,
+            {m.host for m in after.members},
+        )
+        tiny.wait_report("a seat of the new world taken", lambda report: is_ready(report, victim))
         problems = {e.detail["problem"] for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED}
         assert problems == {""}
         tiny.finish()
