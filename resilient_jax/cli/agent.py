@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ from resilient_jax.cli.options import (
     PlatformOption,
     RunDirectoryOption,
     ScriptArgument,
+    StoreTlsOption,
+    TlsOption,
     TopologyOption,
     VerboseOption,
     check_devices,
@@ -34,7 +37,6 @@ from resilient_jax.cli.options import (
 from resilient_jax.cli.outcome_text import describe_for_agent
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.cluster.worker_process import copy_environment
 from resilient_jax.errors import (
@@ -49,10 +51,12 @@ from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
+from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
+from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.memory import MemoryStore
-from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
-from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.store.store_access import ETCD_PASSWORD_VARIABLE, StoreAccess, make_store_access
+from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
 
@@ -64,7 +68,13 @@ HOST_NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
 """A host's name is part of file names, store keys and log lines; the kernel's host names have at most 64 characters."""
 
 THIS_HOST = socket.gethostname()
-StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        help="The job's store: host:port of the agent that serves it (--serve-store), or an etcd cluster: "
+        "etcd://HOST:2379,HOST:2379,HOST:2379/NAMESPACE, whose user is read from RESILIENT_JAX_ETCD_USER and _PASSWORD."
+    ),
+]
 JobOption = Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")]
 NameOption = Annotated[
     str, typer.Option(help="This host's name, unique in the job.", show_default="this machine's name")
@@ -76,10 +86,6 @@ AddressOption = Annotated[
 ]
 ServeOption = Annotated[
     bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
-]
-TlsOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all of our own traffic."),
 ]
 DomainOption = Annotated[
     str,
@@ -113,6 +119,7 @@ def agent(
     platform: PlatformOption = None,
     config: ConfigOption = None,
     tls: TlsOption = None,
+    store_tls: StoreTlsOption = None,
     failure_domain: DomainOption = "",
     topology: TopologyOption = None,
     spare: SpareOption = False,
@@ -139,10 +146,11 @@ def agent(
         note_misplaced_options(command, own_options)
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
-    credentials = Credentials(token, _tls_files(tls))
+    credentials = Credentials(token, TlsFiles.in_folder(tls) if tls is not None else None)
     checked_platform = check_platform(platform)
-    store_address = _parse_store(store)
-    own_address = _find_address(store_address, store) if address is None else _check_address(address)
+    access = make_store_access(store, credentials, store_tls)
+    _check_serving(access, serve_here=serve_store_here)
+    own_address = _find_address(_parse_store(store), store) if address is None else _check_address(address)
     job_config = load_job_config(config, num_hosts)
     check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
     if topology is not None and not failure_domain:
@@ -167,7 +175,7 @@ def agent(
         show_all_output=verbose,
         is_launched=launched,
     )
-    outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
+    outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
     _print_end(settings, outcome)
     sys.exit(outcome.exit_code)
 
@@ -186,7 +194,8 @@ def _make_environment(
 ) -> dict[str, str]:
     """Return the environment of the host's workers: that of this process without the job's token."""
     environment = copy_environment()
-    environment.pop(TOKEN_VARIABLE, None)
+    for secret in (TOKEN_VARIABLE, ETCD_PASSWORD_VARIABLE):
+        environment.pop(secret, None)
     return environment | make_worker_environment(
         platform=platform,
         devices_per_host=devices_per_host,
@@ -199,21 +208,18 @@ def _make_environment(
 def _read_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise Unauthenticated(
-            f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
-            "secret on all hosts, for example from `openssl rand -hex 16`"
-        )
+        raise Unauthenticated(MISSING_TOKEN)
     return token
 
 
-async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> JobOutcome:
+async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool) -> JobOutcome:
     if not serve_here:
-        return await _supervise(settings, address)
-    server = Server(address, credentials=settings.credentials)
+        return await _supervise(settings, access)
+    server = Server(access.address, credentials=settings.credentials)
     async with MemoryStore() as store:
         serve_store(server, store)
         async with server:
-            outcome = await _supervise(settings, server.address)
+            outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
             if outcome.exit_code != ExitCode.INTERRUPTED:
                 await _serve_other_hosts(settings, store)
             return outcome
@@ -241,16 +247,16 @@ async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> Non
                 await signaled.wait()
 
 
-async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
-    waiting = _WaitingForStore(f"[{settings.host}] waiting for the store at {address}")
-    store = await RemoteStore.connect(
-        address,
-        settings.credentials,
+async def _supervise(settings: AgentSettings, access: StoreAccess) -> JobOutcome:
+    waiting = _WaitingForStore(f"[{settings.host}] waiting for the store at {access.address}")
+    store = await access.connect(
         settings.config.store_timeout_s,
         lambda tried_s, _: waiting.update(tried_s),
         resume_timeout_s=settings.config.lease_ttl_s,
     )
     async with store:
+        if isinstance(store, EtcdStore):
+            check_lease_ttl(store, settings.config.lease_ttl_s)
         try:
             return await Agent(settings, store, print_line).run()
         except OSError as error:
@@ -277,10 +283,12 @@ class _WaitingForStore:
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
 
 
-def _tls_files(folder: Path | None) -> TlsFiles | None:
-    if folder is None:
-        return None
-    return TlsFiles(certificate=folder / "cert.pem", key=folder / "key.pem", authority=folder / "ca.pem")
+def _check_serving(access: StoreAccess, *, serve_here: bool) -> None:
+    if serve_here and access.is_etcd:
+        raise CallerError(
+            f"--serve-store: found it beside --store {access.address}, expected one of them: an etcd cluster serves "
+            "the job's store itself"
+        )
 
 
 def _check_host(name: str, expected_hosts: int) -> None:
@@ -311,8 +319,9 @@ def _check_address(address: str) -> str:
 
 
 def _parse_store(store: str) -> tuple[str, int]:
+    """Return host and port of the store, of a cluster of the member that is asked first."""
     try:
-        return parse_address(store)
+        return parse_address(EtcdAddress.parse(store).endpoints[0] if is_etcd_address(store) else store)
     except ConfigError as error:
         raise _unreachable(store, error) from error
 
@@ -328,4 +337,6 @@ def _find_address(where: tuple[str, int], store: str) -> str:
 
 
 def _unreachable(store: str, error: Exception) -> CallerError:
-    return CallerError(f"--store {store}: found no address that can be reached ({error}), expected host:port")
+    return CallerError(
+        f"--store {store}: found no address that can be reached ({error}), expected host:port, or {EXAMPLE}"
+    )

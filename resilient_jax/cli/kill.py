@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cli.options import RunDirectoryArgument, find_contact
+from resilient_jax.cli.job_contact import RunDirectoryArgument, find_contact
 from resilient_jax.cluster.job_report import JobComponent, find_pids, read_job_report
 from resilient_jax.errors import CallerError
 

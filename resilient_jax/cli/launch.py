@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from resilient_jax.cli.options import (
     DevicesOption,
     PlatformOption,
     ScriptArgument,
+    StoreTlsOption,
     TopologyOption,
     VerboseOption,
     check_devices,
@@ -46,6 +48,7 @@ from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
+from resilient_jax.store.etcd_address import EtcdAddress
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +62,10 @@ DEFAULT_DEVICES = 2
 """Devices of each host, if neither the option nor XLA_FLAGS sets their number."""
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
+NOTE_OF_USED_FOLDER = (
+    "note: a job ran in this folder before: logs and compiled programs are kept. Training resumes where the script "
+    "saved checkpoints; otherwise it begins with the initial state"
+)
 
 
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
@@ -87,6 +94,15 @@ MaxHostRestartsOption = Annotated[
 ]
 
 
+EtcdOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An etcd cluster as the job's store: etcd://HOST:2379,HOST:2379,HOST:2379/NAMESPACE. Default: `launch` "
+        "serves the store itself."
+    ),
+]
+
+
 def launch(
     context: typer.Context,
     script: ScriptArgument,
@@ -100,6 +116,8 @@ def launch(
     host_restart_delay: RestartDelayOption = 1.0,
     sites: SitesOption = None,
     max_host_restarts: MaxHostRestartsOption = 100,
+    store: EtcdOption = None,
+    store_tls: StoreTlsOption = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts on this machine, each with an agent as on a pod.
@@ -111,11 +129,10 @@ def launch(
     own_options = list_options(context)
     command = check_script(script, own_options)
     note_misplaced_options(command, own_options)
-    if not 1 <= hosts <= MAX_HOSTS:
-        raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
     checked_platform = check_platform(platform) or "cpu"
-    _check_files(config, topology, hosts, spares, checked_platform)
+    _check_hosts(hosts, spares, config, topology, checked_platform)
+    _check_store(store, store_tls)
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
@@ -130,7 +147,7 @@ def launch(
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
-        job=JobName(directory.name),
+        job=_name_job(directory, store),
         num_hosts=hosts,
         num_spares=spares,
         command=command,
@@ -141,6 +158,8 @@ def launch(
         max_host_restarts=max_host_restarts,
         sites=host_sites.sites,
         store_host=host_sites.store_host,
+        store=store,
+        store_tls=store_tls,
     )
     sys.exit(_run(settings, is_used=is_used))
 
@@ -153,10 +172,7 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
     with claim_directory(directory), progress:
         print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job)")
         if is_used:
-            print_line(
-                "note: a job ran in this folder before: logs and compiled programs are kept. Training resumes where "
-                "the script saved checkpoints; otherwise it begins with the initial state"
-            )
+            print_line(NOTE_OF_USED_FOLDER)
         started_s = time.time()
         outcome = asyncio.run(launcher.run())
     hosts = make_host_names(settings.num_hosts + settings.num_spares)
@@ -164,15 +180,29 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
     return outcome.exit_code
 
 
-def _check_files(
-    config: Path | None, topology: Path | None, hosts: int, spares: int, platform: Platform
+def _name_job(directory: Path, store: str | None) -> JobName:
+    """Return the job's name; in an etcd cluster there may still be records of a job of the same folder."""
+    return JobName(directory.name if store is None else f"{directory.name}-{secrets.token_hex(4)}")
+
+
+def _check_store(store: str | None, store_tls: Path | None) -> None:
+    if store is not None:
+        EtcdAddress.parse(store)
+    elif store_tls is not None:
+        raise CallerError("--store-tls: found it without --store, expected --store etcd://... beside it")
+
+
+def _check_hosts(
+    hosts: int, spares: int, config: Path | None, topology: Path | None, platform: Platform
 ) -> None:
-    """Refuse bad files here, once, instead of in the agent of every host.
+    """Refuse a bad number of hosts, or bad files, here, once, instead of in the agent of every host.
 
     Raises:
-        CallerError: the topology lacks a host of the job, or the job cannot have so many spares.
+        CallerError: so many hosts or spares cannot be started here, or the topology lacks one of them.
         ConfigError: the configuration does not fit the job.
     """
+    if not 1 <= hosts <= MAX_HOSTS:
+        raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     job_config = load_job_config(config, hosts)
     check_spares("--spares", spares, hosts, job_config, platform)
     if hosts + spares > MAX_HOSTS:

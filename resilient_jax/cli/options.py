@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cluster.run_directory import JobContact, read_contact, remove_contact
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.config.struct_schema import suggest_key
@@ -39,9 +38,15 @@ ConfigOption = Annotated[
 RunDirectoryOption = Annotated[
     Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
 ]
-RunDirectoryArgument = Annotated[
-    Path,
-    typer.Argument(help="Run folder of a job, which `launch` prints first.", metavar="RUN_DIR"),
+StoreTlsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with cert.pem, key.pem and ca.pem for an etcd cluster that is served over TLS."
+    ),
+]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all of our own traffic."),
 ]
 TopologyOption = Annotated[
     Path | None,
@@ -194,22 +199,6 @@ def check_devices(count: int | None) -> None:
     """
     if count is not None and not 1 <= count <= MAX_DEVICES:
         raise CallerError(f"--devices-per-host: found {count}, expected 1 to {MAX_DEVICES}")
-
-
-def find_contact(run_directory: Path) -> JobContact:
-    """Return how to reach the job of this machine that runs in a folder.
-
-    Raises:
-        CallerError: no job runs there, or its launcher was killed before it could remove the contact file.
-    """
-    contact = read_contact(run_directory)
-    if not Path(f"/proc/{contact.launcher_pid}").exists():
-        remove_contact(run_directory, contact)
-        raise CallerError(
-            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) was killed; expected "
-            "the run folder of a job that runs on this machine"
-        )
-    return contact
 
 
 def read_versions() -> Versions:

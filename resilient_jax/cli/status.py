@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from resilient_jax.cli.console import open_console
-from resilient_jax.cli.options import RunDirectoryArgument, find_contact, print_line
+from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_contact
+from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.redundancy import Redundancy
@@ -26,14 +28,25 @@ MIN_WIDTH = 110
 
 
 def status(
-    run_dir: RunDirectoryArgument,
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Run folder of a job on this machine.", metavar="[RUN_DIR]")
+    ] = None,
+    store: StoreOption = None,
+    job: JobOption = None,
+    tls: TlsOption = None,
+    store_tls: StoreTlsOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended."""
-    if (ended := read_ended_job(run_dir)) is not None:
+    """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended.
+
+    A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN.
+
+    Example: resilient-jax status --store etcd://a:2379,b:2379,c:2379 --job lm
+    """
+    if run_dir is not None and (ended := read_ended_job(run_dir)) is not None:
         print_line(msgspec.json.encode(ended).decode() if json_output else describe_end(ended, time.time()))
         return
-    report = asyncio.run(read_job_report(find_contact(run_dir)))
+    report = asyncio.run(read_job_report(choose_contact(run_dir, store, job, tls, store_tls)))
     with open_console() as console:
         if json_output:
             sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -103,6 +116,9 @@ def print_report(console: Console, report: JobReport) -> None:
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
+    if generation is not None and generation.outcome is not None:
+        console.print(describe_outcome(generation.outcome))
+        return
     console.print(describe_redundancy(report.redundancy))
     console.width = max(console.width, MIN_WIDTH)
     table = Table()

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -12,8 +13,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
-from resilient_jax.store.remote import RemoteStore
-from resilient_jax.transport.credentials import Credentials
+from resilient_jax.store.store_access import make_store_access
+from resilient_jax.transport.credentials import Credentials, TlsFiles
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -53,9 +54,10 @@ async def read_job_report(contact: JobContact) -> JobReport:
         StoreUnreachable: the store does not answer.
     """
     job = JobName(contact.job)
-    async with await RemoteStore.connect(
-        contact.store, Credentials(contact.token), CONNECT_TIMEOUT_S
-    ) as store:
+    tls = TlsFiles.in_folder(Path(contact.tls)) if contact.tls else None
+    store_tls = Path(contact.store_tls) if contact.store_tls else None
+    access = make_store_access(contact.store, Credentials(contact.token, tls), store_tls)
+    async with await access.connect(CONNECT_TIMEOUT_S) as store:
         generation = await store.get(make_generation_key(job))
         leader = await store.get(make_leader_key(job))
         _, hosts = await store.range(make_hosts_prefix(job))

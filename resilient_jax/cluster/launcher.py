@@ -1,7 +1,7 @@
-"""Several hosts on one machine: the embedded store and one agent per host.
+"""Several hosts on one machine: the store, unless it is an etcd cluster, and one agent per host.
 
 The launcher is to its agents what a pod's scheduler is: it starts them, restarts a killed one, and ends all when the
-job is over. It takes no part in the job, but serves the store, so the job ends with it.
+job is over. It takes no part in the job, but serves the embedded store; the job ends with it in any case.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,19 +28,22 @@ from resilient_jax.cluster.run_directory import (
     write_ended_job,
 )
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
-from resilient_jax.errors import ExitCode
+from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix
-from resilient_jax.store.interface import PutEvent
+from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
+from resilient_jax.store.store_access import make_store_access
 from resilient_jax.telemetry.event_log import EventLog
-from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
 from resilient_jax.transport.server import Server
 
-TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
 EVENT_LOG_FILE = "launcher.events.jsonl"
+STORE_TIMEOUT_S = 30.0
+"""Until `launch` gives up an etcd cluster that does not answer."""
+WATCH_RETRY_INTERVAL_S = 0.1
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
@@ -73,7 +76,9 @@ class LaunchSettings:
         num_spares: hosts beside those, which take part only in the place of another.
         host_restart_delay_s: how long a killed host stays away; None: it is not restarted.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
-        store_host: address that the store listens at.
+        store_host: address that the embedded store listens at.
+        store: URL of an etcd cluster; None: an embedded store.
+        store_tls: folder with certificates for that cluster.
     """
 
     job: JobName
@@ -87,6 +92,8 @@ class LaunchSettings:
     max_host_restarts: int = 100
     sites: tuple[HostSite, ...] = ()
     store_host: str = "127.0.0.1"
+    store: str | None = None
+    store_tls: Path | None = None
 
 
 class JobView:
@@ -153,20 +160,13 @@ class Launcher:
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
-        store = MemoryStore()
-        server = Server(
-            f"{self._settings.store_host}:0",
-            credentials=self._credentials,
-            on_event=lambda kind, detail: log.record_detail(kind, detail),
-        )
-        serve_store(server, store)
-        async with store, server:
-            self.address = server.address
+        async with self._open_store(log) as store:
             contact = JobContact(
                 job=self._settings.job,
                 store=self.address,
                 token=self._credentials.token,
                 launcher_pid=os.getpid(),
+                store_tls=str(self._settings.store_tls or ""),
             )
             # Once the store answers: from now on other commands find the job.
             write_contact(directory, contact)
@@ -181,6 +181,31 @@ class Launcher:
                     await watching
                 remove_contact(directory, contact)
                 log.close()
+
+    @contextlib.asynccontextmanager
+    async def _open_store(self, log: EventLog) -> AsyncGenerator[Store, None]:
+        """Serve an embedded store, or connect to the etcd cluster; forget the job's records there at the end."""
+        settings = self._settings
+        if settings.store is None:
+            server = Server(
+                f"{settings.store_host}:0",
+                credentials=self._credentials,
+                on_event=lambda kind, detail: log.record_detail(kind, detail),
+            )
+            embedded = MemoryStore()
+            serve_store(server, embedded)
+            async with embedded, server:
+                self.address = server.address
+                yield embedded
+            return
+        self.address = settings.store
+        access = make_store_access(settings.store, self._credentials, settings.store_tls)
+        async with await access.connect(STORE_TIMEOUT_S) as store:
+            try:
+                yield store
+            finally:
+                with contextlib.suppress(ResilientJaxError):
+                    await store.delete_prefix(f"/{settings.job}/")
 
     def _make_end(self, outcome: JobOutcome) -> EndedJob:
         return EndedJob(
@@ -306,6 +331,7 @@ class Launcher:
             "resilient_jax.cli.main",
             "agent",
             *("--store", self.address),
+            *(("--store-tls", str(settings.store_tls)) if settings.store_tls is not None else ()),
             *("--job", settings.job),
             *("--host-name", name),
             *("--address", site.address),
@@ -324,14 +350,20 @@ class Launcher:
         while line := await lines.readline():
             self._on_line(line.rstrip(b"\n"))
 
-    async def _watch(self, store: MemoryStore) -> None:
+    async def _watch(self, store: Store) -> None:
         prefix = f"/{self._settings.job}/"
-        revision, _ = await store.range(prefix)
-        async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
-            async for batch in batches:
-                for event in batch:
-                    self._absorb(event)
-                self._on_change(self.view)
+        while True:
+            with contextlib.suppress(PeerError):  # an etcd cluster may be away for a while
+                revision, found = await store.range(prefix)
+                self.view.hosts.clear()
+                for key_value in found:
+                    self._absorb(PutEvent(key_value=key_value))
+                async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
+                    async for batch in batches:
+                        for event in batch:
+                            self._absorb(event)
+                        self._on_change(self.view)
+            await asyncio.sleep(WATCH_RETRY_INTERVAL_S)
 
     def _absorb(self, event: object) -> None:
         job = self._settings.job

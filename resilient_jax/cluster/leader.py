@@ -33,9 +33,16 @@ from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_los
 from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, LeaderRecord, StateLoss
-from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
+from resilient_jax.protocol.records import Generation, GenerationPhase, LeaderRecord, StateLoss
+from resilient_jax.protocol.store_keys import (
+    make_generation_key,
+    make_hosts_prefix,
+    make_job_key,
+    make_leader_key,
+    make_script_key,
+)
 from resilient_jax.store.interface import (
+    NO_LEASE,
     Compare,
     CompareOperator,
     CompareTarget,
@@ -48,9 +55,13 @@ from resilient_jax.store.interface import (
     Store,
     WatchEvent,
     require_absent,
+    require_unchanged,
 )
 from resilient_jax.telemetry.event_log import EventLog
 
+FINISHED_RECORD_TTL_S = 3600.0
+"""How long the records of a job that is over stay in a store that outlives the job: for agents that are late to read
+how it ended, and for `status`."""
 TICK_INTERVAL_S = 0.1
 """Longest delay until a timeout is noticed. Events are handled at once."""
 
@@ -203,6 +214,8 @@ class _Term:
 
     async def _publish(self, generation: Generation, state: MembershipState) -> None:
         leader = make_leader_key(self._leader._job)
+        is_over = generation.phase is GenerationPhase.FINISHED
+        lease = await self._store.grant(FINISHED_RECORD_TTL_S) if is_over else NO_LEASE
         result = await self._store.transaction(
             [
                 Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token),
@@ -213,7 +226,7 @@ class _Term:
                     self._known_revision,
                 ),
             ],
-            [PutOp(self._generation_key, ENCODER.encode(generation))],
+            [PutOp(self._generation_key, ENCODER.encode(generation), lease)],
         )
         if not result.succeeded:
             raise _LeadershipLost
@@ -241,6 +254,14 @@ class _Term:
             before is None or generation.state_loss != before.state_loss
         ):
             self._record_state_loss(generation, generation.state_loss)
+        if is_over:
+            await self._let_records_expire(lease)
+
+    async def _let_records_expire(self, lease: LeaseId) -> None:
+        """Have the records that the job's hosts share end with a lease; host statuses have leases of their own."""
+        for key in (make_job_key(self._leader._job), make_script_key(self._leader._job)):
+            if (found := await self._store.get(key)) is not None:
+                await self._store.transaction([require_unchanged(found)], [PutOp(key, found.value, lease)])
 
     def _record_redundancy(self, state: MembershipState) -> None:
         redundancy = measure_redundancy(state)

@@ -20,12 +20,23 @@ LOCK_FILE = "launcher.lock"
 
 
 class JobContact(msgspec.Struct, frozen=True, kw_only=True):
-    """How commands reach a running job. Holds its token: readable by its user alone."""
+    """How commands reach a running job. Holds its token: readable by its user alone.
+
+    Attributes:
+        job: the job's name.
+        store: the address of its store.
+        token: the job's secret.
+        launcher_pid: the process that started it.
+        tls: the folder with certificates for an embedded store; "" for none.
+        store_tls: the folder with certificates for an etcd cluster; "" for none.
+    """
 
     job: str
     store: str
     token: str
     launcher_pid: int
+    tls: str = ""
+    store_tls: str = ""
 
 
 class EndedJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,19 @@ from collections.abc import Callable
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
-from resilient_jax.ids import HostName, JobName, LeaseId
+from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
-from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, require_absent
+from resilient_jax.store.interface import (
+    Compare,
+    CompareOperator,
+    CompareTarget,
+    PutOp,
+    RangeOp,
+    RangeResponse,
+    Store,
+    require_absent,
+)
 
 RENEWALS_PER_TTL = 3
 TAKEN_NAME_POLL_INTERVAL_S = 0.25
@@ -47,6 +56,8 @@ class StoreSession:
         self._on_renewed = on_renewed
         self._changed = asyncio.Event()
         self._renewed_s = 0.0
+        self._written_revision = Revision(0)
+        """The `mod_revision` of the status that we know to be in the store."""
         self.lease = LeaseId(0)
 
     async def open(self) -> None:
@@ -71,6 +82,7 @@ class StoreSession:
                 [RangeOp(key)],
             )
             if result.succeeded:
+                self._written_revision = result.revision
                 return
             if self._clock.monotonic_s() > deadline_s:
                 raise JoinRefused(_name_taken(status.host, result.responses[0]))
@@ -92,22 +104,41 @@ class StoreSession:
     async def publish_changes(self) -> None:
         """Write the status after each change.
 
+        Each writes over the one before it, which it names by its revision. So a status whose writing seemed to have
+        failed is not written later over a newer one (a member of an etcd cluster may have been slow).
+
         Raises:
             SessionLost: the lease is gone.
         """
-        key = make_host_key(self._job, self._status().host)
         while True:
             # Cleared before the status is read and written: a change while
             # that is under way is written by the next round.
             await self._changed.wait()
             self._changed.clear()
             try:
-                await self._store.put(key, ENCODER.encode(self._status()), self.lease)
+                await self._write_status(make_host_key(self._job, self._status().host))
             except LeaseExpired as error:
                 raise SessionLost("the lease expired") from error
             except PeerUnreachable:
                 self._changed.set()
                 await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
+
+    async def _write_status(self, key: str) -> None:
+        while True:
+            result = await self._store.transaction(
+                [Compare(key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, self._written_revision)],
+                [PutOp(key, ENCODER.encode(self._status()), self.lease)],
+                [RangeOp(key)],
+            )
+            if result.succeeded:
+                self._written_revision = result.revision
+                return
+            read = result.responses[0]
+            assert isinstance(read, RangeResponse), "the failure operation is a range"
+            ours = [found for found in read.key_values if found.lease == self.lease]
+            if not ours:
+                raise LeaseExpired(f"{key} is gone, and with it the lease")
+            self._written_revision = ours[0].mod_revision  # a write of ours that seemed to have failed
 
     async def keep_alive(self) -> None:
         """Renew the lease until that fails for a complete time to live.

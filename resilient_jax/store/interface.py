@@ -1,16 +1,20 @@
-"""The interface of a store, in the terms of etcd, so that etcd can implement it later.
+"""The interface of a store, in the terms and with the limits of etcd.
 
 Rules (https://etcd.io/docs/v3.6/learning/api/):
 - The revision is the store's logical time. Each put, delete or transaction that changes a key increments it, and
-  everything that it changed carries the new number.
+  everything that it changed carries the new number. Other users of an etcd cluster increment it, too.
 - A key has `create_revision` (of its creation), `mod_revision` (of its last change) and `version` (the number of
   changes since its creation, from 1). An absent key compares as 0 in all three; its value compares false with any.
 - A lease expires when no keep-alive arrives within its time to live; its keys are deleted with it, in one revision.
+  etcd counts in whole seconds and has a shortest lease, so a lease may last longer than asked for.
+- A change that raised PeerUnreachable may be made later, even after newer ones. One whose order matters must be a
+  transaction that compares the key's `mod_revision`.
 - A watch yields each change of its prefix from its first revision on: once, in order, never part of a revision.
 - Keys are non-empty strings; the prefix "" matches every key.
 """
 
 import enum
+import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
@@ -22,10 +26,10 @@ from resilient_jax.ids import LeaseId, Revision
 NO_LEASE = LeaseId(0)
 
 MAX_KEY_BYTES = 4 * 1024
-MAX_TRANSACTION_BYTES = 4 * 1024 * 1024
-"""The limit of all keys and values of one request, so that the changes of a revision fit in one message of a watch."""
-MAX_TRANSACTION_OPERATIONS = 1024
-"""The limit of one branch; it bounds how long one request occupies the store."""
+MAX_TRANSACTION_BYTES = 1024 * 1024
+"""The limit of all keys and values of one branch: an etcd with default settings takes requests of 1.5 MiB."""
+MAX_TRANSACTION_OPERATIONS = 128
+"""The limit of one branch, that of an etcd with default settings."""
 
 
 class KeyValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +231,7 @@ class Store(Protocol):
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """Return a new lease, which expires after `ttl_s` without a `keep_alive`."""
+        """Return a new lease, which expires after `ttl_s` without a `keep_alive`, or somewhat later."""
         ...
 
     async def keep_alive(self, lease: LeaseId) -> float:
@@ -287,6 +291,16 @@ def check_prefix(prefix: str) -> None:
         raise CallerError(f"key {prefix!r} cannot be encoded as UTF-8: {error.reason}") from error
     if size > MAX_KEY_BYTES:
         raise CallerError(f"a key has at most {MAX_KEY_BYTES} bytes, found {size}: {prefix[:40]!r}...")
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Check the time to live of a lease.
+
+    Raises:
+        CallerError: it is not a positive number.
+    """
+    if not (math.isfinite(ttl_s) and ttl_s > 0):
+        raise CallerError(f"found a time to live of {ttl_s} s, expected a positive number")
 
 
 def check_operations(operations: Sequence[Operation]) -> None:

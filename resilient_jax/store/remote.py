@@ -36,9 +36,9 @@ from resilient_jax.store.messages import (
     RangeRequest,
     StoreStatusRequest,
     TransactionRequest,
-    WatchBatch,
     WatchRequest,
 )
+from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport import Channel, Credentials
 from resilient_jax.transport.method import Method, RequestT, ResponseT
 
@@ -48,10 +48,6 @@ ATTEMPT_TIMEOUT_S = 2.0
 """The limit of one attempt of `connect`: short, so that progress is reported and a store that returns is found."""
 MIN_ATTEMPT_TIMEOUT_S = 0.25
 """The last attempt may pass the deadline by this much: enough to learn the reason of the failure."""
-RETRY_INTERVAL_S = 0.1
-
-OnConnectProgress = Callable[[float, PeerUnreachable], None]
-"""A callback after each failed attempt: the seconds since the first one, and the error."""
 
 
 class RemoteStore:
@@ -92,7 +88,7 @@ class RemoteStore:
         address: str,
         credentials: Credentials,
         timeout_s: float,
-        on_progress: OnConnectProgress | None = None,
+        on_progress: Callable[[float, PeerUnreachable], None] | None = None,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
@@ -178,37 +174,20 @@ class RemoteStore:
             StoreReplaced: another store answers now, in which our revisions and leases have no meaning.
             CompactedRevision: see `Store.watch`.
         """
-        next_revision = from_revision
-        broken_since_s = self._clock.monotonic_s()
-        while True:
-            deadline_s = broken_since_s + self._resume_timeout_s
-            stream = self._watch_once(prefix, next_revision, deadline_s)
-            try:
-                async with contextlib.aclosing(stream) as batches:
-                    async for batch in batches:
-                        next_revision = batch.next_revision
-                        # The stream has worked: if it breaks, the time to resume begins only then.
-                        deadline_s = None
-                        if batch.events:
-                            yield batch.events
-                failure = PeerUnreachable(f"{self.address} ended a watch of {prefix!r}")
-            except PeerUnreachable as error:
-                failure = error
-            now_s = self._clock.monotonic_s()
-            if deadline_s is None:
-                broken_since_s = now_s
-            if self._is_closed or now_s - broken_since_s >= self._resume_timeout_s:
-                raise PeerUnreachable(
-                    f"a watch of {prefix!r} broke at revision {next_revision}, and {self.address} did not "
-                    f"answer for {now_s - broken_since_s:.1f} s: {failure}",
-                    is_refused=failure.is_refused,
-                ) from failure
-            await asyncio.sleep(RETRY_INTERVAL_S)
+        watch = resume_watch(
+            lambda revision, deadline_s: self._watch_once(prefix, revision, deadline_s),
+            from_revision,
+            what=f"a watch of {prefix!r} at {self.address}",
+            resume_timeout_s=self._resume_timeout_s,
+            is_closed=lambda: self._is_closed,
+            clock=self._clock,
+        )
+        async with contextlib.aclosing(watch) as batches:
+            async for events in batches:
+                yield events
 
-    async def _watch_once(
-        self, prefix: str, from_revision: Revision, deadline_s: float
-    ) -> AsyncGenerator[WatchBatch, None]:
-        """Yield the batches of one stream, whose first must arrive before `deadline_s` of our clock."""
+    async def _watch_once(self, prefix: str, from_revision: Revision, deadline_s: float) -> WatchProgress:
+        """Yield the progress of one stream, whose first answer must arrive before `deadline_s` of our clock."""
         request = WatchRequest(prefix=prefix, from_revision=from_revision, store_id=self._store_id)
         async with contextlib.aclosing(self._channel.stream(SERVICE, WATCH, request)) as batches:
             try:
@@ -221,9 +200,9 @@ class RemoteStore:
             except StopAsyncIteration:
                 return
             self._store_id = first.store_id
-            yield first
+            yield first.events, first.next_revision
             async for batch in batches:
-                yield batch
+                yield batch.events, batch.next_revision
 
     async def close(self) -> None:
         """Close the connection, which ends all watches; see `Store.close`."""
@@ -233,7 +212,9 @@ class RemoteStore:
     async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
         return await self._channel.call(SERVICE, method, request, timeout_s=self._call_timeout_s)
 
-    async def _wait_status(self, timeout_s: float, on_progress: OnConnectProgress | None) -> None:
+    async def _wait_status(
+        self, timeout_s: float, on_progress: Callable[[float, PeerUnreachable], None] | None
+    ) -> None:
         started_s = self._clock.monotonic_s()
         while True:
             left_s = started_s + timeout_s - self._clock.monotonic_s()

@@ -12,11 +12,10 @@ two states at once. It is still deterministic: the same calls give the same stat
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from resilient_jax.errors import CallerError, LeaseExpired
+from resilient_jax.errors import LeaseExpired
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.change_history import KEEP_BYTES, KEEP_REVISIONS, ChangeHistory
 from resilient_jax.store.interface import (
@@ -39,6 +38,7 @@ from resilient_jax.store.interface import (
     WatchEvent,
     check_key,
     check_operations,
+    check_ttl,
 )
 
 
@@ -92,8 +92,7 @@ class StoreStateMachine:
         Raises:
             CallerError: `ttl_s` is not a positive number.
         """
-        if not (math.isfinite(ttl_s) and ttl_s > 0):
-            raise CallerError(f"found a time to live of {ttl_s} s, expected a positive number")
+        check_ttl(ttl_s)
         lease = self._next_lease
         self._next_lease = LeaseId(lease + 1)
         self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)

@@ -1,7 +1,7 @@
 """The contract of a `Store`, as functions: every implementation passes all of CHECKS.
 
-Each check gets a factory and opens a store of its own. Lease times are real and short, and every wait has
-a timeout: a check that hangs fails.
+Each check gets a factory and opens a store of its own, which nobody else changes. Lease times are real and short, and
+every wait has a timeout: a check that hangs fails.
 
 Example:
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -104,8 +104,9 @@ async def check_delete_prefix_is_one_revision(open_store: OpenStore) -> None:
 
 
 async def check_keys_are_unicode_values_may_be_empty_or_large(open_store: OpenStore) -> None:
-    values = {"ключ/ö/日本/🙂": b"", "a b\n\x00c": bytes(range(256)), "large": b"\xff" * (3 * 1024 * 1024)}
+    values = {"ключ/ö/日本/🙂": b"", "a b\n\x00c": bytes(range(256)), "large": b"\xff" * (1024 * 1024 - 100)}
     async with open_store() as store:
+        start, _ = await store.range("")
         for key, value in values.items():
             await store.put(key, value)
         for key, value in values.items():
@@ -114,7 +115,7 @@ async def check_keys_are_unicode_values_may_be_empty_or_large(open_store: OpenSt
             assert found.value == value
         _, in_order = await store.range("")
         assert [entry.key for entry in in_order] == sorted(values, key=str.encode)
-        async with contextlib.aclosing(store.watch("large", Revision(2))) as batches:
+        async with contextlib.aclosing(store.watch("large", Revision(start + 1))) as batches:
             assert (await _events(batches, 1))[0].key == "large"
 
 
@@ -284,7 +285,7 @@ async def check_keep_alive_keeps_a_lease_alive(open_store: OpenStore) -> None:
         async with contextlib.aclosing(store.watch("dying", Revision(last + 1))) as batches:
             death = asyncio.ensure_future(_next(batches))
             while not death.done():  # the expiring lease is the clock: the renewed one must outlive it
-                assert await store.keep_alive(kept) == ttl_s
+                assert await store.keep_alive(kept) >= ttl_s
                 await asyncio.wait([death], timeout=ttl_s / 10)
             await death
         assert await store.get("kept") is not None
@@ -375,8 +376,8 @@ async def check_a_forgotten_revision_is_refused_not_skipped(open_store: OpenStor
 
 async def check_a_closed_store_ends_its_watches_with_an_error(open_store: OpenStore) -> None:
     async with open_store() as store:
-        await store.put("a", b"")
-        async with contextlib.aclosing(store.watch("", Revision(2))) as batches:
+        revision = await store.put("a", b"")
+        async with contextlib.aclosing(store.watch("", revision)) as batches:
             await _next(batches)
             waiting = asyncio.ensure_future(_next(batches))
             await asyncio.sleep(0)

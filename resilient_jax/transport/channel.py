@@ -62,7 +62,7 @@ class Channel:
         except grpc.aio.UsageError as error:
             raise self._closed(path) from error
         except asyncio.CancelledError as error:
-            if self._is_closed and not _is_cancelling():
+            if self._is_closed and not is_task_cancelled():
                 raise self._closed(path) from error
             raise
         return decode(cast(bytes, data), method.response, f"response to {path} from {self.address}")
@@ -98,7 +98,7 @@ class Channel:
         except grpc.aio.AioRpcError as error:
             raise self._ours(error, path, timeout_s) from error
         except asyncio.CancelledError as error:
-            if self._is_closed and not _is_cancelling():
+            if self._is_closed and not is_task_cancelled():
                 raise self._closed(path) from error
             raise
         finally:
@@ -134,7 +134,7 @@ class Channel:
         )
 
 
-def _is_cancelling() -> bool:
-    """Return whether this task was cancelled; gRPC raises CancelledError also when its channel is closed."""
+def is_task_cancelled() -> bool:
+    """Return whether this task was cancelled: gRPC raises CancelledError also when its channel is closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

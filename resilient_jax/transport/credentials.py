@@ -8,6 +8,14 @@ import grpc
 
 from resilient_jax.errors import ConfigError
 
+TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
+"""Environment variable with the job's token: never on a command line, which others can read."""
+MISSING_TOKEN = (
+    f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
+    "secret on all hosts, for example from `openssl rand -hex 16`"
+)
+"""The text of the error where it has none."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -24,6 +32,11 @@ class TlsFiles:
     key: Path
     authority: Path
     server_name: str | None = None
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Self:
+        """Return the files cert.pem, key.pem and ca.pem of a folder."""
+        return cls(certificate=folder / "cert.pem", key=folder / "key.pem", authority=folder / "ca.pem")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

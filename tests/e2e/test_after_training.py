@@ -23,6 +23,7 @@ from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.store.interface import NO_LEASE
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials
 
@@ -175,7 +176,12 @@ def test_a_script_may_work_without_a_time_limit_after_training_and_this_is_repor
             run_directory=tmp_path,
         )
         async with MemoryStore() as store:
-            return await Agent(settings, store, say).run()
+            outcome = await Agent(settings, store, say).run()
+            _, records = await store.range("/")
+            # In a store that outlives the job nothing of it is left for good.
+            assert records
+            assert all(record.lease != NO_LEASE for record in records)
+            return outcome
 
     assert asyncio.run(main()).kind is JobOutcomeKind.DONE
     assert "saved" in (tmp_path / "host-0.log").read_text()

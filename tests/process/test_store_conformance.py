@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
+from etcd_cluster import EtcdCluster, needs_etcd
 
+from resilient_jax.store.etcd_address import EtcdAddress
+from resilient_jax.store.etcd_store import EtcdStore
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
@@ -35,6 +39,28 @@ STORES = {"memory": open_memory_store, "embedded": open_embedded_store}
 @pytest.mark.parametrize("open_store", STORES.values(), ids=STORES.keys())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_a_store_keeps_the_contract(check, open_store):
+    asyncio.run(check(open_store))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+NAMESPACES = itertools.count()
+
+
+@needs_etcd
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_an_etcd_cluster_keeps_the_contract(check, cluster):
+    @contextlib.asynccontextmanager
+    async def open_store(*, keep_revisions=10_000):
+        address = EtcdAddress(cluster.address.endpoints, f"/check-{next(NAMESPACES):03}/")
+        async with EtcdStore(address, keep_revisions=keep_revisions) as store:
+            await store.connect(10.0)
+            yield store
+
     asyncio.run(check(open_store))
 
 

@@ -107,7 +107,7 @@ def test_a_killed_store_fails_calls_at_once_and_watches_after_the_resume_timeout
                     process.wait()
                     killed_s = time.monotonic()
                     with pytest.raises(
-                        PeerUnreachable, match=r"a watch of '' broke at revision 3, and"
+                        PeerUnreachable, match=r"a watch of '' at .* broke at revision 3, and"
                     ) as lost:
                         await anext(batches)
                     assert 0.4 < time.monotonic() - killed_s < 5.0
@@ -202,10 +202,10 @@ def test_a_watch_of_a_quiet_prefix_follows_the_revision_of_the_store():
                 start, _ = await store.range("")
                 async with contextlib.aclosing(store.watch("quiet", Revision(start + 1))) as batches:
                     waiting = asyncio.ensure_future(anext(batches))
-                    for _ in range(3 * keep):
-                        await memory.put("busy", b"")
-                        await asyncio.sleep(0)
-                    await store.get("busy")
+                    for _ in range(3 * keep // 10):
+                        for _ in range(10):
+                            await memory.put("busy", b"")
+                        await store.get("busy")  # a call takes as long as a report of the revision
                     await server.stop()
                     server = Server(server.address, credentials=CREDENTIALS)
                     serve_store(server, memory)

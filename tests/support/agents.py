@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from resilient_jax.cluster.child_process import bind_to_this_process
-from resilient_jax.cluster.launcher import TOKEN_VARIABLE
+from resilient_jax.transport.credentials import TOKEN_VARIABLE
 
 TOKEN = "test-token"
 """The token that `tests/process/serve_store.py` expects."""

@@ -1,0 +1,71 @@
+"""How a command finds the job that it is about: by its run folder on this machine, or by its store."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.cluster.run_directory import JobContact, read_contact, remove_contact
+from resilient_jax.errors import CallerError, Unauthenticated
+from resilient_jax.store.etcd_address import is_etcd_address
+from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE
+
+RunDirectoryArgument = Annotated[
+    Path,
+    typer.Argument(help="Run folder of a job, which `launch` prints first.", metavar="RUN_DIR"),
+]
+StoreOption = Annotated[
+    str | None, typer.Option(help="Instead of a folder, with --job: the store of the job's agents.")
+]
+JobOption = Annotated[str | None, typer.Option(help="Name of the job, as its agents have it.")]
+
+
+def choose_contact(
+    run_directory: Path | None, store: str | None, job: str | None, tls: Path | None, store_tls: Path | None
+) -> JobContact:
+    """Return how to reach a job: by its run folder, or anywhere by its store and name.
+
+    Raises:
+        CallerError: both or neither were given, or no job runs in the folder.
+        Unauthenticated: the store is an embedded one, and the environment has no token.
+    """
+    if run_directory is not None and store is None and job is None:
+        return find_contact(run_directory)
+    if run_directory is not None or store is None or job is None:
+        found = [
+            name
+            for name, value in (("RUN_DIR", run_directory), ("--store", store), ("--job", job))
+            if value is not None
+        ]
+        raise CallerError(
+            f"found {' and '.join(found) or 'neither a run folder nor a store'}, expected either the run folder of a "
+            "job on this machine, which `launch` prints first, or --store and --job as its agents have them"
+        )
+    token = os.environ.get(TOKEN_VARIABLE, "") or ("unused" if is_etcd_address(store) else "")
+    if not token:
+        raise Unauthenticated(MISSING_TOKEN)
+    return JobContact(
+        job=job,
+        store=store,
+        token=token,
+        launcher_pid=os.getpid(),
+        tls=str(tls or ""),
+        store_tls=str(store_tls or ""),
+    )
+
+
+def find_contact(run_directory: Path) -> JobContact:
+    """Return how to reach the job of this machine that runs in a folder.
+
+    Raises:
+        CallerError: no job runs there, or its launcher was killed before it could remove the contact file.
+    """
+    contact = read_contact(run_directory)
+    if not Path(f"/proc/{contact.launcher_pid}").exists():
+        remove_contact(run_directory, contact)
+        raise CallerError(
+            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) was killed; expected "
+            "the run folder of a job that runs on this machine"
+        )
+    return contact
