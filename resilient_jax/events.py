@@ -167,7 +167,8 @@ class EventKind(enum.StrEnum):
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"
-    """A worker was not let in, or left: the job's other hosts run another script. Detail: `why` (with both values)."""
+    """A worker was not let in, or left: the job's other hosts run another script, or its own cannot run on this host.
+    Detail: `why` (with both values)."""
     WORKER_IDLE = "worker.idle"
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""

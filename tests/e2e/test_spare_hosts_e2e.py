@@ -7,8 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob
+from agents import wait_until
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, is_training
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cli.status import describe_spare
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
@@ -31,6 +33,35 @@ def is_ready(report: JobReport, host: str) -> bool:
         return False
     workers = [status.worker for status in report.hosts if status.host == host and status.worker]
     return any(w.report.state is WorkerState.IDLE and w.report.world == generation.world for w in workers)
+
+
+PICKY = """
+import jax.numpy as jnp
+import resilient_jax as rj
+from resilient_jax.errors import CallerError
+
+def train(world):
+    if "host-2" in world.hosts:
+        raise CallerError("planner: found the hosts host-2, expected names of the topology")
+    state = world.restore_or_init(lambda: jnp.zeros(()))
+    for _ in world.steps(10**6):
+        world.commit(world.all_reduce(state))
+
+rj.run(train)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_spare_that_the_script_refuses_leaves_before_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(PICKY)
+    command, options = [str(tmp_path / "picky.py")], (*ONE_DEVICE, "--spares", "1")
+    with LocalJob(command, num_hosts=2, run_directory=tmp_path / "run", options=options) as job:
+        job.wait_report("the spare's start", lambda report: len(report.hosts) == 3, RECOVERY_S)
+        report = job.wait_report("the spare's end", lambda report: len(report.hosts) == 2, RECOVERY_S)
+        assert is_training(report, 2)
+        assert generation_of(report).number == 1
+        wait_until("its reason", lambda: "host-2 leaves the job" in job.read_output(), RECOVERY_S)
+        assert "Its script cannot run here: planner: found the hosts host-2, expected" in job.read_output()
 
 
 @pytest.mark.timeout(180)
