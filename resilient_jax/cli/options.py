@@ -102,7 +102,7 @@ def check_spares(option: str, spares: int, hosts: int, config: JobConfig, platfo
     if spares and hosts < 2:
         raise CallerError(
             f"{option}: found a spare for a job of {hosts} host, expected at least 2 hosts beside the spares: a spare "
-            "has no part of the state, which is lost with the last host. Start more hosts, or this one without it"
+            f"has no part of the state, which is lost with the last host. Start more hosts, or leave out {option}"
         )
     # Without a seat a spare joins by a re-form, as every host does where workers are replaced or train on GPUs.
     has_seats = platform == "cpu" and config.abort != "replace"

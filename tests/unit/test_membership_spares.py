@@ -6,6 +6,7 @@ from membership_job import Job, keep, sharded, snapshot, stop_at_boundary, train
 from resilient_jax.cluster.membership import HostLeft
 from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.redundancy import measure_redundancy
+from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, Incarnation
 from resilient_jax.protocol.records import (
@@ -402,3 +403,35 @@ def test_with_the_last_copy_no_host_is_waited_for_that_has_no_place():
     job.acknowledge("a", "b")
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b"])
+
+
+def test_a_spare_is_used_when_it_becomes_a_member_and_not_before():
+    job = spared("a", "b", "c")
+    assert list_used(job.published[-2], job.state) == []
+    job.give(HostLeft(HostName("b")))
+    before = job.generation
+    lose(job, "b")
+    assert list_used(before, job.state) == ["s"]
+    go_on(job, 7)
+    come_back(job, "b")
+    assert job.generation.spares == ("b",)
+    job.give(HostLeft(HostName("c")))
+    before = job.generation
+    lose(job, "c", step=8)
+    assert list_used(before, job.state) == ["b"], "it had waited, although it was not started as a spare"
+
+
+def test_a_spare_without_a_seat_is_known_and_one_with_a_seat_is_not():
+    job = training("a", "b", "c", spare_seats=1)
+    job.spare("s")
+    assert list_unseated(job.state, job.config) == []
+    job.spare("t")
+    assert list_unseated(job.state, job.config) == ["t"]
+    job.give(HostLeft(HostName("t")))
+    assert list_unseated(job.state, job.config) == []
+
+
+def test_where_worlds_have_no_seats_none_is_missed():
+    job = training("a", "b", "c", spare_seats=0)
+    job.spare("s")
+    assert list_unseated(job.state, job.config) == []
