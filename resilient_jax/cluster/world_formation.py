@@ -203,11 +203,11 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
 def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
     """Return whether all are in the world already and its service runs (new cliques need it).
 
-    After a failure that no death explains, a new world is more likely to work; and the last host resumes in a world of
+    After a failure that no death explains, a new world is more likely to work; and a host alone resumes in a world of
     its own, where its devices need no network between them.
     """
     generation = state.generation
-    if len(kept) < 2 or generation.attempts > 0:
+    if not kept or len(kept) + len(joiners) < 2 or generation.attempts > 0:
         return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
     has_seats = all(has_taken_seat(generation, status) for status in joiners)

@@ -104,3 +104,23 @@ def test_a_spare_takes_the_place_of_a_lost_host_which_waits_when_it_is_back(tmp_
         problems = {e.detail["problem"] for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED}
         assert problems == {""}
         tiny.finish()
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path: Path) -> None:
+    config = f"{CONFIG_WITHOUT_STANDBYS}spare_seats = 1\n"
+    with TinyJob(tmp_path, 2, config, options=(*ONE_DEVICE, "--spares", "1")) as tiny:
+        tiny.wait_training(2)
+        report = tiny.wait_report("a spare that is ready", lambda report: is_ready(report, "host-2"))
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        grown = generation_of(tiny.wait_training(2, generation_of(report).number))
+        assert (grown.change, [m.host for m in grown.members]) == (WorldChange.GROW, ["host-0", "host-2"])
+        said = "host-1: found no seat for this spare, expected one of the 3 of this world to be free"
+        wait_until("that it has no seat", lambda: said in tiny.job.read_output(), RECOVERY_S)
+        (unseated,) = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_SPARE_UNSEATED]
+        assert unseated.detail == {"spares": "host-1", "seats": 3}
+        assert generation_of(tiny.read_report()).number == grown.number
+        tiny.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
+        reformed = generation_of(tiny.wait_training(2, grown.number))
+        assert {m.host for m in reformed.members} == {"host-0", "host-1"}
+        tiny.finish()

@@ -82,6 +82,14 @@ def test_a_spare_takes_part_in_the_generation_that_follows_the_loss():
     assert job.phase is TRAINS
 
 
+def test_the_last_host_that_is_left_goes_on_in_place_with_a_spare():
+    job = spared("a", "b")
+    world = job.generation.world
+    lose(job, "b")
+    assert (job.generation.change, job.generation.world) == (WorldChange.GROW, world)
+    assert job.members == ["a", "s"]
+
+
 def test_the_host_that_is_back_is_the_spare_from_then_on_and_fills_the_next_place():
     job = spared("a", "b", "c")
     lose(job, "b")
