@@ -156,15 +156,15 @@ class LocalJob(ObservedJob):
         """Order hosts to wait at a failpoint of `step` (with `index`: of that microbatch) until `release`."""
         self.failpoints.hold(failpoint, hosts, step, index)
 
-    def wait_held(self, hosts: Sequence[str], timeout_s: float = 60.0) -> None:
-        """Wait until all of these hosts have reached the failpoint where they are held.
+    def wait_held(self, hosts: Sequence[str], timeout_s: float = 60.0, name: str = "hold") -> None:
+        """Wait until all of these hosts have reached the failpoint where the order of this name holds them.
 
         Raises:
             JobTimeout: a host has not arrived within `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
         what = f"the arrival of {', '.join(hosts)} at the failpoint"
-        self.wait_for(what, lambda: self.failpoints.list_held_hosts() >= set(hosts) or None, timeout_s)
+        self.wait_for(what, lambda: self.failpoints.list_held_hosts(name) >= set(hosts) or None, timeout_s)
 
     def release(self) -> None:
         """Let all held hosts continue from their failpoints."""

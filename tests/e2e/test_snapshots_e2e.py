@@ -13,7 +13,7 @@ from tiny_job import CONFIG, RECOVERY_S, is_training
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
-from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder
 from resilient_jax.protocol.records import GenerationPhase
 
 pytestmark = pytest.mark.timeout(600)
@@ -165,4 +165,33 @@ def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_surviv
     job.job.release()
     job.wait_protected(4, after_generation=before.number + 1)
     went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > before.number]
+    assert min(went_on) >= promised
+
+
+@pytest.mark.parametrize("victim", ["host-3", "host-0"])
+def test_a_worker_that_returns_during_a_snapshot_and_a_death_then_lose_no_snapshot(
+    victim: str, twice_protected: ShardedJob
+) -> None:
+    """Between them: one host's snapshot server is in the middle of its parity when the members change."""
+    job = twice_protected
+    job.wait_protected(4)
+    promised = job.promised_step()
+    returning, exchanging = (
+        FailPointOrder(failpoint=place, step=ANY_STEP, hosts=(host,), name=host)
+        for place, host in ((FailPoint.BEFORE_REHEARSAL, "host-3"), (FailPoint.DURING_PARITY, "host-0"))
+    )
+    job.job.failpoints.set_order(returning)
+    job.signal(JobComponent.WORKER, "host-3", signal.SIGKILL)
+    job.job.wait_held(["host-3"], RECOVERY_S, returning.name)
+    shrunk = job.read_report().generation
+    assert shrunk is not None
+    job.job.failpoints.set_order(exchanging)
+    job.job.wait_held(["host-0"], RECOVERY_S, exchanging.name)
+    job.job.failpoints.release(returning.name)
+    grown = job.wait_training(4, shrunk.number).generation
+    assert grown is not None
+    job.signal(JobComponent.HOST, victim, signal.SIGKILL)
+    job.job.failpoints.release(exchanging.name)
+    job.wait_protected(4, after_generation=grown.number)
+    went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > shrunk.number]
     assert min(went_on) >= promised
