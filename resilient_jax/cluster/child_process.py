@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED_POLL_INTERVAL_S = 0.1
 """How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
 
@@ -95,12 +94,6 @@ class ChildProcess:
         code = self.process.returncode
         assert code is not None, "reaped"
         return code
-
-    def read_resident_mib(self) -> int:
-        """Return the resident memory of the process in MiB; 0 if it is gone."""
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES // 2**20
-        return 0
 
     def lower_priority(self) -> None:
         """Give the process only processor time that no other process wants, until it asks for more itself.

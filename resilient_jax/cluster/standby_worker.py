@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.child_process import ChildProcess, get_signal_name
@@ -45,6 +46,7 @@ LAST_MESSAGE_TIMEOUT_S = 0.2
 START_VARIABLES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
 """How the names of variables begin that the interpreter, the linker and malloc read: a script sets them for others."""
 KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -214,7 +216,7 @@ class StandbyWorker:
         if standby is not self._standby:
             return
         pid = standby.child.pid
-        memory_mib = standby.child.read_resident_mib()
+        memory_mib = read_resident_mib(pid)
         self._log.record(
             EventKind.STANDBY_READY,
             pid=pid,
@@ -279,3 +281,10 @@ def _close_descriptors(standby: _Standby) -> None:
     for pipe in (standby.child.process.stdout, standby.child.process.stderr):
         assert pipe is not None, "started with pipes"
         pipe.close()
+
+
+def read_resident_mib(pid: int) -> int:
+    """Return the resident memory of a process in MiB; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES // 2**20
+    return 0

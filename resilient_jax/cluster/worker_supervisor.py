@@ -11,7 +11,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
-from resilient_jax.cluster.standby_worker import StandbyWorker
+from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mib
 from resilient_jax.cluster.worker_exit import (
     SIGNAL_EXIT_CODE_BASE,
     apply_exit_code,
@@ -368,4 +368,4 @@ def _measure_memory(worker: WorkerProcess, before: WorkerStatus | None) -> int:
     is_same = before is not None and before.incarnation == worker.incarnation
     if before is not None and is_same and before.report.state not in JOINING_STATES:
         return before.memory_mib
-    return worker.child.read_resident_mib() if worker.report.state is WorkerState.IDLE else 0
+    return read_resident_mib(worker.child.pid) if worker.report.state is WorkerState.IDLE else 0

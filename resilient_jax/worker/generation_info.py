@@ -10,7 +10,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.records import Generation, Member, StateLoss
+from resilient_jax.protocol.records import StateLoss
 
 AxisSizes = str | Sequence[str] | Mapping[str, int]
 """One axis name; several, of which the first takes all devices; or names with sizes, of which one may be -1."""
@@ -46,17 +46,6 @@ class GenerationInfo:
     def host_of_device(self, device: Device) -> HostName:
         """Return the host that a device of a live host belongs to."""
         return self.hosts[device.process_index]
-
-
-def predict_members(generation: Generation, newcomer: Member) -> tuple[Member, ...]:
-    """Return the members of the generation that a newcomer joins: one more, or, for a spare, as many as now.
-
-    Whose place a spare will take is not known; programs depend on the number of hosts alone.
-    """
-    members = generation.members
-    if newcomer.host in generation.spares and len(members) > 1:
-        members = members[:-1]
-    return (*members, newcomer)
 
 
 def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:

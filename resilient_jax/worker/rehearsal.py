@@ -28,7 +28,8 @@ from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
-from resilient_jax.worker.generation_info import GenerationInfo, predict_members
+from resilient_jax.worker.expected_members import list_others
+from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 from resilient_jax.worker.world import World
@@ -90,16 +91,13 @@ def rehearse(
         Exception: whatever `train_fn` raises.
         GenerationEnded: this worker has another order.
     """
-    generation = order.generation
-    newcomer = generation.find_newcomer(order.host)
-    assert newcomer is not None, "only newcomers rehearse"
-    members = predict_members(generation, newcomer)
+    generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
     committed.first_step = generation.step
     info = GenerationInfo(
         number=generation.number,
-        hosts=tuple(member.host for member in members),
-        process_index=ProcessIndex(len(members) - 1),
+        hosts=(*(member.host for member in others), order.host),
+        process_index=ProcessIndex(len(others)),
         change="grow",
         reason="a rehearsal",
     )

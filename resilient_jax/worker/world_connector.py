@@ -33,7 +33,7 @@ from resilient_jax.jax_runtime.world_forming import (
 )
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
-from resilient_jax.worker.generation_info import predict_members
+from resilient_jax.worker.expected_members import list_others
 
 UNWINDING_GRACE_S: Final = 0.5
 """gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
@@ -112,7 +112,7 @@ class WorldConnector:
         )
         self._form_local_clique()
         self._known_seats = frozenset((newcomer.seat,))
-        seats = tuple(member.seat for member in predict_members(generation, newcomer))
+        seats = (*(member.seat for member in list_others(order)), newcomer.seat)
         set_members(seats)
         self._spare(self._cliques.begin(seats))
 
