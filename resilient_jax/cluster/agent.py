@@ -176,8 +176,8 @@ class Agent:
             services=self._services.running,
             snapshot_server=self._snapshots.server,
             snapshots=self._snapshots.snapshots,
-            standby=self._supervisor.standby.status,
-            script=self._supervisor.script_digest,
+            standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
+            script=self._supervisor.admission.digest,
             step=step,
             metrics=metrics,
         )

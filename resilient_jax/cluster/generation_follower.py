@@ -5,6 +5,7 @@ A thin shell of `generation_orders`, whose docstring has the table: the store's 
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import assert_never
 
@@ -17,6 +18,7 @@ from resilient_jax.cluster.generation_orders import (
     GenerationRead,
     HostCommand,
     HostRegistered,
+    IntoWorldCommand,
     KillWorker,
     LeaveJob,
     LeaveNoticed,
@@ -34,14 +36,22 @@ from resilient_jax.cluster.generation_orders import (
     StopOlderServices,
     WorkerChanged,
     WorkerCommand,
-    WorkerView,
     handle,
     is_start_urgent,
 )
 from resilient_jax.cluster.relay import Relay
+from resilient_jax.cluster.standby_orders import (
+    DismissStandby,
+    FailStandby,
+    OrderStandby,
+    SendStandbyToSeat,
+    StandbyCommand,
+    TakeOver,
+)
 from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
+from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Revision
 from resilient_jax.protocol.records import Generation, JobOutcome
@@ -140,40 +150,34 @@ class GenerationFollower:
                         await self._handle(GenerationRead(decode_generation(event.key_value)))
 
     async def _handle(self, event: OrdersEvent) -> None:
-        worker = self._supervisor.worker
+        worker, standby = self._supervisor.worker, self._supervisor.seat_standby.process
         for command in self._decide(event):
-            if isinstance(command, SendIntoWorld):
-                assert worker is not None, "only a worker is sent into a world"
-                await self._send_into_world(command, worker)
+            if isinstance(command, SendIntoWorld | SendStandbyToSeat):
+                sent = worker if isinstance(command, SendIntoWorld) else standby
+                assert sent is not None, "only a worker is sent into a world"
+                await self._send_into_world(command, sent)
             else:
                 self._carry_out(command)
 
     def _react(self, event: OrdersEvent) -> None:
         """Handle an event that sends no worker into a world."""
         for command in self._decide(event):
-            assert not isinstance(command, SendIntoWorld), "only a generation sends a worker into a world"
+            assert not isinstance(command, SendIntoWorld | SendStandbyToSeat), "only a generation does"
             self._carry_out(command)
 
     def _decide(self, event: OrdersEvent) -> tuple[OrdersCommand, ...]:
         now_s = self._context.clock.monotonic_s()
-        self._state, commands = handle(self._state, event, self._view_worker(), now_s, self._config)
+        worker = _view_worker(self._supervisor.worker)
+        standby = _view_standby(self._supervisor.seat_standby.process)
+        self._state, commands = handle(self._state, event, worker, standby, now_s, self._config)
         return commands
 
-    def _view_worker(self) -> WorkerView | None:
-        worker = self._supervisor.worker
-        if worker is None:
-            return None
-        return WorkerView(
-            incarnation=worker.incarnation,
-            report=worker.report,
-            is_unresponsive=worker.is_unresponsive,
-            has_exited=worker.child.exit_code is not None,
-        )
-
-    def _carry_out(self, command: WorkerCommand | HostCommand) -> None:
+    def _carry_out(self, command: WorkerCommand | StandbyCommand | HostCommand) -> None:
         match command:
             case SendOrder() | KillWorker() | ReplaceWorker() | CheckUnwound():
                 self._command_worker(command)
+            case OrderStandby() | DismissStandby() | FailStandby() | TakeOver():
+                self._command_standby(command)
             case LeaveJob():
                 self._on_leave()
             case EndJob(outcome):
@@ -204,17 +208,30 @@ class GenerationFollower:
             case _:
                 assert_never(command)
 
-    async def _send_into_world(self, command: SendIntoWorld, worker: WorkerProcess) -> None:
+    def _command_standby(self, command: StandbyCommand) -> None:
+        standby = self._supervisor.seat_standby
+        match command:
+            case OrderStandby(order):
+                standby.send_order(order)
+            case DismissStandby():
+                standby.dismiss()
+            case FailStandby(why):
+                standby.fail(why, is_retried=True)
+            case TakeOver():
+                self._supervisor.take_over()
+            case _:
+                assert_never(command)
+
+    async def _send_into_world(self, command: IntoWorldCommand, worker: WorkerProcess) -> None:
         """Send the worker that the decision was about, which may have ended meanwhile."""
-        relay = await self._relay_to(command.generation)
-        make = TakeSeat if command.is_newcomer else FormWorld
-        worker.send_order(
-            make(
-                generation=command.generation,
-                host=self._context.settings.host,
-                relay_address=relay,
-            )
-        )
+        generation, host = command.generation, self._context.settings.host
+        relay = await self._relay_to(generation)
+        if isinstance(command, SendIntoWorld) and not command.is_newcomer:
+            worker.send_order(FormWorld(generation=generation, host=host, relay_address=relay))
+            return
+        newcomer = generation.find_newcomer(host, worker.incarnation)
+        assert newcomer is not None, "only newcomers take seats"
+        worker.send_order(TakeSeat(generation=generation, host=host, seat=newcomer.seat, relay_address=relay))
 
     async def _relay_to(self, generation: Generation) -> str:
         if self._relay is None or self._relay.service != generation.service_address:
@@ -226,3 +243,23 @@ class GenerationFollower:
                 asyncio.get_running_loop().call_later(stop_after_s, old.stop_listening)
                 self._old_relays = [relay for relay in (*self._old_relays, old) if relay.has_connections]
         return self._relay.address
+
+
+def _view_worker(worker: WorkerProcess | None) -> WorkerView | None:
+    if worker is None:
+        return None
+    return WorkerView(
+        incarnation=worker.incarnation,
+        report=worker.report,
+        is_unresponsive=worker.is_unresponsive,
+        is_dying=worker.is_dying,
+        has_exited=worker.child.exit_code is not None,
+    )
+
+
+def _view_standby(standby: WorkerProcess | None) -> WorkerView | None:
+    view = _view_worker(standby)
+    if view is None or standby is None:
+        return None
+    # At the lowest priority it may be silent for long, and responds when it is the worker.
+    return dataclasses.replace(view, is_unresponsive=standby.child.is_stopped())

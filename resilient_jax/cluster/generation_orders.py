@@ -13,6 +13,8 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 | FORM       | `FormWorld`         | `Quiesce` if it idles  | `Quiesce`; if the host leaves, it leaves |
 | ACTIVE     | older services stop | `TakeSeat`             | `Quiesce`; if the host leaves, it leaves |
 
+What it means for a standby that is a worker is in `standby_orders`.
+
 Rules:
 - A newcomer that runs, and one whose host leaves, is an outsider: the first trained in a generation that left it out.
 - A host that leaves stays while others may read a snapshot of which it has a part.
@@ -24,12 +26,19 @@ Rules:
 import dataclasses
 from typing import assert_never
 
+from resilient_jax.cluster.standby_orders import (
+    DismissStandby,
+    SendStandbyToSeat,
+    StandbyCommand,
+    order_standby,
+    react_to_change,
+)
+from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
     JobOutcome,
-    WorkerReport,
     WorkerState,
     is_busy,
 )
@@ -51,16 +60,6 @@ class OrdersConfig:
     quiesce_timeout_s: float
     replaces_workers: bool = False
     reports_lost_seats: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
-    """The host's newest worker, as its agent sees it now."""
-
-    incarnation: Incarnation
-    report: WorkerReport
-    is_unresponsive: bool = False
-    has_exited: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class LeaveNoticed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerChanged:
-    """The worker's report, or its process, has changed."""
+    """The report, or the process, of the worker or of its standby has changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,18 +204,43 @@ class RecordStale:
     newest: GenerationNumber
 
 
+IntoWorldCommand = SendIntoWorld | SendStandbyToSeat
 WorkerCommand = SendOrder | KillWorker | ReplaceWorker | CheckUnwound
 HostCommand = LeaveJob | EndJob | SetUrgency | StopOlderServices | ReportLostSeats | RecordStale
-OrdersCommand = SendIntoWorld | WorkerCommand | HostCommand
+OrdersCommand = IntoWorldCommand | WorkerCommand | StandbyCommand | HostCommand
 Transition = tuple[OrdersState, tuple[OrdersCommand, ...]]
 
 
 def handle(
+    state: OrdersState,
+    event: OrdersEvent,
+    worker: WorkerView | None,
+    standby: WorkerView | None,
+    now_s: float,
+    config: OrdersConfig,
+) -> Transition:
+    """Take in one event, with the worker and its standby as they are at this moment.
+
+    Args:
+        state: of the machine.
+        event: that has happened.
+        worker: the newest of this host; None before the first.
+        standby: of the kind `seat`; None if there is none.
+        now_s: monotonic time.
+        config: of this host.
+
+    Returns:
+        The new state, and the shell's commands, in order.
+    """
+    state, commands = _handle_for_worker(state, event, worker, now_s, config)
+    if standby is None or standby.is_dead:
+        return state, commands
+    return state, (*commands, *_handle_for_standby(state, event, worker, standby, config.host))
+
+
+def _handle_for_worker(
     state: OrdersState, event: OrdersEvent, worker: WorkerView | None, now_s: float, config: OrdersConfig
 ) -> Transition:
-    """Take in one event, with the worker as it is at this moment; return the new state and the shell's commands, in
-    order.
-    """
     match event:
         case GenerationRead(generation):
             return _read_generation(state, generation, worker, now_s, config)
@@ -300,14 +324,14 @@ def _order(
     state: OrdersState, generation: Generation, worker: WorkerView | None, now_s: float, config: OrdersConfig
 ) -> Transition:
     member = generation.find_member(config.host)
-    newcomer = generation.find_newcomer(config.host)
     if worker is None:
         return _order_outsider(state, generation, worker, now_s, config)
+    newcomer = generation.find_newcomer(config.host, worker.incarnation)
     # A worker that was started since has nothing of what made its predecessor a member.
     is_seated = member is not None and member.incarnation == worker.incarnation
     if is_seated and generation.number != state.void_generation:
         return _order_member(state, generation, worker)
-    if newcomer is not None and newcomer.incarnation == worker.incarnation:
+    if newcomer is not None:
         return _order_newcomer(state, generation, worker, now_s, config)
     return _order_outsider(state, generation, worker, now_s, config)
 
@@ -396,3 +420,22 @@ def _is_unwinding(unwinding: UnwindingWorker, worker: WorkerView | None) -> bool
     if worker is None or worker.incarnation != unwinding.incarnation or worker.has_exited:
         return False
     return is_busy(worker.report.state)
+
+
+def _handle_for_standby(
+    state: OrdersState,
+    event: OrdersEvent,
+    worker: WorkerView | None,
+    standby: WorkerView,
+    host: HostName,
+) -> tuple[SendStandbyToSeat | StandbyCommand, ...]:
+    """Return what an event means for a standby that lives, given the state after it."""
+    if state.is_leaving:
+        return (DismissStandby(),)
+    match event:
+        case GenerationRead(read) if state.generation is None or read.number >= state.generation.number:
+            return order_standby(read, standby, host)
+        case WorkerChanged():
+            return react_to_change(state.generation, worker, standby, host)
+        case _:
+            return ()

@@ -13,6 +13,7 @@ The rules, from which the code below follows:
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
    unplanned change is decided joins in the same change. While others train a host is given a spare seat of their world,
    and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
+   A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and so is ready.
 6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
    hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
    that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
@@ -47,6 +49,42 @@ def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
     return worker
 
 
+def view_standby(status: HostStatus) -> HostStatus | None:
+    """Return the host with its standby as the worker, as if that had died; None if it has none that is a worker."""
+    standby = status.standby.worker if status.standby is not None else None
+    return msgspec.structs.replace(status, worker=standby) if standby is not None else None
+
+
+def is_newcomer_alive(state: MembershipState, newcomer: Member) -> bool:
+    """Return whether a newcomer lives: its host's worker, or the standby of that."""
+    if find_worker(state, newcomer) is not None:
+        return True
+    status = state.hosts.get(newcomer.host)
+    standby = view_standby(status) if status is not None else None
+    return (
+        standby is not None
+        and standby.worker is not None
+        and standby.worker.incarnation == newcomer.incarnation
+        and standby.worker.is_alive
+    )
+
+
+def list_unseated_standbys(state: MembershipState) -> list[HostStatus]:
+    """Return the hosts whose worker is a member and whose standby waits for a seat, with the standby as the worker."""
+    trains = {member.host for member in list_survivors(state)}
+    views = (view_standby(status) for host, status in sorted(state.hosts.items()) if host in trains)
+    return [
+        view
+        for view in views
+        if view is not None
+        and view.worker is not None
+        and view.worker.is_alive
+        and is_idle(view.worker)
+        and not view.is_draining
+        and find_seat(state.generation, view) is None
+    ]
+
+
 def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
     """Return the members' live workers, in order of their seats."""
     return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
@@ -62,6 +100,17 @@ def is_idle(worker: WorkerStatus) -> bool:
     return worker.report.state is WorkerState.IDLE
 
 
+def count_unreplaced(state: MembershipState) -> int:
+    """Return how many hosts have a live worker of a world that was left, which their standby may yet replace."""
+    dropped = {(d.host, d.incarnation) for d in state.generation.dropped_workers}
+    return sum(
+        w is not None
+        and w.is_alive
+        and (w.report.state is WorkerState.RUNNING or (host, w.incarnation) in dropped)
+        for host, w in ((host, status.worker) for host, status in state.hosts.items())
+    )
+
+
 def is_draining(state: MembershipState, host: HostName) -> bool:
     """Return whether the host got a notice to leave."""
     return host in state.hosts and state.hosts[host].is_draining
@@ -69,10 +118,7 @@ def is_draining(state: MembershipState, host: HostName) -> bool:
 
 def find_seat(generation: Generation, status: HostStatus) -> Member | None:
     """Return the seat that a host's worker was given while others train; None if it was given none."""
-    newcomer = generation.find_newcomer(status.host)
-    if newcomer is None or status.worker is None or newcomer.incarnation != status.worker.incarnation:
-        return None
-    return newcomer
+    return generation.find_newcomer(status.host, status.worker.incarnation) if status.worker else None
 
 
 def has_taken_seat(generation: Generation, status: HostStatus) -> bool:

@@ -3,10 +3,10 @@
 import enum
 
 from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import MembershipState, is_on_its_way
+from resilient_jax.cluster.membership_state import MembershipState, count_unreplaced, is_on_its_way
 from resilient_jax.cluster.redundancy import is_last_copy_without
 from resilient_jax.cluster.spare_hosts import count_places
-from resilient_jax.cluster.world_formation import StateOrigin
+from resilient_jax.cluster.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
 
@@ -46,7 +46,7 @@ def decide_to_wait(
     elif is_beginning:
         enough = _can_begin(joiners, waited_s, config)
     else:
-        enough = present >= _count_expected(state, waited_s, origin, config)
+        enough = present >= _count_expected(state, joiners, waited_s, origin, config)
     if enough:
         return Rendezvous.COMPLETE
     if waited_s <= config.start_timeout_s:
@@ -76,7 +76,11 @@ def _can_begin(joiners: list[HostStatus], waited_s: float, config: MembershipCon
 
 
 def _count_expected(
-    state: MembershipState, waited_s: float, origin: StateOrigin, config: MembershipConfig
+    state: MembershipState,
+    joiners: list[HostStatus],
+    waited_s: float,
+    origin: StateOrigin,
+    config: MembershipConfig,
 ) -> int:
     """Return how many hosts are waited for where no member is left."""
     # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
@@ -88,6 +92,11 @@ def _count_expected(
         num_hosts = min(num_hosts, len(state.hosts))
         if any(map(is_on_its_way, state.hosts.values())):
             patience_s = max(patience_s, config.forming_timeout_s)
+    if origin.exists and can_change_in_place(state, [], joiners):
+        # Standbys that stand in the world already. Where none was ready, the host joins them as one that returns.
+        num_hosts = min(
+            len(joiners) + count_unreplaced(state), count_places(state, joiners, config.num_hosts)
+        )
     expected = 0 if waited_s > patience_s else num_hosts
     return max(expected, config.min_hosts, 1)
 

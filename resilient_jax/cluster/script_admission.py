@@ -49,6 +49,7 @@ class ScriptAdmission:
         self._agent_id = agent_id
         self._config = config
         self.digest = ""
+        self._admitted: dict[str, str] | None = None
 
     async def admit(self, script: dict[str, str]) -> None:
         """Return if the hosts of the job run this script.
@@ -81,6 +82,14 @@ class ScriptAdmission:
                 raise ScriptRefused(_describe_refusal(mine, job, differences))
             expected = require_unchanged(read.key_values[0])
         self.digest = digest_script(items)
+        self._admitted = script
+
+    def find_difference(self, script: dict[str, str]) -> str:
+        """Return how a standby's script differs from that of this host's worker; empty: it does not."""
+        if self._admitted is None:
+            return "no worker was let in"
+        differences = _list_differences(script, self._admitted)
+        return f"found another {', '.join(differences[:MAX_NAMED])} than the worker's" if differences else ""
 
     async def _is_in_use(self, job: ScriptRecord) -> bool:
         """Return whether another living host runs the job's script, or has described it and is about to."""

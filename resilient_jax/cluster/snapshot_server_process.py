@@ -67,11 +67,15 @@ class SnapshotServerProcess:
     def connect_worker(self) -> socket.socket:
         """Return the worker's end of a new socket pair; the server serves the other end from now on."""
         ours, theirs = socket.socketpair()
+        self.serve_worker(ours)
+        return theirs
+
+    def serve_worker(self, connection: socket.socket) -> None:
+        """Have the server serve this end of a worker's socket pair; it is closed here."""
         if self._pending is not None:
             self._pending.close()
-        self._pending = ours
+        self._pending = connection
         self._hand_over()
-        return theirs
 
     def start(self) -> None:
         """Start a server, in the background. Idempotent."""

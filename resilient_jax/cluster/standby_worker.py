@@ -78,7 +78,9 @@ class StandbyWorker:
         self._log = context.log
         self._clock = context.clock
         self._on_change = on_change
-        self._mode = context.settings.config.standby
+        configured = context.settings.config.standby
+        # Where a standby with a seat fails, this one is less, and better than none.
+        self._mode = "imports" if configured == "seat" else configured
         self._schedule = StandbySchedule()
         self._imports: ImportsReported | None = None
         self._standby: _Standby | None = None

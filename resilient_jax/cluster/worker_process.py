@@ -6,11 +6,10 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
-from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.records import WorkerReport
@@ -42,6 +41,18 @@ WORKER_VARIABLES = (
     DEATH_PIPE_VARIABLE,
     STANDBY_CONNECTION_VARIABLE,
 )
+
+
+class OutputReader(Protocol):
+    """What reads a worker's output; `WorkerOutput` and `HeldOutput` do."""
+
+    async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
+        """Read lines until the stream ends."""
+        ...
+
+    def read_last_errors(self) -> str:
+        """Return the end of what was written to standard error."""
+        ...
 
 
 class WorkerDescriptors(NamedTuple):
@@ -123,7 +134,7 @@ class WorkerProcess:
 
     async def watch_until_exit(
         self,
-        output: WorkerOutput,
+        output: OutputReader,
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
         on_message: Callable[[AgentRequest], None],
@@ -164,6 +175,11 @@ class WorkerProcess:
         asyncio.get_running_loop().remove_reader(self._death_pipe)
         self.is_dying = True
         on_change()
+
+    def expect_messages(self) -> None:
+        """Count the silence of this worker from now on: it was at the lowest priority."""
+        self.is_unresponsive = False
+        self._last_message_s = self._clock.monotonic_s()
 
     def send_order(self, order: WorkerOrder) -> None:
         """Send an order. A dead worker does not get it, as its exit will show."""

@@ -1,6 +1,9 @@
 """Starts the worker of a host: by the promotion of its standby, or as a new process."""
 
+import socket
 from collections.abc import Callable
+
+import msgspec
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
@@ -38,13 +41,40 @@ class WorkerStarter:
         Raises:
             OSError: there is no descriptor, process or memory left for it.
         """
-        # From the clock, so that it differs from those of an earlier agent of this host, too.
-        self._incarnation = Incarnation(max(self._incarnation + 1, int(self._clock.wall_s() * 1000)))
+        self._incarnation = self._choose_incarnation()
         worker = await WorkerProcess.start(
             self._incarnation, self._launch, self._clock, self._snapshots.connect_worker()
         )
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=worker.incarnation)
         return worker
+
+    async def start_standby(self) -> tuple[WorkerProcess, socket.socket]:
+        """Return a worker that has just been started as a standby, at the lowest priority.
+
+        Also returns the end of its connection to the snapshot server that is to be served once it is the worker.
+
+        Raises:
+            OSError: there is no descriptor, process or memory left for it.
+        """
+        self._incarnation = self._choose_incarnation()
+        ours, theirs = socket.socketpair()
+        try:
+            return await WorkerProcess.start(
+                self._incarnation, self._launch_standby, self._clock, theirs
+            ), ours
+        except BaseException:
+            ours.close()
+            raise
+
+    def _choose_incarnation(self) -> Incarnation:
+        # From the clock, so that it differs from those of an earlier agent of this host, too.
+        return Incarnation(max(self._incarnation + 1, int(self._clock.wall_s() * 1000)))
+
+    async def _launch_standby(self, descriptors: WorkerDescriptors) -> ChildProcess:
+        settings = msgspec.structs.replace(_make_settings(self._settings), is_standby=True)
+        child = launch_script(self._settings.command, self._settings.environment, settings, descriptors)
+        child.lower_priority()
+        return child
 
     async def _launch(self, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return the process that is the worker."""

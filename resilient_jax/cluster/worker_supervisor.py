@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.script_admission import ScriptAdmission
+from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mib
 from resilient_jax.cluster.worker_exit import (
@@ -22,6 +22,7 @@ from resilient_jax.cluster.worker_exit import (
 )
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
@@ -62,7 +63,9 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
-        standby: the process that waits to replace it.
+        standby: the process that waits to replace it, unless that has a seat.
+        seat_standby: the process that waits in a seat.
+        admission: of this host's workers.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class WorkerSupervisor:
         self._log = context.log
         self._clock = context.clock
         self._print_line = context.print_line
-        self._admission = ScriptAdmission(
+        self.admission = ScriptAdmission(
             context.store, settings.job, settings.host, context.agent_id, settings.config
         )
         self._admitting: asyncio.Task[None] | None = None
@@ -98,12 +101,18 @@ class WorkerSupervisor:
             show_all=settings.show_all_output,
             is_failing=lambda: self.worker is not None and bool(find_reported_error(self.worker)),
         )
-        self._exit_recorded = asyncio.Event()
-        self._budget = RestartBudget(
-            max_restarts=settings.config.max_restarts,
-            window_s=settings.config.restart_window_s,
-            backoff_s=settings.config.restart_backoff_s,
+        self.seat_standby = SeatStandby(
+            context,
+            self._starter.start_standby,
+            self._output,
+            on_change=on_change,
+            on_message=self._on_message,
+            on_worker_change=self._on_changed,
         )
+        self._promoted: SeatedStandby | None = None
+        """The worker, if it took over from one whose end was not handled yet."""
+        self._exit_recorded = asyncio.Event()
+        self._restarts = WorkerRestarts(context)
         self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
@@ -123,23 +132,12 @@ class WorkerSupervisor:
             JoinRefused: the job's other hosts run another script.
         """
         while True:
+            started = await self._start()
+            if isinstance(started, JobOutcome):
+                return started
+            worker, watching = started
             try:
-                worker = await self._start()
-            except OSError as error:
-                self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
-                self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
-                delay_s = self._spend_restart(None)
-                if delay_s is None:
-                    return self._out_of_budget()
-                await asyncio.sleep(max(delay_s, START_RETRY_INTERVAL_S))
-                continue
-            try:
-                code = await worker.watch_until_exit(
-                    self._output,
-                    self._settings.config.heartbeat_timeout_s,
-                    lambda w=worker: self._on_changed(w),
-                    lambda message, w=worker: self._on_message(w, message),
-                )
+                code = await watching
             except asyncio.CancelledError:
                 await worker.child.kill_and_wait()
                 raise
@@ -160,23 +158,76 @@ class WorkerSupervisor:
             if self._is_over() or is_users_error(code):
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
+                await self._take_back(worker)
                 return None
             if worker.report.is_done:
                 self._done_and_killed = code
-            delay_s = self._spend_restart(worker)
+            # One that was replaced has done nothing wrong: its replacement costs no restart.
+            delay_s = 0.0 if worker is self._replaced else self._restarts.spend()
             if delay_s is None:
-                return self._out_of_budget()
-            self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; starting another")
-            await asyncio.sleep(delay_s)
+                return self._restarts.make_outcome(self._output.read_last_errors())
+            then = "starting another" if self._promoted is None else "its standby is the worker now"
+            self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; {then}")
+            if self._promoted is None:
+                await asyncio.sleep(delay_s)
 
-    async def _start(self) -> WorkerProcess:
-        self._wants_snapshots = False
+    async def _start(self) -> "tuple[WorkerProcess, asyncio.Task[int]] | JobOutcome":
+        """Return the next worker and the wait for its end; the outcome of this host, if none could be started."""
+        while True:
+            try:
+                return await self._start_once()
+            except OSError as error:
+                self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
+                self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
+            delay_s = self._restarts.spend()
+            if delay_s is None:
+                return self._restarts.make_outcome(self._output.read_last_errors())
+            await asyncio.sleep(max(delay_s, START_RETRY_INTERVAL_S))
+
+    async def _start_once(self) -> "tuple[WorkerProcess, asyncio.Task[int]]":
+        """Return the next worker, which its predecessor's standby may be already, and the wait for its end."""
         self._output.clear_errors()
         self._exit_recorded.clear()
+        promoted, self._promoted = self._promoted, None
+        if promoted is not None:
+            promoted.output.release()
+            return promoted.process, promoted.watching
+        self._wants_snapshots = False
+        self.seat_standby.replace_worker()
         worker = await self._starter.start()
         self.worker = worker
+        watching = worker.watch_until_exit(
+            self._output,
+            self._settings.config.heartbeat_timeout_s,
+            lambda: self._on_changed(worker),
+            lambda message: self._on_message(worker, message),
+        )
         self._on_changed(worker)
-        return worker
+        return worker, asyncio.create_task(watching)
+
+    def take_over(self) -> None:
+        """Have the standby in its seat be the worker: the present one has died, but its end may not be known yet."""
+        died, promoted = self.worker, self.seat_standby.take_over()
+        if promoted is None or died is None:
+            return
+        self._promoted, self.worker = promoted, promoted.process
+        self._wants_snapshots = False
+        self._snapshots.serve_worker(promoted.snapshots)
+        self._log.record(
+            EventKind.WORKER_PROMOTED,
+            pid=promoted.process.child.pid,
+            incarnation=promoted.process.incarnation,
+            seconds=0.0,
+        )
+        self._on_changed(promoted.process)
+
+    async def _take_back(self, ended: WorkerProcess) -> None:
+        """End a standby that took over from a worker whose end was no death, but stands."""
+        promoted, self._promoted = self._promoted, None
+        if promoted is not None and not self._is_over():
+            self.worker = ended
+            self._on_changed(ended)
+            await promoted.process.child.kill_and_wait()
 
     def _settle_traceback(self, worker: WorkerProcess, code: int) -> None:
         """Record the error of a script that failed; print it, unless `launch` shows it in its last lines."""
@@ -189,27 +240,6 @@ class WorkerSupervisor:
         else:
             self._output.release()
         self._exit_recorded.set()
-
-    def _spend_restart(self, ended: WorkerProcess | None) -> float | None:
-        """Return the seconds to wait before the start after this worker; None if the budget is spent."""
-        if ended is not None and ended is self._replaced:
-            return 0.0  # it has done nothing wrong: its replacement costs no restart
-        self._budget, delay_s = self._budget.spend(self._clock.monotonic_s())
-        if delay_s:
-            self._log.record(EventKind.RESTART_BACKOFF, seconds=delay_s)
-        return delay_s
-
-    def _out_of_budget(self) -> JobOutcome:
-        config = self._settings.config
-        self._log.record(EventKind.RESTART_BUDGET_EXHAUSTED, limit=config.max_restarts)
-        return JobOutcome(
-            kind=JobOutcomeKind.TOO_FEW_HOSTS,
-            exit_code=int(ExitCode.RESTART_BUDGET_EXHAUSTED),
-            host=self._settings.host,
-            message=f"the worker on {self._settings.host} died {config.max_restarts + 1} times within "
-            f"{config.restart_window_s:g} s, more often than max_restarts = {config.max_restarts} allows; "
-            f"the end of its standard error:\n{self._output.read_last_errors()}",
-        )
 
     def _on_changed(self, worker: WorkerProcess) -> None:
         if worker is not self.worker or self._is_over():
@@ -233,6 +263,10 @@ class WorkerSupervisor:
 
     def _on_message(self, worker: WorkerProcess, message: AgentRequest) -> None:
         match message:
+            case AdmissionRequested() if worker is self.seat_standby.process:
+                worker.send_order(WorkerAdmitted())
+                if difference := self.admission.find_difference(message.script):
+                    self.seat_standby.fail(difference, is_retried=False)
             case AdmissionRequested():
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
@@ -243,7 +277,8 @@ class WorkerSupervisor:
                     self._refuse(ScriptRefused(why))
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
-                self.standby.commit(worker.report.generation)
+                standby = self.seat_standby if self.seat_standby.is_possible else self.standby
+                standby.commit(worker.report.generation)
             case ImportsReported():
                 self.standby.remember_imports(message)
             case SnapshotServerRequested():
@@ -261,7 +296,7 @@ class WorkerSupervisor:
         """Let a worker in once its script has been compared with the job's; end it if that differs."""
         while True:
             try:
-                await self._admission.admit(script)
+                await self.admission.admit(script)
             except PeerError:  # an outage that is too long ends the registration, and with it this agent
                 await asyncio.sleep(ADMISSION_RETRY_INTERVAL_S)
             except JoinRefused as error:
@@ -277,11 +312,6 @@ class WorkerSupervisor:
         """End the worker, and then `supervise` with this error."""
         self._refusal = error
         self.kill("its script is another than the job's")
-
-    @property
-    def script_digest(self) -> str:
-        """The digest of the script with which a worker was let in; empty before."""
-        return self._admission.digest
 
     def on_snapshots_changed(self) -> None:
         """Send the endpoint of the snapshot server to a worker that waits for it."""
@@ -315,6 +345,7 @@ class WorkerSupervisor:
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
         await self.standby.close()
+        self.seat_standby.dismiss()
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
@@ -359,6 +390,7 @@ class WorkerSupervisor:
         """Kill the worker if it runs, end its standby, and close the log of its output."""
         if self.worker is not None:
             await self.worker.child.kill_and_wait()
+        await self.seat_standby.close()
         await self.standby.close()
         self._output.close()
 

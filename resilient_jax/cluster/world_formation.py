@@ -9,10 +9,11 @@ from resilient_jax.cluster.membership_state import (
     awaits_seat,
     find_seat,
     find_snapshot,
-    find_worker,
     has_service,
     has_taken_seat,
+    is_newcomer_alive,
     list_services,
+    list_unseated_standbys,
 )
 from resilient_jax.cluster.state_loss import explain_state_loss
 from resilient_jax.ids import HostName, Seat, WorldId
@@ -158,10 +159,10 @@ def form_next_generation(
 def give_seats(
     state: MembershipState, joiners: list[HostStatus], spares: list[HostStatus]
 ) -> Generation | None:
-    """Return the present generation with a spare seat for each worker that waits for one; None if none does.
+    """Return the present generation with a spare seat for each worker that waits for one; None if none gets one.
 
-    A worker has one try: if it cannot take its seat, it joins by a re-form. So do all `joiners` if the seats do not
-    suffice for them; `spares`, for which there is no place now, get what is left.
+    Workers that join come first, all of them or none; then `spares`, for which there is no place now, and standbys.
+    Each has one try: a worker that cannot take its seat joins by a re-form.
     """
     generation = state.generation
     num_free = generation.num_seats - generation.next_seat
@@ -170,7 +171,7 @@ def give_seats(
     )
     if len(waiting) > num_free:
         return None
-    waiting = [*waiting, *later][:num_free]
+    waiting = [*waiting, *later, *list_unseated_standbys(state)][:num_free]
     if not waiting:
         return None
     given = tuple(
@@ -192,11 +193,11 @@ def can_be_seated(generation: Generation, joiners: list[HostStatus]) -> bool:
 
 
 def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Member, ...]:
-    """Return the newcomers that may still join: their worker lives, and is no member."""
+    """Return the newcomers that may still join: they live, and are no members."""
     return tuple(
         newcomer
         for newcomer in generation.newcomers
-        if find_worker(state, newcomer) is not None and newcomer not in generation.members
+        if is_newcomer_alive(state, newcomer) and newcomer not in generation.members
     )
 
 
@@ -204,10 +205,11 @@ def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners:
     """Return whether all are in the world already and its service runs (new cliques need it).
 
     After a failure that no death explains, a new world is more likely to work; and a host alone resumes in a world of
-    its own, where its devices need no network between them.
+    its own, where its devices need no network between them. Standbys in their seats need no member that is kept: with
+    none, no clique of the failed one is left, and one failure is allowed, which may come to light before its death.
     """
     generation = state.generation
-    if not kept or len(kept) + len(joiners) < 2 or generation.attempts > 0:
+    if len(kept) + len(joiners) < 2 or generation.attempts > (0 if kept else 1):
         return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
     has_seats = all(has_taken_seat(generation, status) for status in joiners)

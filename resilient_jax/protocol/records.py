@@ -150,7 +150,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
         max_members: how many hosts may be members, as of the last formation; the others spare.
-        newcomers: the workers that were given a seat while others train, and have asked or may ask to join.
+        newcomers: the workers, and standbys, that were given a seat while others train, and have asked or may ask to
+            join.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
@@ -209,9 +210,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         """Return this host's worker among the members, or None."""
         return next((m for m in self.members if m.host == host), None)
 
-    def find_newcomer(self, host: HostName) -> Member | None:
-        """Return this host's worker among the newcomers, or None."""
-        return next((m for m in self.newcomers if m.host == host), None)
+    def find_newcomer(self, host: HostName, incarnation: Incarnation) -> Member | None:
+        """Return this worker, or standby, of the host among the newcomers, or None."""
+        return next((m for m in self.newcomers if (m.host, m.incarnation) == (host, incarnation)), None)
 
 
 class WorkerState(enum.StrEnum):
@@ -361,7 +362,7 @@ class StandbyState(enum.StrEnum):
     """What a standby is doing."""
 
     STARTING = "starting"
-    """It imports libraries or runs the script up to `rj.run`."""
+    """It imports libraries, runs the script up to `rj.run`, or takes a seat and loads programs."""
     READY = "ready"
     """It waits to replace the worker."""
 
@@ -373,11 +374,13 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: what the process is doing.
         pid: its process id.
         memory_mib: its resident memory when it became ready, in MiB; 0 before.
+        worker: what it reports where it is a complete worker (`standby = "seat"`); None for other kinds.
     """
 
     state: StandbyState
     pid: int
     memory_mib: int = 0
+    worker: WorkerStatus | None = None
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):

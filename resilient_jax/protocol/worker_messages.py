@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from resilient_jax.events import Event
-from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.ids import GenerationNumber, HostName, Seat
 from resilient_jax.protocol.records import Generation, WorkerReport
 
 
@@ -50,11 +50,14 @@ class TakeSeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         generation: in which the others train; it names this worker as a newcomer.
+        host: of this worker. Where that is a member's, this worker is its standby, and is to replace it.
+        seat: the seat.
         relay_address: where the worker reaches the coordination service of the world.
     """
 
     generation: Generation
     host: HostName
+    seat: Seat
     relay_address: str
 
 
@@ -193,6 +196,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
         compile_cache_bytes: of compiled programs on this host.
         live_nodes: whether members meet in the coordination service before their first collective.
+        is_standby: whether this worker keeps the low priority that its agent gave it, until it replaces another.
     """
 
     job: str
@@ -206,6 +210,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     failure_domain: str = ""
     compile_cache_bytes: int = 2**32
     live_nodes: bool = False
+    is_standby: bool = False
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

@@ -143,7 +143,8 @@ class Worker:
         Raises:
             SystemExit: the job ended without this worker.
         """
-        restore_normal_priority(os.getpid())
+        if not self._settings.is_standby:
+            restore_normal_priority(os.getpid())
         if not faulthandler.is_enabled():  # a crash in a library leaves its stack in the log of the host
             faulthandler.enable(file=2)  # `sys.stderr` may be an object of the user's
         if death_pipe is not None and (problem := isolate_death_pipe(death_pipe)) is not None:

@@ -185,9 +185,7 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> T
 
 def get_seat(order: TakeSeat) -> SeatId:
     """Return the seat that a worker is to take."""
-    newcomer = order.generation.find_newcomer(order.host)
-    assert newcomer is not None, "an agent orders only newcomers to take a seat"
-    return SeatId(order.generation.world, newcomer.seat)
+    return SeatId(order.generation.world, order.seat)
 
 
 # The main thread between generations.

@@ -34,9 +34,13 @@ from resilient_jax.jax_runtime.world_forming import (
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 from resilient_jax.worker.expected_members import list_others
+from resilient_jax.worker.processor_demand import BlockedTime
 
 UNWINDING_GRACE_S: Final = 0.5
-"""gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all."""
+"""gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all. Time in which this process
+computes, or waits for a processor on a busy machine, does not count."""
+MAX_UNWINDING_S: Final = 2.0
+"""Other threads may compute while the main thread hangs. Less than `quiesce_timeout_s`, which leaves a worker out."""
 LISTENER_TIMEOUT_S: Final = 2.0
 """A worker publishes where it listens before it asks to join, so this is the service's time to answer."""
 
@@ -52,6 +56,8 @@ class WorldConnector:
         self._known_seats: frozenset[Seat] = frozenset()
         """Those of which it is known where they listen."""
         self._interrupting_since_s: float | None = None
+        self._blocked: BlockedTime | None = None
+        """Since then."""
         self._are_spared_broken = False
         """Whether connections that an abort spares at first were shut."""
         self._has_given_up = False
@@ -103,16 +109,14 @@ class WorldConnector:
             FormingInterrupted, FormingFailed, StateError: as `form_world`.
         """
         generation = order.generation
-        newcomer = generation.find_newcomer(order.host)
-        assert newcomer is not None, "an agent orders only newcomers to take a seat"
         self._connect(
             WorldSeat(
-                address=order.relay_address, seat=newcomer.seat, num_seats=generation.num_seats, members=()
+                address=order.relay_address, seat=order.seat, num_seats=generation.num_seats, members=()
             )
         )
         self._form_local_clique()
-        self._known_seats = frozenset((newcomer.seat,))
-        seats = (*(member.seat for member in list_others(order)), newcomer.seat)
+        self._known_seats = frozenset((order.seat,))
+        seats = (*(member.seat for member in list_others(order)), order.seat)
         set_members(seats)
         self._spare(self._cliques.begin(seats))
 
@@ -197,21 +201,31 @@ class WorldConnector:
         """
         now_s = time.monotonic()
         if self._interrupting_since_s is None:
-            self._interrupting_since_s = now_s
+            self._interrupting_since_s, self._blocked = now_s, None
         interrupt_forming()
         interrupt_meeting()
         connection = self._connection
         if connection is None:
             return
         gloo = connection.gloo
-        is_late = now_s - self._interrupting_since_s > UNWINDING_GRACE_S
+        is_late = self._is_late(now_s)
         if is_late and gloo.spared:
             gloo = dataclasses.replace(gloo, spared=NO_CONNECTIONS)
             self._are_spared_broken = True
         abort_collectives(gloo)
+        if self._blocked is None:  # not sooner: it takes as long as the abort
+            self._blocked = BlockedTime(now_s)
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
         if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
+
+    def _is_late(self, now_s: float) -> bool:
+        """Return whether the main thread should have unwound."""
+        assert self._interrupting_since_s is not None, "it is interrupted"
+        interrupting_s = now_s - self._interrupting_since_s
+        if interrupting_s <= UNWINDING_GRACE_S or self._blocked is None:
+            return False
+        return interrupting_s > MAX_UNWINDING_S or self._blocked.measure_s(now_s) > UNWINDING_GRACE_S
 
     def _spare(self, connections: frozenset[GlooConnection]) -> None:
         connection = self._connection

@@ -92,7 +92,7 @@ class Job:
         assert new.worker is not None
         worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
         self.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
-        if self.generation.find_newcomer(HostName(name)) is not None:
+        if self.generation.find_newcomer(HostName(name), worker.incarnation) is not None:
             self.take_seat(name)
 
     def take_seat(self, name: str) -> None:
@@ -135,7 +135,9 @@ class Job:
     def find_seat(self, name: str) -> SeatId:
         """Return the seat of a member or newcomer."""
         host = HostName(name)
-        member = self.generation.find_member(host) or self.generation.find_newcomer(host)
+        member = self.generation.find_member(host) or self.generation.find_newcomer(
+            host, self.worker_of(name).incarnation
+        )
         assert member is not None
         return SeatId(self.generation.world, member.seat)
 

@@ -21,9 +21,9 @@ from resilient_jax.cluster.generation_orders import (
     SendIntoWorld,
     SendOrder,
     WorkerChanged,
-    WorkerView,
     handle,
 )
+from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerState
 from resilient_jax.protocol.worker_messages import Pause, Quiesce
@@ -43,10 +43,11 @@ class Agent:
         self.worker: WorkerView | None = WorkerView(
             incarnation=Incarnation(1), report=WorkerReport(state=WorkerState.IDLE)
         )
+        self.standby: WorkerView | None = None
         self.now_s = 0.0
 
     def tell(self, event) -> list[OrdersCommand]:
-        self.state, commands = handle(self.state, event, self.worker, self.now_s, self.config)
+        self.state, commands = handle(self.state, event, self.worker, self.standby, self.now_s, self.config)
         return list(commands)
 
     def read(

@@ -9,7 +9,9 @@ Assumptions of the model about the shells:
 - a worker receives orders in the order in which they were sent;
 - an agent that loses its lease stops its worker before the lease can expire in the store, and rejoins only when that
   worker has answered;
-- a worker cannot always take its seat;
+- a worker, or a standby, cannot always take its seat;
+- a standby is started beside a worker that trains, and the store reads of a worker's death and of the standby that
+  replaces it at once;
 - a host never uses an incarnation twice;
 - an agent that is connected reads what the leader wrote before a timeout that depends on it;
 - the lease of one that is not connected, or suspended, ends before such a timeout.
@@ -42,7 +44,6 @@ from resilient_jax.cluster.generation_orders import (
     SendOrder,
     StopOlderServices,
     WorkerChanged,
-    WorkerView,
 )
 from resilient_jax.cluster.membership import (
     HostChanged,
@@ -55,7 +56,15 @@ from resilient_jax.cluster.membership import (
 )
 from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.standby_orders import (
+    DismissStandby,
+    FailStandby,
+    OrderStandby,
+    SendStandbyToSeat,
+    TakeOver,
+)
 from resilient_jax.cluster.state_loss import StateLossPolicy
+from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
     GenerationNumber,
@@ -75,6 +84,8 @@ from resilient_jax.protocol.records import (
     Member,
     SeatId,
     SnapshotServerStatus,
+    StandbyState,
+    StandbyStatus,
     Versions,
     WorkerFailure,
     WorkerFailureKind,
@@ -260,6 +271,8 @@ class Host:
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
         self.snapshots: tuple[SnapshotStatus, ...] = ()
+        self.standby: Worker | None = None
+        self.standby_seen: WorkerStatus | None = None
         self.start_worker()
 
     @property
@@ -290,6 +303,9 @@ class Host:
             is_draining=self.draining,
             is_spare=self.is_spare,
             worker=self.seen,
+            standby=StandbyStatus(state=StandbyState.STARTING, pid=2, worker=self.standby_seen)
+            if self.standby_seen is not None
+            else None,
             services=tuple(self.services),
             snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
             snapshots=self.snapshots,
@@ -302,8 +318,9 @@ class Cluster:
     config = CONFIG
     spares: tuple[HostName, ...] = ()
 
-    def __init__(self, *, are_collectives_fragile: bool = True) -> None:
+    def __init__(self, *, are_collectives_fragile: bool = True, has_standbys: bool = False) -> None:
         self.are_collectives_fragile = are_collectives_fragile
+        self.has_standbys = has_standbys
         self.now_s = 0.0
         self.store = StoreStateMachine(first_lease=LeaseId(1))
         self.hosts = {name: Host(name, is_spare=name in self.spares) for name in NAMES}
@@ -343,16 +360,19 @@ class Cluster:
     def moves(self):
         for host in self.hosts.values():
             yield from self.agent_moves(host)
-            if host.worker.runs:
-                yield from self.worker_moves(host.worker)
+            for worker in (host.worker, host.standby):
+                if worker is not None and worker.runs:
+                    yield from self.worker_moves(worker)
 
     def agent_moves(self, host: Host):
         if not host.acts:
             return
         worker = host.worker
-        status = msgspec.structs.replace(
-            host.seen, is_unresponsive=worker.stopped, exit_code=None if worker.alive else -9
-        )
+        status = look_at(worker, host.seen)
+        if host.standby is not None:
+            yield from self.standby_moves(host, host.standby)
+        elif self.has_standbys and worker.runs and worker.generation and worker.report.has_finished_step:
+            yield 1, lambda: self.start_standby(host)
         if worker.outbox:
             yield 2, lambda: self.hear(host)
         elif status != host.seen:
@@ -383,6 +403,14 @@ class Cluster:
             yield from self.leader_moves(host, host.term)
         elif self.store.get(make_leader_key(JOB)) is None and self.store.get(make_host_key(JOB, host.name)):
             yield 2, lambda: self.lead(host)
+
+    def standby_moves(self, host: Host, standby: Worker):
+        assert host.standby_seen is not None
+        status = look_at(standby, host.standby_seen)
+        if standby.outbox:
+            yield 2, lambda: self.hear_standby(host)
+        elif status != host.standby_seen:
+            yield 2, lambda: self.notice_standby(host, status)
 
     def leader_moves(self, host: Host, term: Term):
         if term.pending:
@@ -468,6 +496,8 @@ class Cluster:
                 continue
             yield from self.agent_faults(host)
             yield from self.worker_faults(host.worker)
+            if host.standby is not None:
+                yield from self.worker_faults(host.standby)
 
     def agent_faults(self, host: Host):
         if host.suspended:
@@ -505,19 +535,17 @@ class Cluster:
 
     def tell(self, host: Host, event: OrdersEvent) -> None:
         """Have the agent's machine handle an event, and carry out what it commands."""
-        worker = WorkerView(
-            incarnation=host.seen.incarnation,
-            report=host.seen.report,
-            is_unresponsive=host.seen.is_unresponsive,
-            has_exited=host.seen.exit_code is not None,
-        )
+        worker = view(host.seen)
+        standby = view(host.standby_seen) if host.standby_seen is not None else None
         config = OrdersConfig(
             host=host.name,
             quiesce_timeout_s=self.config.quiesce_timeout_s,
             replaces_workers=self.config.replaces_workers,
             reports_lost_seats=True,
         )
-        host.orders, commands = generation_orders.handle(host.orders, event, worker, self.now_s, config)
+        host.orders, commands = generation_orders.handle(
+            host.orders, event, worker, standby, self.now_s, config
+        )
         for command in commands:
             self.carry_out(host, command)
 
@@ -527,8 +555,17 @@ class Cluster:
             case SendOrder(order):
                 worker.inbox.append(order)
             case SendIntoWorld(generation, is_newcomer):
-                make = TakeSeat if is_newcomer else FormWorld
-                worker.inbox.append(make(generation=generation, host=host.name, relay_address=""))
+                worker.inbox.append(order_into_world(generation, worker, is_newcomer=is_newcomer))
+            case SendStandbyToSeat(generation):
+                assert host.standby is not None
+                host.standby.inbox.append(order_into_world(generation, host.standby, is_newcomer=True))
+            case OrderStandby(order):
+                assert host.standby is not None
+                host.standby.inbox.append(order)
+            case DismissStandby() | FailStandby():
+                self.end_standby(host)
+            case TakeOver():
+                self.take_over(host)
             case KillWorker():
                 assert self.is_outside(host) or host.seen.is_unresponsive, "an agent kills a member"
                 self.kill(worker)
@@ -569,7 +606,49 @@ class Cluster:
         member = known.find_member(host.name) if known.number != host.orders.void_generation else None
         return member is None or member.incarnation != host.worker.incarnation
 
+    def start_standby(self, host: Host) -> None:
+        host.incarnations += 1
+        host.standby = Worker(host.name, Incarnation(host.incarnations))
+        host.standby_seen = WorkerStatus(
+            incarnation=host.standby.incarnation, pid=2, report=host.standby.report
+        )
+        self.workers[host.name, host.standby.incarnation] = host.standby
+        host.touched = True
+
+    def hear_standby(self, host: Host) -> None:
+        assert host.standby is not None
+        assert host.standby_seen is not None
+        report = host.standby.outbox.popleft()
+        host.standby_seen = msgspec.structs.replace(host.standby_seen, report=report)
+        host.touched = True
+        self.tell(host, WorkerChanged())
+
+    def notice_standby(self, host: Host, status: WorkerStatus) -> None:
+        if status.exit_code is not None:
+            self.end_standby(host)
+            return
+        host.standby_seen = status
+        host.touched = True
+        self.tell(host, WorkerChanged())
+
+    def end_standby(self, host: Host) -> None:
+        if host.standby is not None:
+            self.kill(host.standby)
+        host.standby = host.standby_seen = None
+        host.touched = True
+
+    def take_over(self, host: Host) -> None:
+        assert host.standby is not None
+        assert host.standby_seen is not None
+        assert not host.worker.alive
+        assert host.worker.incarnation == host.seen.incarnation
+        host.worker, host.seen = host.standby, host.standby_seen
+        host.standby = host.standby_seen = None
+        host.touched = True
+        self.tell(host, WorkerChanged())
+
     def restart_worker(self, host: Host) -> None:
+        self.end_standby(host)
         host.start_worker()
         self.workers[host.name, host.worker.incarnation] = host.worker
         self.tell(host, WorkerChanged())
@@ -771,6 +850,7 @@ class Cluster:
         host.term = None
         host.services = []
         self.kill(host.worker)
+        self.end_standby(host)
 
     def boot(self, host: Host) -> None:
         host.boot()
@@ -927,7 +1007,7 @@ class ReplacingCluster(Cluster):
             assert not [w for w in workers if w.generation is not None], "trains in another world"
         if old.phase is GenerationPhase.QUIESCE:
             assert not old.members
-            assert new.change is WorldChange.REFORM
+            assert new.change is WorldChange.REFORM or set(new.members) <= set(old.newcomers)
         if new.snapshot is not None:
             assert new.step == new.snapshot.id.step
 
@@ -969,6 +1049,58 @@ class ReplacingSpareCluster(SpareCluster, ReplacingCluster):
     config = dataclasses.replace(ReplacingCluster.config, num_hosts=len(NAMES) - 1)
 
 
+class RoomyCluster(Cluster):
+    """A cluster with more seats than its deaths use up, whose collectives break only because of a member's death."""
+
+    config = dataclasses.replace(CONFIG, spare_seats=64)
+
+    def __init__(self) -> None:
+        super().__init__(are_collectives_fragile=False, has_standbys=True)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all hosts train together, and each has a standby that is ready in a seat of their world."""
+        return self.do_all_train and all(
+            host.standby_seen is not None and host.standby_seen.report.world == self.generation.world
+            for host in self.hosts.values()
+            if self.generation is not None
+        )
+
+    def is_past(self, number: int) -> bool:
+        """Return whether all hosts train together in a later generation."""
+        return self.generation is not None and self.generation.number > number and self.do_all_train
+
+
+class RoomyReplacingCluster(RoomyCluster, ReplacingCluster):
+    """The same where collectives cannot be broken off."""
+
+    config = dataclasses.replace(ReplacingCluster.config, spare_seats=64)
+
+
+def look_at(worker: Worker, seen: WorkerStatus) -> WorkerStatus:
+    """Return what an agent finds when it looks at a worker's process."""
+    return msgspec.structs.replace(
+        seen, is_unresponsive=worker.stopped, exit_code=None if worker.alive else -9
+    )
+
+
+def view(seen: WorkerStatus) -> WorkerView:
+    return WorkerView(
+        incarnation=seen.incarnation,
+        report=seen.report,
+        is_unresponsive=seen.is_unresponsive,
+        has_exited=seen.exit_code is not None,
+    )
+
+
+def order_into_world(generation: Generation, worker: Worker, *, is_newcomer: bool) -> FormWorld | TakeSeat:
+    if not is_newcomer:
+        return FormWorld(generation=generation, host=worker.host, relay_address="")
+    newcomer = generation.find_newcomer(worker.host, worker.incarnation)
+    assert newcomer is not None
+    return TakeSeat(generation=generation, host=worker.host, seat=newcomer.seat, relay_address="")
+
+
 def pick(moves, choice: int):
     weighted = [action for weight, action in moves for _ in range(weight)]
     return weighted[choice % len(weighted)] if weighted else None
@@ -1000,8 +1132,9 @@ def calm_down(cluster: Cluster) -> None:
             cluster.boot(host)
         elif not host.registered and host.lease is not None:
             cluster.expire(host)
-        if host.worker.stopped:
-            cluster.kill(host.worker)
+        for worker in (host.worker, host.standby):
+            if worker is not None and worker.stopped:
+                cluster.kill(worker)
 
 
 def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
@@ -1055,14 +1188,14 @@ def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tape=st.binary(max_size=400), seed=st.integers(0, 2**16))
 def test_a_job_survives_any_short_sequence_of_faults(tape, seed):
-    play(tape, random.Random(seed))
+    play(tape, random.Random(seed), Cluster(has_standbys=bool(seed % 2)))
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_a_job_survives_any_long_sequence_of_faults(seed):
     chance = random.Random(seed)
-    cluster = play(chance.randbytes(4000), chance)
+    cluster = play(chance.randbytes(4000), chance, Cluster(has_standbys=bool(seed % 2)))
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
     event(f"grew: {any(g.change is WorldChange.GROW for g, _ in cluster.written)}")
 
@@ -1108,9 +1241,48 @@ def test_a_death_at_any_moment_of_a_return_is_survived(seed):
 @given(seed=st.integers(0, 2**32))
 def test_a_job_whose_workers_are_all_replaced_survives_any_sequence_of_faults(seed):
     chance = random.Random(seed)
-    cluster = play(chance.randbytes(chance.choice((400, 4000))), chance, ReplacingCluster())
+    cluster = play(
+        chance.randbytes(chance.choice((400, 4000))), chance, ReplacingCluster(has_standbys=bool(seed % 2))
+    )
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
     event(f"restored: {any(g.snapshot is not None for g, _ in cluster.written)}")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), replaces=st.booleans())
+def test_standbys_in_their_seats_replace_workers_that_die_without_a_smaller_world(seed, replaces):
+    chance = random.Random(seed)
+    cluster = RoomyReplacingCluster() if replaces else RoomyCluster()
+    for _ in range(4):
+        assert play_fairly(cluster, lambda: cluster.is_whole, chance), f"not whole: {cluster.generation}"
+        before = cluster.generation
+        assert before is not None
+        cluster.kill(chance.choice(list(cluster.hosts.values())).worker)
+        # One death after the other: a second one before the standby has its seat costs a smaller world.
+        assert play_fairly(cluster, lambda b=before: cluster.is_past(b.number), chance)
+        after = [g for g, _ in cluster.written if g.number > before.number]
+        assert {(len(g.members), g.change, g.world) for g in after if g.phase is GenerationPhase.ACTIVE} == {
+            (len(NAMES), WorldChange.GROW, before.world)
+        }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), replaces=st.booleans())
+def test_standbys_and_workers_that_die_at_any_moment_are_survived(seed, replaces):
+    chance = random.Random(seed)
+    cluster = RoomyReplacingCluster() if replaces else RoomyCluster()
+    assert play_fairly(cluster, lambda: cluster.is_whole, chance)
+    for _ in range(3):
+        for _ in range(chance.randrange(1, 4)):
+            hosts = list(cluster.hosts.values())
+            workers = [w for h in hosts for w in (h.worker, h.standby) if w is not None]
+            cluster.kill(chance.choice(workers))
+            for _ in range(chance.randrange(60)):
+                if (action := pick(cluster.moves(), chance.randrange(2**16))) is not None:
+                    action()
+                    cluster.check_one_world_trains()
+        assert play_fairly(cluster, lambda: cluster.do_all_train or cluster.finished, chance)
+    event(f"ended: {cluster.outcome and cluster.outcome.kind}")
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -1118,7 +1290,8 @@ def test_a_job_whose_workers_are_all_replaced_survives_any_sequence_of_faults(se
 def test_a_job_with_a_spare_survives_any_sequence_of_faults(seed):
     chance = random.Random(seed)
     make = chance.choice((SpareCluster, SpareCluster, ReplacingSpareCluster))
-    cluster = play(chance.randbytes(chance.choice((400, 4000))), chance, make())
+    cluster = make(has_standbys=chance.choice((True, False)))
+    play(chance.randbytes(chance.choice((400, 4000))), chance, cluster)
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
     event(f"used: {any(g.find_member(NAMES[-1]) for g, _ in cluster.written)}")
 
@@ -1128,7 +1301,7 @@ def test_a_job_with_a_spare_survives_any_sequence_of_faults(seed):
 def test_lost_hosts_are_replaced_by_whichever_is_ready_and_then_nothing_changes(seed):
     chance = random.Random(seed)
     make = chance.choice((SpareCluster, SpareCluster, ReplacingSpareCluster))
-    cluster = make(are_collectives_fragile=False)
+    cluster = make(are_collectives_fragile=False, has_standbys=chance.choice((True, False)))
     for _ in range(3):
         assert play_fairly(cluster, lambda: cluster.is_settled or cluster.finished, chance)
         if cluster.finished:  # two hosts with the only copies were lost at once

@@ -39,7 +39,7 @@ def lose(job: Job, *names: str, step: int = 6) -> None:
         job.give(HostLeft(HostName(name)))
     job.acknowledge(*left, step=step, holds_state=True)
     for name in job.state.hosts:
-        newcomer = job.generation.find_newcomer(name)
+        newcomer = job.generation.find_newcomer(name, job.worker_of(name).incarnation)
         if newcomer is not None and job.worker_of(name).report.state is WorkerState.IDLE:
             job.report(name, generation=job.generation.number)
 

@@ -32,6 +32,7 @@ ORDER = TakeSeat(
         ),
     ),
     host=HostName("b"),
+    seat=Seat(4),
     relay_address="",
 )  # fmt: skip
 

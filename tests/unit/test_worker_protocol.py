@@ -45,7 +45,7 @@ def form_world(number: int) -> FormWorld:
 
 def take_seat(number: int) -> TakeSeat:
     generation = make_generation(number, GenerationPhase.ACTIVE)
-    return TakeSeat(generation=generation, host=HOST, relay_address="")
+    return TakeSeat(generation=generation, host=HOST, seat=MEMBER.seat, relay_address="")
 
 
 def make_idle() -> WorkerProtocol:

@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +26,7 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from benchmarks.stall.first_step import FirstSteps, measure_first_steps
-from benchmarks.stall.replacement import measure_replacements
+from benchmarks.stall.replacement import StandbyKind, measure_replacements
 from benchmarks.stall.state_share import measure_share
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import hold_collective, wait_stall
@@ -36,6 +36,8 @@ from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
 from resilient_jax.telemetry.stall import Stall
 
+STANDBYS: tuple[StandbyKind, ...] = ("imports", "seat")
+
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The line of JSON: medians, in seconds unless the name has another unit."""
@@ -44,6 +46,7 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     reform_stall_s: float
     rejoin_stall_s: float
     replace_all_stall_s: float
+    replace_all_seats_stall_s: float
     steady_overhead: float
     healthy_step_s: float
     first_step_ratio: float
@@ -71,7 +74,8 @@ def stall(
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
     The first step is measured from the command until every host has committed it, over that of one host alone.
     `share_per_host` is the largest share of a sharded state on one of 3 hosts, times 3, after the fourth was killed.
-    Where collectives cannot be broken off, a kill replaces all workers.
+    Where collectives cannot be broken off, a kill replaces all workers, by standbys that have imported the libraries,
+    or that stand in seats of the world.
     The benchmark takes about twenty minutes on two cores.
     """
     console = open_console(json_only)
@@ -86,7 +90,12 @@ def stall(
         campaign = _Campaign(script, work, console)
         campaign.run(kills)
         console.print("stalls where all workers are replaced by standbys")
-        replacement_s = measure_replacements(script, work / "replace", replacements, console)
+        replacement_s: dict[StandbyKind, float] = {
+            standby: measure_replacements(
+                script, work / f"replace-{standby}", replacements, console, standby=standby
+            )
+            for standby in STANDBYS
+        }
         console.print("share of a sharded state: one of four hosts is killed")
         share = measure_share(JOBS / "share_job.py", work / "share")
     figures = campaign.figures(ours, bare, cold, warm, replacement_s, share)
@@ -177,7 +186,7 @@ class _Campaign:
         bare: Sequence[float],
         cold: FirstSteps,
         warm: FirstSteps,
-        replacement_s: float,
+        replacement_s: Mapping[StandbyKind, float],
         share: float,
     ) -> StallFigures:
         healthy_s = statistics.median(ours)
@@ -192,7 +201,8 @@ class _Campaign:
             rejoin_stall_s=round(statistics.median(self.rejoins) - healthy_s, 3)
             if self.rejoins
             else float("nan"),
-            replace_all_stall_s=round(replacement_s - healthy_s, 3),
+            replace_all_stall_s=round(replacement_s["imports"] - healthy_s, 3),
+            replace_all_seats_stall_s=round(replacement_s["seat"] - healthy_s, 3),
             steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
             healthy_step_s=round(healthy_s, 3),
             first_step_ratio=round(cold.ratio, 2),
@@ -241,6 +251,7 @@ def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[
     table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
     table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
     table.add_row("all workers replaced, median stall", f"{figures.replace_all_stall_s:.3f} s", "2.5 s")
+    table.add_row("the same, standbys in seats", f"{figures.replace_all_seats_stall_s:.3f} s", "1.0 s")
     spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"
     table.add_row("overhead of the loop", f"{100 * figures.steady_overhead:.1f} % ({spread})", "1 %")
     ratios = f"{figures.first_step_ratio:.2f}; {figures.first_step_ratio_warm:.2f}"

@@ -2,6 +2,7 @@
 
 import statistics
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -10,29 +11,49 @@ from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.protocol.records import HostStatus, StandbyState
 
-CONFIG = 'abort = "replace"\nreplicated_snapshot_interval_steps = 1\n'
+CONFIG = 'abort = "replace"\nreplicated_snapshot_interval_steps = 1\nstandby = "{standby}"\n'
+
+StandbyKind = Literal["imports", "seat"]
 
 
-def measure_replacements(script: Path, work: Path, kills: int, console: Console) -> float:
-    """Return the median seconds from SIGKILL to a worker until the next step of the workers that replaced all."""
+def measure_replacements(
+    script: Path, work: Path, kills: int, console: Console, *, standby: StandbyKind
+) -> float:
+    """Return the median seconds from SIGKILL to a worker until the next step of the workers that replaced all.
+
+    Args:
+        script: of the job.
+        work: a folder for it.
+        kills: how many to measure.
+        console: for a line about each.
+        standby: the kind of standbys, as configured.
+    """
     totals: list[float] = []
     hosts = make_host_names(HOSTS)
     command = [str(script), "ours", str(MANY_STEPS), str(work / "times")]
-    with run_job(command, work, config=CONFIG) as job:
+    with run_job(command, work, config=CONFIG.format(standby=standby)) as job:
         for number in range(kills):
             wait_healthy(job)
-            _wait_standbys(job)
+            _wait_standbys(job, standby)
             found = wait_stall(job, job.kill(JobComponent.WORKER, hosts[number % HOSTS]), REPORT_TIMEOUT_S)
             totals.append(found.total_s)
-            console.print(f"  {number + 1}: {hosts[number % HOSTS]}, all replaced, {found.total_s:.2f} s")
+            console.print(
+                f"  {number + 1}: {hosts[number % HOSTS]}, all replaced ({standby}), {found.total_s:.2f} s"
+            )
     return statistics.median(totals) if totals else float("nan")
 
 
-def _wait_standbys(job: LocalJob) -> None:
-    """Wait until every host has a standby that can replace its worker."""
+def _wait_standbys(job: LocalJob, kind: StandbyKind) -> None:
+    """Wait until every host has a standby of this kind that can replace its worker."""
     job.wait_report(
-        "standbys",
-        lambda now: all(h.standby is not None and h.standby.state == "ready" for h in now.hosts),
-        REPORT_TIMEOUT_S,
+        "standbys", lambda now: all(_is_ready(host, kind) for host in now.hosts), REPORT_TIMEOUT_S
     )
+
+
+def _is_ready(host: HostStatus, kind: StandbyKind) -> bool:
+    standby = host.standby
+    if standby is None or standby.state is not StandbyState.READY:
+        return False
+    return (standby.worker is not None) is (kind == "seat")

@@ -1,8 +1,9 @@
 """A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
-Usage: tiny.py WORK_DIR [fast] [keep] [hosts=N | per_host=N] [pace=SECONDS] [slow=HOST]. With a slow host
-microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. The harness
-writes orders to WORK_DIR:
+Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N] [pace=SECONDS] [slow=HOST]. With a slow host
+microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. With
+`lock` only one process of a host gets beyond the top of the script at a time; others fail there. The harness writes
+orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
 - `late`: as long as it is there, no worker that starts asks to join;
 - `compile`: a step in which all hosts compile for about a second; a host that begins to compile writes
@@ -15,6 +16,7 @@ Each process logs what it did:
 - `final-<host>.npz`: the state at the end.
 """
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -48,6 +50,9 @@ the workers that come back. All hosts of a test share two cores, and steps that 
 it."""
 ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+LOCK = open(WORK / f"lock-{os.getppid()}", "w")  # noqa: SIM115 - of this agent; until the process ends
+if "lock" in sys.argv:
+    fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
 traces = 0
 kept: list[jax.Array] = []
 

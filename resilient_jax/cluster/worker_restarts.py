@@ -1,0 +1,44 @@
+"""The budget of a host's restarts, as its agent spends it."""
+
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.restart_budget import RestartBudget
+from resilient_jax.errors import ExitCode
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+
+
+class WorkerRestarts:
+    """Spends a budget, and says how a host ends whose budget is spent."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        config = context.settings.config
+        self._budget = RestartBudget(
+            max_restarts=config.max_restarts,
+            window_s=config.restart_window_s,
+            backoff_s=config.restart_backoff_s,
+        )
+
+    def spend(self) -> float | None:
+        """Return the seconds to wait before the next start; None if the budget is spent."""
+        self._budget, delay_s = self._budget.spend(self._context.clock.monotonic_s())
+        if delay_s:
+            self._context.log.record(EventKind.RESTART_BACKOFF, seconds=delay_s)
+        return delay_s
+
+    def make_outcome(self, last_errors: str) -> JobOutcome:
+        """Return the outcome of a host whose worker died too often.
+
+        Args:
+            last_errors: the end of what it wrote to standard error.
+        """
+        config, host = self._context.settings.config, self._context.settings.host
+        self._context.log.record(EventKind.RESTART_BUDGET_EXHAUSTED, limit=config.max_restarts)
+        return JobOutcome(
+            kind=JobOutcomeKind.TOO_FEW_HOSTS,
+            exit_code=int(ExitCode.RESTART_BUDGET_EXHAUSTED),
+            host=host,
+            message=f"the worker on {host} died {config.max_restarts + 1} times within "
+            f"{config.restart_window_s:g} s, more often than max_restarts = {config.max_restarts} allows; "
+            f"the end of its standard error:\n{last_errors}",
+        )

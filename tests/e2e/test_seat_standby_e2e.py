@@ -1,0 +1,120 @@
+"""A standby in a spare seat of the world takes the place of a worker that dies, in the very next generation."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_job import CONFIG, ONE_DEVICE, TinyJob, protect
+
+from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import Generation, StandbyStatus, WorldChange
+
+pytestmark = pytest.mark.timeout(280)
+HOSTS = 3
+SEATS = f'{CONFIG}standby = "seat"\n'
+
+
+def generation_of(report: JobReport) -> Generation:
+    assert report.generation is not None
+    return report.generation
+
+
+def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:
+    """Wait until all hosts train and these hosts' standbys are ready in seats of the world; return their statuses."""
+
+    def find(report: JobReport) -> dict[str, StandbyStatus]:
+        return {
+            status.host: status.standby
+            for status in report.hosts
+            if status.standby is not None
+            and status.standby.worker is not None
+            and status.standby.worker.report.world == generation_of(report).world
+        }
+
+    tiny.wait_training(HOSTS)
+    report = tiny.wait_report("standbys in their seats", lambda report: set(hosts) <= set(find(report)))
+    return find(report)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    """Yield the job that the tests below break, one after the other; check its invariants after them."""
+    with TinyJob(tmp_path_factory.mktemp("seats"), HOSTS, SEATS, options=ONE_DEVICE) as tiny:
+        yield tiny
+        tiny.finish()
+
+
+def list_formed(tiny: TinyJob, after: Generation) -> list[tuple[float | str, float | str]]:
+    """Return how many hosts each later generation had, and how it was formed."""
+    return [
+        (event.detail["hosts"], event.detail["change"])
+        for event in tiny.job.read_events()
+        if event.kind is EventKind.GENERATION_PHASE
+        and event.detail["phase"] == "form"
+        and (event.generation or 0) > after.number
+    ]
+
+
+def read_pids(report: JobReport) -> dict[str, int]:
+    return {status.host: status.worker.pid for status in report.hosts if status.worker is not None}
+
+
+@pytest.mark.parametrize("victim", ["host-1", "host-0"])
+def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
+    victim: str, shared: TinyJob
+) -> None:
+    standby = wait_seated(shared, victim)[victim]
+    assert os.sched_getscheduler(standby.pid) == os.SCHED_IDLE
+    before = shared.read_report()
+    shared.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    after = shared.wait_training(HOSTS, generation_of(before).number)
+    assert list_formed(shared, generation_of(before)) == [(HOSTS, WorldChange.GROW)]
+    assert generation_of(after).world == generation_of(before).world
+    assert read_pids(after) == read_pids(before) | {victim: standby.pid}
+    assert os.sched_getscheduler(standby.pid) == os.SCHED_OTHER
+
+
+def test_a_worker_whose_standby_is_gone_is_started_again(shared: TinyJob) -> None:
+    standby = wait_seated(shared, "host-2")["host-2"]
+    before = generation_of(shared.read_report())
+    os.kill(standby.pid, signal.SIGKILL)
+    shared.wait_report("its end", lambda now: all(s.standby != standby for s in now.hosts))
+    shared.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
+    shared.wait_training(HOSTS, before.number + 1)
+    shrunk, grown = list_formed(shared, before)
+    assert (shrunk, grown) == ((HOSTS - 1, WorldChange.SHRINK), (HOSTS, WorldChange.GROW))
+
+
+def test_where_all_workers_are_replaced_the_standbys_that_are_left_go_on_in_the_same_world(
+    tmp_path: Path,
+) -> None:
+    with TinyJob(tmp_path, HOSTS, f'{protect(SEATS, 1)}abort = "replace"\n', options=ONE_DEVICE) as tiny:
+        standbys = wait_seated(tiny, *(f"host-{index}" for index in range(HOSTS)))
+        before = tiny.read_report()
+        victim = next(name for name in standbys if name != before.leader)
+        tiny.signal(JobComponent.HOST, victim, signal.SIGKILL)
+        after = tiny.wait_training(HOSTS - 1, generation_of(before).number)
+        assert list_formed(tiny, generation_of(before))[0] == (HOSTS - 1, WorldChange.GROW)
+        assert generation_of(after).world == generation_of(before).world
+        pids = read_pids(after)
+        members = [member.host for member in generation_of(after).members]
+        assert {host: pids[host] for host in members} == {host: standbys[host].pid for host in members}
+        tiny.finish(more_steps=5)
+
+
+def test_a_host_whose_script_cannot_run_twice_has_a_standby_that_has_imported_its_libraries(
+    tmp_path: Path,
+) -> None:
+    with TinyJob(tmp_path, 2, SEATS, options=ONE_DEVICE, words=["lock"]) as tiny:
+        before = generation_of(tiny.wait_training(2))
+        standby = tiny.wait_standby("host-1")
+        assert standby.worker is None
+        failed = [e for e in tiny.job.read_events() if e.kind is EventKind.STANDBY_FAILED]
+        assert {(e.host, e.detail["retried"]) for e in failed} == {("host-0", False), ("host-1", False)}
+        assert all("BlockingIOError" in str(e.detail["reason"]) for e in failed)
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        assert read_pids(tiny.wait_training(2, before.number))["host-1"] == standby.pid
+        tiny.finish(more_steps=5)
