@@ -55,6 +55,7 @@ from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_addre
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
+from resilient_jax.store.state_machine import FIRST_REVISION
 from resilient_jax.store.store_access import ETCD_PASSWORD_VARIABLE, StoreAccess, make_store_access
 from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
 from resilient_jax.transport.server import Server
@@ -216,12 +217,20 @@ async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool
     if not serve_here:
         return await _supervise(settings, access)
     server = Server(access.address, credentials=settings.credentials)
-    async with MemoryStore() as store:
+    assert settings.run_directory is not None, "the command has made it"
+    journal = settings.run_directory / f"store-{settings.job}.journal"
+    async with MemoryStore.from_journal(journal) as store:
+        if store.revision > FIRST_REVISION:
+            print_line(
+                f"[{settings.host}] the store goes on from revision {store.revision} of {journal}: the agent that "
+                "served it was killed. Remove the file to begin anew"
+            )
         serve_store(server, store)
         async with server:
             outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
             if outcome.exit_code != ExitCode.INTERRUPTED:
                 await _serve_other_hosts(settings, store)
+            journal.unlink(missing_ok=True)
             return outcome
 
 

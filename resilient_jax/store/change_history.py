@@ -49,6 +49,12 @@ class ChangeHistory:
         self._changes: collections.deque[_Change] = collections.deque()
         self._size_bytes = 0
 
+    def begin(self, revision: Revision) -> None:
+        """Begin anew after a revision, of whose changes nothing is known."""
+        self.revision = self.compacted_revision = revision
+        self._changes.clear()
+        self._size_bytes = 0
+
     def append(self, revision: Revision, events: Sequence[WatchEvent]) -> None:
         """Add the events of a revision, if there are any, and forget the oldest revisions beyond the limits."""
         if not events:
@@ -66,13 +72,20 @@ class ChangeHistory:
             self._size_bytes -= compacted.size_bytes
             self.compacted_revision = compacted.revision
 
-    def read(self, prefix: str, from_revision: Revision, max_bytes: int) -> tuple[list[WatchEvent], Revision]:
+    def list_since(self, revision: Revision) -> list[tuple[Revision, tuple[WatchEvent, ...]]]:
+        """Return the events of each revision after this one, oldest first; the history must still have them."""
+        return [(change.revision, change.events) for change in self._changes_since(Revision(revision + 1))]
+
+    def read(
+        self, prefix: str, from_revision: Revision, max_bytes: int, last_revision: Revision
+    ) -> tuple[list[WatchEvent], Revision]:
         """Return the events of keys that begin with `prefix`, from `from_revision` on, in order.
 
         Args:
             prefix: "" for every key.
             from_revision: the first revision to read.
             max_bytes: the approximate limit; as a revision is never split, one may exceed it.
+            last_revision: the last revision to read; what is later was not told to anybody yet.
 
         Returns:
             The events, and the revision from which to continue.
@@ -88,13 +101,15 @@ class ChangeHistory:
         events: list[WatchEvent] = []
         size_bytes = 0
         for change in self._changes_since(from_revision):
+            if change.revision > last_revision:
+                break
             if size_bytes >= max_bytes:
                 return events, change.revision
             matching = [event for event in change.events if event.key.startswith(prefix)]
             if matching:
                 events += matching
                 size_bytes += change.size_bytes
-        return events, Revision(max(from_revision, self.revision + 1))
+        return events, Revision(max(from_revision, last_revision + 1))
 
     def _changes_since(self, from_revision: Revision) -> list[_Change]:
         """Return the changes from a revision on, by index: the history has every revision."""

@@ -11,8 +11,7 @@ Where etcd differs from the interface:
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from types import TracebackType
-from typing import Final, Self, cast
+from typing import Final
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import (
@@ -39,15 +38,9 @@ from resilient_jax.store.etcd_connection import (
 from resilient_jax.store.etcd_encoding import EtcdEncoding
 from resilient_jax.store.etcd_messages import EtcdMessage
 from resilient_jax.store.interface import (
-    NO_LEASE,
     Compare,
-    DeleteOp,
-    DeleteResponse,
-    KeyValue,
     Operation,
-    PutOp,
     RangeOp,
-    RangeResponse,
     TransactionResult,
     WatchEvent,
     check_key,
@@ -55,6 +48,7 @@ from resilient_jax.store.interface import (
     check_prefix,
     check_ttl,
 )
+from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_resumption import WatchProgress, resume_watch
 from resilient_jax.transport.credentials import TlsFiles
 
@@ -64,7 +58,7 @@ PROBE_TTL_S: Final = 1
 """The time to live that is asked for to learn the shortest that the cluster gives."""
 
 
-class EtcdStore:
+class EtcdStore(TransactionStore):
     """A `Store` in an etcd cluster.
 
     After PeerUnreachable a change may have been made or not, or may still be. Reads, leases and watches go on with
@@ -137,40 +131,6 @@ class EtcdStore:
             self.min_lease_ttl_s = float(lease.TTL)
             await self.revoke(LeaseId(lease.ID))
             return
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
-        """Write one key; see `Store.put`."""
-        operation = PutOp(key, value, NO_LEASE if lease is None else lease)
-        return (await self.transaction((), (operation,))).revision
-
-    async def get(self, key: str) -> KeyValue | None:
-        """Return one key; see `Store.get`."""
-        result = await self.transaction((), (RangeOp(key),))
-        found = cast(RangeResponse, result.responses[0]).key_values
-        return found[0] if found else None
-
-    async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
-        """Return all keys with a prefix; see `Store.range`."""
-        result = await self.transaction((), (RangeOp(prefix, is_prefix=True),))
-        return result.revision, list(cast(RangeResponse, result.responses[0]).key_values)
-
-    async def delete(self, key: str) -> bool:
-        """Delete one key; see `Store.delete`."""
-        result = await self.transaction((), (DeleteOp(key),))
-        return cast(DeleteResponse, result.responses[0]).deleted > 0
-
-    async def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys with a prefix; see `Store.delete_prefix`."""
-        result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
-        return cast(DeleteResponse, result.responses[0]).deleted
 
     async def transaction(
         self,

@@ -4,27 +4,23 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
-from typing import Self, cast
+from pathlib import Path
+from typing import Self
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.change_history import KEEP_REVISIONS
 from resilient_jax.store.interface import (
-    NO_LEASE,
     Compare,
-    DeleteOp,
-    DeleteResponse,
-    KeyValue,
     Operation,
-    PutOp,
     TransactionResult,
     WatchEvent,
-    check_key,
     check_prefix,
 )
+from resilient_jax.store.journal import Changed, LeaseEnded, LeaseGranted, StoreImage, StoreJournal
 from resilient_jax.store.state_machine import StoreStateMachine
+from resilient_jax.store.transaction_store import TransactionStore
 
 EXPIRY_CHECK_INTERVAL_S = 0.1
 """The interval of the expiry of leases, and so the largest delay of it."""
@@ -36,8 +32,10 @@ MAX_BATCH_BYTES = 1024 * 1024
 MAX_TRANSACTION_BYTES)."""
 
 
-class MemoryStore:
-    """A store that ends with this process; enter it (`async with`) so that leases expire.
+class MemoryStore(TransactionStore):
+    """A store in the memory of this process; enter it (`async with`) so that leases expire.
+
+    It ends with the process, unless it has a journal (`from_journal`): then a store in another process goes on from it.
 
     A lease counts only time in which the store was reachable. While the store's process is suspended (SIGSTOP, a
     laptop's lid, a debugger) no host can keep a lease alive; when it resumes, it extends every lease by the time of
@@ -60,48 +58,40 @@ class MemoryStore:
         self._is_closed = False
         self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
         self._ticking: asyncio.Task[None] | None = None
+        self._journal: StoreJournal | None = None
+        self._told_revision = self._machine.revision
+        """The last revision that watchers may know: that of the last change in the journal."""
+
+    @classmethod
+    def from_journal(
+        cls, path: Path, clock: Clock | None = None, *, keep_revisions: int = KEEP_REVISIONS
+    ) -> Self:
+        """Return the store that a journal is of, or a new one whose journal this will be.
+
+        Raises:
+            LogUnwritable: the file cannot be created or written.
+            OperatorError: it is damaged.
+        """
+        store = cls(clock, keep_revisions=keep_revisions)
+        store._journal, records = StoreJournal.open(path)
+        for record in records:
+            if isinstance(record, StoreImage):
+                store.store_id = record.store_id
+            store._machine.replay(record, store._clock.monotonic_s())
+        store._told_revision = store._machine.revision
+        if not records:
+            store._journal.begin(store._make_image())
+        return store
 
     async def __aenter__(self) -> Self:
         self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
         self._ticking = asyncio.create_task(self._expire_leases(), name="store-leases")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     @property
     def revision(self) -> Revision:
-        """The revision of the last change."""
-        return self._machine.revision
-
-    async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
-        """Write one key; see `Store.put`."""
-        operation = PutOp(key, value, NO_LEASE if lease is None else lease)
-        return (await self.transaction((), (operation,))).revision
-
-    async def get(self, key: str) -> KeyValue | None:
-        """Return one key; see `Store.get`."""
-        check_key(key)
-        self._advance_time()
-        return self._machine.get(key)
-
-    async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
-        """Return all keys with a prefix; see `Store.range`."""
-        check_prefix(prefix)
-        self._advance_time()
-        return self._machine.revision, self._machine.range(prefix)
-
-    async def delete(self, key: str) -> bool:
-        """Delete one key; see `Store.delete`."""
-        result = await self.transaction((), (DeleteOp(key),))
-        return cast(DeleteResponse, result.responses[0]).deleted > 0
-
-    async def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys with a prefix; see `Store.delete_prefix`."""
-        result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
-        return cast(DeleteResponse, result.responses[0]).deleted
+        """The revision of the last change that anybody was told of."""
+        return self._told_revision
 
     async def transaction(
         self,
@@ -113,12 +103,17 @@ class MemoryStore:
         self._advance_time()
         before = self._machine.revision
         result = self._machine.transaction(compares, success_ops, failure_ops)
-        self._wake_watchers_after(before)
+        self._record_since(before)
+        await self._tell()
         return result
 
     async def grant(self, ttl_s: float) -> LeaseId:
         """Return a new lease; see `Store.grant`."""
-        return self._machine.grant(ttl_s, self._advance_time())
+        lease = self._machine.grant(ttl_s, self._advance_time())
+        if self._journal is not None:
+            self._journal.append([LeaseGranted(lease=lease, ttl_s=ttl_s)])
+        await self._tell()
+        return lease
 
     async def keep_alive(self, lease: LeaseId) -> float:
         """Extend a lease; see `Store.keep_alive`."""
@@ -129,7 +124,8 @@ class MemoryStore:
         self._advance_time()
         before = self._machine.revision
         self._machine.revoke(lease)
-        self._wake_watchers_after(before)
+        self._record_since(before, ended=[lease])
+        await self._tell()
 
     async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
         """Yield the changes of a prefix; see `Store.watch`."""
@@ -151,9 +147,11 @@ class MemoryStore:
             self._check_open()
             # Taken before the history is read: a change after the read sets this very event.
             changed = self._changed
-            events, next_revision = self._machine.read_history(prefix, next_revision, MAX_BATCH_BYTES)
+            events, next_revision = self._machine.read_history(
+                prefix, next_revision, MAX_BATCH_BYTES, self._told_revision
+            )
             yield events, next_revision
-            if next_revision > self._machine.revision and not self._is_closed:
+            if next_revision > self._told_revision and not self._is_closed:
                 await changed.wait()
 
     async def close(self) -> None:
@@ -164,10 +162,14 @@ class MemoryStore:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
             self._ticking = None
+        if self._journal is not None:
+            await self._journal.close()
 
     async def _expire_leases(self) -> None:
         while True:
             now_s = self._advance_time()
+            with contextlib.suppress(PeerUnreachable):  # the journal cannot be written; it is tried again
+                await self._tell()
             deadline_s = self._machine.next_deadline_s()
             wait_s = (
                 EXPIRY_CHECK_INTERVAL_S
@@ -186,15 +188,34 @@ class MemoryStore:
             self._machine.extend_leases(lag_s)
             self._planned_wake_s = now_s  # the lag is granted once
         before = self._machine.revision
-        self._machine.expire(now_s)
-        self._wake_watchers_after(before)
+        self._record_since(before, ended=self._machine.expire(now_s))
         return now_s
 
-    def _wake_watchers_after(self, revision: Revision) -> None:
-        if self._machine.revision != revision:
+    def _record_since(self, revision: Revision, *, ended: Sequence[LeaseId] = ()) -> None:
+        """Append to the journal what changed after a revision, and which leases ended."""
+        if self._journal is not None and (ended or self._machine.revision != revision):
+            changes = self._machine.history.list_since(revision)
+            self._journal.append(
+                [
+                    *(Changed(revision=number, events=events) for number, events in changes),
+                    *(LeaseEnded(lease=lease) for lease in ended),
+                ]
+            )
+
+    async def _tell(self) -> None:
+        """Return when all changes until now are in the journal, and watchers are told of them."""
+        revision = self._machine.revision
+        if self._journal is not None and not self._journal.is_durable:
+            await self._journal.sync(self._make_image)
+            self._check_open()
+        if self._told_revision < revision:
+            self._told_revision = revision
             # Replaced and not cleared, so that every watcher that waits for the old one wakes.
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
+
+    def _make_image(self) -> StoreImage:
+        return self._machine.make_image(self.store_id)
 
     def _check_open(self) -> None:
         if self._is_closed:

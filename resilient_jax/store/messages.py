@@ -3,7 +3,7 @@
 import msgspec
 
 from resilient_jax.ids import LeaseId, Revision
-from resilient_jax.store.interface import Compare, KeyValue, Operation, TransactionResult, WatchEvent
+from resilient_jax.store.interface import Compare, Operation, TransactionResult, WatchEvent
 from resilient_jax.transport.method import Method
 
 SERVICE = "rj.store"
@@ -18,19 +18,6 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     store_id: str
     revision: Revision
-
-
-class RangeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Reads all keys with a prefix."""
-
-    prefix: str
-
-
-class RangeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys with a prefix, as of a revision."""
-
-    revision: Revision
-    key_values: list[KeyValue]
 
 
 class TransactionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +64,6 @@ class WatchBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STATUS = Method("status", StoreStatusRequest, StoreStatus)
-RANGE = Method("range", RangeRequest, RangeReply)
 TRANSACTION = Method("transaction", TransactionRequest, TransactionResult)
 GRANT = Method("grant", GrantRequest, LeaseReply)
 KEEP_ALIVE = Method("keep_alive", LeaseRequest, LeaseReply)

@@ -3,29 +3,20 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import PeerUnreachable, StoreUnreachable
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
-    NO_LEASE,
     Compare,
-    DeleteOp,
-    DeleteResponse,
-    KeyValue,
     Operation,
-    PutOp,
-    RangeOp,
-    RangeResponse,
     TransactionResult,
     WatchEvent,
 )
 from resilient_jax.store.messages import (
     GRANT,
     KEEP_ALIVE,
-    RANGE,
     REVOKE,
     SERVICE,
     STATUS,
@@ -33,11 +24,11 @@ from resilient_jax.store.messages import (
     WATCH,
     GrantRequest,
     LeaseRequest,
-    RangeRequest,
     StoreStatusRequest,
     TransactionRequest,
     WatchRequest,
 )
+from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport import Channel, Credentials
 from resilient_jax.transport.method import Method, RequestT, ResponseT
@@ -50,7 +41,7 @@ MIN_ATTEMPT_TIMEOUT_S = 0.25
 """The last attempt may pass the deadline by this much: enough to learn the reason of the failure."""
 
 
-class RemoteStore:
+class RemoteStore(TransactionStore):
     """The client of a `Store` that `service.serve_store` serves in another process.
 
     It repeats no call: after PeerUnreachable a change may have been made or not. Only watches resume.
@@ -107,40 +98,6 @@ class RemoteStore:
             await store.close()
             raise
         return store
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
-        """Write one key; see `Store.put`."""
-        operation = PutOp(key, value, NO_LEASE if lease is None else lease)
-        return (await self.transaction((), (operation,))).revision
-
-    async def get(self, key: str) -> KeyValue | None:
-        """Return one key; see `Store.get`."""
-        result = await self.transaction((), (RangeOp(key),))
-        found = cast(RangeResponse, result.responses[0]).key_values
-        return found[0] if found else None
-
-    async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
-        """Return all keys with a prefix; see `Store.range`."""
-        reply = await self._call(RANGE, RangeRequest(prefix=prefix))
-        return reply.revision, reply.key_values
-
-    async def delete(self, key: str) -> bool:
-        """Delete one key; see `Store.delete`."""
-        result = await self.transaction((), (DeleteOp(key),))
-        return cast(DeleteResponse, result.responses[0]).deleted > 0
-
-    async def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys with a prefix; see `Store.delete_prefix`."""
-        result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
-        return cast(DeleteResponse, result.responses[0]).deleted
 
     async def transaction(
         self,

@@ -9,7 +9,6 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.messages import (
     GRANT,
     KEEP_ALIVE,
-    RANGE,
     REVOKE,
     SERVICE,
     STATUS,
@@ -18,8 +17,6 @@ from resilient_jax.store.messages import (
     GrantRequest,
     LeaseReply,
     LeaseRequest,
-    RangeReply,
-    RangeRequest,
     StoreStatus,
     StoreStatusRequest,
     TransactionRequest,
@@ -40,7 +37,6 @@ def serve_store(server: Server, store: MemoryStore) -> None:
         SERVICE,
         {
             STATUS: service.status,
-            RANGE: service.range,
             TRANSACTION: service.transaction,
             GRANT: service.grant,
             KEEP_ALIVE: service.keep_alive,
@@ -56,10 +52,6 @@ class _StoreService:
 
     async def status(self, request: StoreStatusRequest) -> StoreStatus:
         return StoreStatus(store_id=self._store.store_id, revision=self._store.revision)
-
-    async def range(self, request: RangeRequest) -> RangeReply:
-        revision, key_values = await self._store.range(request.prefix)
-        return RangeReply(revision=revision, key_values=key_values)
 
     async def transaction(self, request: TransactionRequest) -> TransactionResult:
         return await self._store.transaction(request.compares, request.success_ops, request.failure_ops)

@@ -40,6 +40,16 @@ from resilient_jax.store.interface import (
     check_operations,
     check_ttl,
 )
+from resilient_jax.store.journal import (
+    Changed,
+    JournalRecord,
+    LeaseEnded,
+    LeaseGranted,
+    StoreImage,
+)
+
+FIRST_REVISION = Revision(1)
+"""Of an empty store, as in etcd."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -59,7 +69,7 @@ class StoreStateMachine:
         keep_revisions: int = KEEP_REVISIONS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
-        """Create an empty store, at revision 1 as in etcd.
+        """Create an empty store.
 
         Args:
             first_lease: the first lease number; `MemoryStore` passes a random one, so that a lease of a store that
@@ -68,7 +78,7 @@ class StoreStateMachine:
             keep_bytes: the approximate memory that they may take.
         """
         assert first_lease > 0, first_lease
-        self._history = ChangeHistory(Revision(1), keep_revisions=keep_revisions, keep_bytes=keep_bytes)
+        self.history = ChangeHistory(FIRST_REVISION, keep_revisions=keep_revisions, keep_bytes=keep_bytes)
         self._keys: dict[str, KeyValue] = {}
         self._sorted_keys: list[str] = []
         self._leases: dict[LeaseId, _LeaseState] = {}
@@ -77,12 +87,12 @@ class StoreStateMachine:
     @property
     def revision(self) -> Revision:
         """The revision of the last change."""
-        return self._history.revision
+        return self.history.revision
 
     @property
     def compacted_revision(self) -> Revision:
         """The last revision that the history no longer has."""
-        return self._history.compacted_revision
+        return self.history.compacted_revision
 
     # Leases
 
@@ -116,8 +126,8 @@ class StoreStateMachine:
         """
         # Sorted, since a set has another order in each process, and the events of a revision have an order.
         keys = sorted(self._live_lease(lease).keys)
-        revision = Revision(self._history.revision + 1)
-        self._history.append(revision, [self._delete(key, revision) for key in keys])
+        revision = Revision(self.history.revision + 1)
+        self.history.append(revision, [self._delete(key, revision) for key in keys])
         del self._leases[lease]
 
     def expire(self, now_s: float) -> list[LeaseId]:
@@ -157,7 +167,7 @@ class StoreStateMachine:
 
     def range(self, prefix: str) -> list[KeyValue]:
         """Return all keys that begin with `prefix`, sorted."""
-        return [self._keys[key] for key in self._keys_with(prefix)]
+        return [self._keys[key] for key in self._list_keys(prefix, is_prefix=True)]
 
     def transaction(
         self,
@@ -175,33 +185,17 @@ class StoreStateMachine:
             check_key(compare.key)
         check_operations(success_ops)
         check_operations(failure_ops)
-        succeeded = all(self._holds(compare) for compare in compares)
+        succeeded = all(_holds(compare, self._keys.get(compare.key)) for compare in compares)
         operations = success_ops if succeeded else failure_ops
         for operation in operations:
             # All checks before the first change: a request that raises has changed nothing.
             if isinstance(operation, PutOp) and operation.lease != NO_LEASE:
                 self._live_lease(operation.lease)
         responses = self._run(operations)
-        return TransactionResult(succeeded=succeeded, revision=self._history.revision, responses=responses)
-
-    def _holds(self, compare: Compare) -> bool:
-        found = self._keys.get(compare.key)
-        match compare.target:
-            case CompareTarget.VALUE:
-                if found is None:
-                    return False
-                return _compare(found.value, compare.op, compare.value)
-            case CompareTarget.VERSION:
-                return _compare(found.version if found else 0, compare.op, compare.value)
-            case CompareTarget.CREATE_REVISION:
-                return _compare(found.create_revision if found else 0, compare.op, compare.value)
-            case CompareTarget.MOD_REVISION:
-                return _compare(found.mod_revision if found else 0, compare.op, compare.value)
-            case _:
-                assert_never(compare.target)
+        return TransactionResult(succeeded=succeeded, revision=self.history.revision, responses=responses)
 
     def _run(self, operations: Iterable[Operation]) -> tuple[OperationResponse, ...]:
-        revision = Revision(self._history.revision + 1)
+        revision = Revision(self.history.revision + 1)
         events: list[WatchEvent] = []
         responses: list[OperationResponse] = []
         for operation in operations:
@@ -211,23 +205,26 @@ class StoreStateMachine:
                     events.append(PutEvent(key_value=written))
                     responses.append(PutResponse(key_value=written))
                 case DeleteOp():
-                    deleted = [self._delete(key, revision) for key in self._selected(operation)]
+                    deleted = [
+                        self._delete(key, revision)
+                        for key in self._list_keys(operation.key, is_prefix=operation.is_prefix)
+                    ]
                     events += deleted
                     responses.append(DeleteResponse(deleted=len(deleted)))
                 case RangeOp():
-                    found = tuple(self._keys[key] for key in self._selected(operation))
+                    found = tuple(
+                        self._keys[key]
+                        for key in self._list_keys(operation.key, is_prefix=operation.is_prefix)
+                    )
                     responses.append(RangeResponse(key_values=found))
                 case _:
                     assert_never(operation)
-        self._history.append(revision, events)
+        self.history.append(revision, events)
         return tuple(responses)
 
-    def _selected(self, operation: DeleteOp | RangeOp) -> list[str]:
-        if operation.is_prefix:
-            return self._keys_with(operation.key)
-        return [operation.key] if operation.key in self._keys else []
-
-    def _keys_with(self, prefix: str) -> list[str]:
+    def _list_keys(self, prefix: str, *, is_prefix: bool) -> list[str]:
+        if not is_prefix:
+            return [prefix] if prefix in self._keys else []
         # In sorted order the keys with a prefix follow each other, from where the prefix itself would stand.
         start = bisect.bisect_left(self._sorted_keys, prefix)
         end = start
@@ -265,10 +262,71 @@ class StoreStateMachine:
     # History
 
     def read_history(
-        self, prefix: str, from_revision: Revision, max_bytes: int
+        self, prefix: str, from_revision: Revision, max_bytes: int, last_revision: Revision | None = None
     ) -> tuple[list[WatchEvent], Revision]:
-        """Return the events of keys that begin with `prefix`; see `ChangeHistory.read`."""
-        return self._history.read(prefix, from_revision, max_bytes)
+        """Return the events of keys that begin with `prefix`, by default all; see `ChangeHistory.read`."""
+        if last_revision is None:
+            last_revision = self.revision
+        return self.history.read(prefix, from_revision, max_bytes, last_revision)
+
+    # Journal
+
+    def make_image(self, store_id: str) -> StoreImage:
+        """Return everything but the history."""
+        return StoreImage(
+            store_id=store_id,
+            revision=self.revision,
+            key_values=list(self._keys.values()),
+            leases={lease: state.ttl_s for lease, state in self._leases.items()},
+            next_lease=self._next_lease,
+        )
+
+    def replay(self, record: JournalRecord, now_s: float) -> None:
+        """Take in a record of the journal. Leases have all of their time again: until now nobody could renew them."""
+        match record:
+            case StoreImage():
+                self.history.begin(record.revision)
+                self._keys = {found.key: found for found in record.key_values}
+                self._sorted_keys = sorted(self._keys)
+                self._leases = {
+                    lease: _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+                    for lease, ttl_s in record.leases.items()
+                }
+                for found in record.key_values:
+                    if found.lease != NO_LEASE:
+                        self._leases[found.lease].keys.add(found.key)
+                self._next_lease = record.next_lease
+            case LeaseGranted(lease=lease, ttl_s=ttl_s):
+                self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+                self._next_lease = LeaseId(lease + 1)
+            case LeaseEnded(lease=lease):
+                del self._leases[lease]
+            case Changed(revision=revision, events=events):
+                for event in events:
+                    if isinstance(event, PutEvent):
+                        written = event.key_value
+                        self._put(PutOp(written.key, written.value, written.lease), revision)
+                    else:
+                        self._delete(event.key, revision)
+                self.history.append(revision, events)
+            case _:
+                assert_never(record)
+
+
+def _holds(compare: Compare, found: KeyValue | None) -> bool:
+    match compare.target:
+        case CompareTarget.VALUE:
+            if found is None:
+                return False
+            return _compare(found.value, compare.op, compare.value)
+        case CompareTarget.VERSION:
+            return _compare(found.version if found else 0, compare.op, compare.value)
+        case CompareTarget.CREATE_REVISION:
+            return _compare(found.create_revision if found else 0, compare.op, compare.value)
+        case CompareTarget.MOD_REVISION:
+            return _compare(found.mod_revision if found else 0, compare.op, compare.value)
+        case _:
+            assert_never(compare.target)
 
 
 def _compare(found: bytes | int, op: CompareOperator, expected: bytes | int) -> bool:

@@ -115,6 +115,19 @@ def test_a_host_without_a_network_stops_while_the_others_continue(tmp_path: Path
         assert pod.steps_of(lost)[-1] > stopped_at
 
 
+def test_the_agent_that_serves_the_store_is_killed_and_started_again(tmp_path: Path) -> None:
+    with Pod(tmp_path, None, loopback_sites(3)) as pod:
+        report = pod.wait_training(3)
+        journal = tmp_path / "host-0" / "store-pod.journal"
+        assert journal.exists()
+        pod.agents["host-0"].kill()
+        pod.start("host-0")
+        pod.agents["host-0"].wait_said("the store goes on from revision")
+        pod.wait_training(3, number_of(report))
+        pod.finish()
+        assert not journal.exists(), "the job is over"
+
+
 def test_a_single_host_trains_on_all_its_devices(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 1, words=["pace=0"]) as tiny:
         wait_until("many steps", lambda: tiny.step() > 300, RECOVERY_S)

@@ -1,7 +1,11 @@
-"""A process that serves a store at the address argv[1] until stdin ends, and prints the address that it got."""
+"""A process that serves a store at the address argv[1] until stdin ends, and prints the address that it got.
+
+With argv[2] it is the store of that journal.
+"""
 
 import asyncio
 import sys
+from pathlib import Path
 
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
@@ -10,7 +14,8 @@ from resilient_jax.transport import Credentials, Server
 
 async def main() -> None:
     server = Server(sys.argv[1], credentials=Credentials("test-token"))
-    async with MemoryStore() as store:
+    journaled = sys.argv[2:]
+    async with MemoryStore.from_journal(Path(journaled[0])) if journaled else MemoryStore() as store:
         serve_store(server, store)
         async with server:
             print(server.address, flush=True)

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 from etcd_cluster import EtcdCluster, needs_etcd
@@ -33,7 +35,14 @@ async def open_embedded_store(*, keep_revisions=10_000):
             yield store
 
 
-STORES = {"memory": open_memory_store, "embedded": open_embedded_store}
+@contextlib.asynccontextmanager
+async def open_journaled_store(*, keep_revisions=10_000):
+    with tempfile.TemporaryDirectory() as folder:
+        async with MemoryStore.from_journal(Path(folder, "journal"), keep_revisions=keep_revisions) as store:
+            yield store
+
+
+STORES = {"memory": open_memory_store, "journaled": open_journaled_store, "embedded": open_embedded_store}
 
 
 @pytest.mark.parametrize("open_store", STORES.values(), ids=STORES.keys())

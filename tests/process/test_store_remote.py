@@ -12,6 +12,7 @@ import pytest
 
 from resilient_jax.errors import PeerUnreachable, StoreReplaced, StoreUnreachable, Unauthenticated
 from resilient_jax.ids import Revision
+from resilient_jax.store.interface import PutEvent
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import PROGRESS_INTERVAL_REVISIONS, serve_store
@@ -23,9 +24,9 @@ WAIT_S = 20.0
 
 
 @contextlib.contextmanager
-def store_process(address="127.0.0.1:0"):
+def store_process(address="127.0.0.1:0", *journal):
     """Yield (process, address) of a store in its own process."""
-    command = [sys.executable, str(SCRIPT), address]
+    command = [sys.executable, str(SCRIPT), address, *map(str, journal)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -143,6 +144,43 @@ def test_a_watch_resumes_without_gaps_or_duplicates_when_its_connection_breaks()
                             seen += await anext(batches)
             await server.stop()
         assert [event.mod_revision for event in seen] == list(range(revision, revision + 7))
+
+    run(main)
+
+
+def test_a_killed_store_with_a_journal_goes_on_and_nobody_notices_but_by_the_time(tmp_path):
+    async def main():
+        async def put_all(store):
+            confirmed = 0
+            while confirmed < 300:
+                with contextlib.suppress(PeerUnreachable):
+                    await store.put("a", str(confirmed).encode())
+                    confirmed += 1
+
+        with contextlib.ExitStack() as lives:
+            process, address = lives.enter_context(store_process("127.0.0.1:0", tmp_path / "journal"))
+            async with await RemoteStore.connect(
+                address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S
+            ) as store:
+                lease = await store.grant(5.0)
+                start = await store.put("held", b"", lease)
+                async with contextlib.aclosing(store.watch("a", Revision(start + 1))) as batches:
+                    writing = asyncio.ensure_future(put_all(store))
+                    seen = await anext(batches)
+                    for _ in range(3):
+                        process.kill()
+                        process.wait()
+                        process, _ = lives.enter_context(store_process(address, tmp_path / "journal"))
+                        seen += await anext(batches)
+                    await writing
+                    last, _ = await store.range("")
+                    while seen[-1].mod_revision < last:
+                        seen += await anext(batches)
+                # A put that was not confirmed may have been made, and is then made twice.
+                assert [event.mod_revision for event in seen] == list(range(start + 1, start + 1 + len(seen)))
+                values = {int(event.key_value.value) for event in seen if isinstance(event, PutEvent)}
+                assert values == set(range(300))
+                assert await store.keep_alive(lease) == 5.0
 
     run(main)
 

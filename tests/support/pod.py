@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agents import TOKEN, HandStartedAgent, wait_until
+from agents import TOKEN, HandStartedAgent, free_port, wait_until
 from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, is_training, newest_step, read_logs
 
 from resilient_jax.chaos.network import Network
@@ -24,14 +24,18 @@ def loopback_sites(hosts: int) -> list[HostSite]:
 
 
 class Pod:
-    """A job whose hosts the test starts and ends; it begins with `num_hosts` of them, by default with all."""
+    """A job whose hosts the test starts and ends; it begins with `num_hosts` of them, by default with all.
+
+    Without a store the agent of host-0 serves it.
+    """
 
     def __init__(
-        self, work: Path, store: str, sites: Sequence[HostSite], num_hosts: int | None = None
+        self, work: Path, store: str | None, sites: Sequence[HostSite], num_hosts: int | None = None
     ) -> None:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
-        self._store = store
+        self._serving = "host-0" if store is None else None
+        self._store = store or f"{sites[0].address}:{free_port()}"
         self._sites = {f"host-{index}": site for index, site in enumerate(sites)}
         self._num_hosts = num_hosts or len(sites)
         (work / "job.toml").write_text(CONFIG)
@@ -60,6 +64,7 @@ class Pod:
             "--devices-per-host": "1",
         }
         flags = [word for pair in options.items() for word in pair]
+        flags += ["--serve-store"] if host == self._serving else []
         self.agents[host] = HandStartedAgent(
             [*flags, str(SCRIPT), str(self.work), *words],
             self.work / f"{host}.out",

@@ -25,7 +25,7 @@ from resilient_jax.snapshot.manifest import decode_manifest, encode_manifest
 from resilient_jax.snapshot.messages import SETTINGS_ENV_VARIABLE
 from resilient_jax.snapshot.server import read_settings
 from resilient_jax.store.interface import KeyValue
-from resilient_jax.store.messages import RangeRequest
+from resilient_jax.store.messages import TransactionRequest
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.topology import load_topology
 from resilient_jax.transport.method import decode
@@ -78,9 +78,9 @@ def test_a_message_of_another_process_is_refused():
 
 def test_a_request_is_refused():
     with pytest.raises(
-        MessageError, match=f"request to /store/range does not decode as RangeRequest: .*{DEEP}"
+        MessageError, match=f"request to /store/transaction does not decode as TransactionRequest: .*{DEEP}"
     ):
-        decode(MSGPACK, RangeRequest, "request to /store/range")
+        decode(MSGPACK, TransactionRequest, "request to /store/transaction")
 
 
 @pytest.mark.parametrize("decode_record", [decode_generation, decode_host_status, decode_job_record])
