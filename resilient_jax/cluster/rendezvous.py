@@ -92,11 +92,10 @@ def _count_expected(
         num_hosts = min(num_hosts, len(state.hosts))
         if any(map(is_on_its_way, state.hosts.values())):
             patience_s = max(patience_s, config.forming_timeout_s)
-    if origin.exists and can_change_in_place(state, [], joiners):
-        # Standbys that stand in the world already. Where none was ready, the host joins them as one that returns.
-        num_hosts = min(
-            len(joiners) + count_unreplaced(state), count_places(state, joiners, config.num_hosts)
-        )
+        if origin.exists and can_change_in_place(state, [], joiners):
+            # Standbys that stand in the world already; a host without one joins them as one that returns.
+            places = count_places(state, joiners, config.num_hosts)
+            num_hosts = min(len(joiners) + count_unreplaced(state), places)
     expected = 0 if waited_s > patience_s else num_hosts
     return max(expected, config.min_hosts, 1)
 

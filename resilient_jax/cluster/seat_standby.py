@@ -143,6 +143,9 @@ class SeatStandby:
         It would take processor time from that one.
         """
         self._schedule = self._schedule.replace_worker(is_promoted=False)
+        if self._starting is not None:
+            self._starting.cancel()
+            self._starting = None
         if (standby := self._standby) is not None:
             self._forget()
             self._kill(standby)

@@ -34,6 +34,7 @@ from resilient_jax.protocol.worker_messages import (
     AgentRequest,
     EventOccurred,
     ImportsReported,
+    LeaseRenewed,
     SnapshotServerReady,
     SnapshotServerRequested,
     StepCommitted,
@@ -247,7 +248,8 @@ class WorkerSupervisor:
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
             self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
-        if worker.is_dying and self.status is not None and not self.status.is_dying:
+        is_dying = worker.is_dying and worker.child.exit_code is None
+        if is_dying and self.status is not None and not self.status.is_dying:
             self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
         self.status = WorkerStatus(
             incarnation=worker.incarnation,
@@ -321,9 +323,11 @@ class WorkerSupervisor:
             self.send_order(SnapshotServerReady(endpoint=server.endpoint))
 
     def send_order(self, order: WorkerOrder) -> None:
-        """Send the worker an order, if there is one."""
+        """Send the worker an order, if there is one; a lease is also that of the worker that its standby will be."""
         if self.worker is not None:
             self.worker.send_order(order)
+        if isinstance(order, LeaseRenewed):
+            self.seat_standby.send_order(order)
 
     def set_urgency(self, *, is_urgent: bool) -> None:
         """Give normal priority to what brings redundancy back, a worker that starts and the snapshot server, or not."""

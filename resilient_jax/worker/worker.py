@@ -41,6 +41,7 @@ from resilient_jax.worker.agent_connection import AgentConnection
 from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
+from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.ledger import Ledger
@@ -323,7 +324,10 @@ class Worker:
         except Exception as error:
             self._agent.raise_if_ended()
             problem = _summarize(error)
-        gc.collect()  # the state of the rehearsal, and tracebacks that refer to it
+        if self._settings.is_standby:
+            release_freed_memory()  # it may wait for days
+        else:
+            gc.collect()  # the state of the rehearsal, and tracebacks that refer to it
         self._record_event(EventKind.STEP_REHEARSED, seconds=time.monotonic() - started_s, problem=problem)
 
     def _leave_world(self) -> None:
