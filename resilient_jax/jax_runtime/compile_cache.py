@@ -9,9 +9,9 @@ Here, on CPU:
 - the program is loaded for the present devices: `deserialize_executable` takes the new device assignment. What was
   compiled for any three of four hosts serves any other three.
 
-On other platforms the key is JAX's own. Entries are written atomically (by a rename), so a process that is killed while
-writing leaves none; several processes may share the directory. The directory is bounded: the entries that were used
-longest ago are evicted first. A missing entry may be fetched from another host.
+On other platforms the key is JAX's own. The path of the directory is in no key. Entries are written atomically (by a
+rename), so a process that is killed while writing leaves none; several processes may share the directory. The directory
+is bounded: the entries that were used longest ago are evicted first. A missing entry may be fetched from another host.
 """
 
 import contextlib
@@ -155,11 +155,13 @@ def _key(
     *rest: Untyped,
     **more: Untyped,
 ) -> str:
+    # A copy, because the program is compiled with the options themselves, for the devices that they name.
+    compile_options = copy.deepcopy(compile_options)
+    # A folder inside of the cache's own, which JAX sets everywhere: in the key it would bind programs to a path.
+    compile_options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir = ""
     if has_portable_keys(devices.flat[0]) and compile_options.device_assignment is not None:
         assignment = compile_options.device_assignment
         shape = (assignment.replica_count(), assignment.computation_count())
-        # A copy, because the program is compiled with the options themselves, for the devices that they name.
-        compile_options = copy.deepcopy(compile_options)
         # 0, 1, 2, ... in place of the ids. Which devices share a process is hashed in `_hash_accelerators`.
         compile_options.device_assignment = xla_client.DeviceAssignment.create(
             np.arange(shape[0] * shape[1]).reshape(shape)

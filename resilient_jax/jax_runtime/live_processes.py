@@ -43,6 +43,19 @@ def list_devices_of_seat(seat: Seat) -> list[Device]:
     return [d for d in _own_devices(backend) if _own_process_index_of_device.__get__(d) == seat]
 
 
+def list_spare_devices() -> list[Device]:
+    """Return the devices of the seats after the members' last one, in the order in which processes take them.
+
+    Programs can be compiled for them, but not run. Without members there are none.
+    """
+    indexes = _indexes
+    if indexes is None:
+        return []
+    last = max(indexes, default=-1)
+    backend = jax.devices()[0].client
+    return [d for d in _own_devices(backend) if _own_process_index_of_device.__get__(d) > last]
+
+
 def _install() -> None:
     BackendClass.devices = _list_devices
     BackendClass.device_count = _count_devices

@@ -8,7 +8,7 @@ every host computes the same ones. Later snapshots of the generation only copy.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -358,11 +358,9 @@ class Snapshotter:
 
     def _agree_on_affordable_interval(self, world: SnapshotWorld, schedule: ProtectionSchedule) -> int:
         """Return the interval that the slowest host can afford, for what the first snapshots of the generation took."""
-        measured = np.array(
-            [self._blocked_s / NUM_FIRST_SNAPSHOTS, self._capture.duration_s, schedule.step_s]
+        blocked_s, copy_s, step_s = _find_longest(
+            world, [self._blocked_s / NUM_FIRST_SNAPSHOTS, self._capture.duration_s, schedule.step_s]
         )
-        microseconds = _gather(world, np.clip(measured * 1e6, 1, 2**31 - 1)).max(axis=0)[:3]
-        blocked_s, copy_s, step_s = (float(us) * 1e-6 for us in microseconds)
         every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s)
         self._line.record_event(
             EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
@@ -371,10 +369,10 @@ class Snapshotter:
 
     def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
         """Return Young and Daly's interval for the cost of a snapshot on the slowest host in the measured steps."""
-        measured = np.zeros((len(world.hosts), 3), np.float32)
         step_s = (time.monotonic() - opened.began_s) / NUM_MEASURED_STEPS
-        measured[world.host_index] = self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s
-        blocked_s, copy_s, step_s = map(float, world.all_reduce(measured).max(axis=0))
+        blocked_s, copy_s, step_s = _find_longest(
+            world, [self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s]
+        )
         every = compute_interval_steps(
             blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
         )
@@ -405,7 +403,14 @@ def _gather(world: SnapshotWorld, values: np.ndarray) -> np.ndarray:
     # Each host fills in its own row, so the sum over hosts has the rows of all.
     rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
     rows[world.host_index, : len(values)] = values
-    return world.all_reduce(rows)
+    # As a vector, which `step.accumulation_call` compiles ahead for other numbers of hosts.
+    return world.all_reduce(rows.reshape(-1)).reshape(rows.shape)
+
+
+def _find_longest(world: SnapshotWorld, durations_s: Sequence[float]) -> list[float]:
+    """Return the longest of each duration on any host, to a microsecond."""
+    microseconds = np.clip(np.array(durations_s) * 1e6, 1, 2**31 - 1)
+    return [float(us) * 1e-6 for us in _gather(world, microseconds).max(axis=0)[: len(durations_s)]]
 
 
 def check_description_size(description_bytes: int, state: FlatState) -> None:

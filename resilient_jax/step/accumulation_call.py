@@ -1,23 +1,26 @@
-"""An accumulation as it was called, for compiling ahead of time what it would need among fewer hosts."""
+"""An accumulation as it was called, for compiling ahead of time what it would need among other hosts."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from resilient_jax.compile.ahead_of_time import CancellationCheck
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.state.snapshotter import ADDRESS_BYTES
 from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
 from resilient_jax.step.claims import pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.row_exchange import pad_rows_size
-from resilient_jax.step.running_total import list_formats
+from resilient_jax.step.running_total import compile_totals, list_formats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,44 +29,65 @@ class AccumulationCall:
 
     Attributes:
         devices: of the live hosts.
+        spare_devices: of the seats that no host has; see `list_likely_worlds`.
         process_index: of this host.
         spec: what was accumulated.
         replica_shape: of the replicas.
         like: shapes and dtypes of the total.
+        lone_microbatch: shapes, dtypes and shardings of a microbatch, where this host has added none to another; else
+            None.
     """
 
     devices: Sequence[Device]
+    spare_devices: Sequence[Device]
     process_index: ProcessIndex
     spec: AccumulationSpec
     replica_shape: ReplicaShape
     like: Any
+    lone_microbatch: Any = None
 
-    def compile_for_hosts(
-        self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck
+    def list_jobs(self) -> Iterator[CompilationJob]:
+        """Yield the jobs for the worlds that are likely next, the likeliest first."""
+        worlds = list_likely_worlds(self.devices, self.spare_devices, self.process_index)
+        for number, devices in enumerate(worlds):
+            # Here, and not on the thread that compiles: the members may change while it does.
+            grid = HostGrid(devices, self.process_index)
+            if grid.num_hosts > 1:
+                yield CompilationJob(
+                    f"reductions of {self.spec.name!r} over {grid.num_hosts} hosts",
+                    functools.partial(self.compile_for_grid, grid, self.replica_shape),
+                )
+            if number == 0 and self.lone_microbatch is not None:
+                yield CompilationJob(f"totals of {self.spec.name!r}", self._compile_totals)
+
+    def compile_for_grid(
+        self, grid: HostGrid, replica_shape_after: ReplicaShape, check: CancellationCheck
     ) -> bool:
-        """Compile, for the persistent cache, the reductions between `num_hosts` hosts; return whether they are usable.
+        """Compile, for the persistent cache, the reductions over the hosts of a grid; return whether they are usable.
 
-        What is compiled for some hosts serves as many other hosts (on CPU: see `compile_cache`). Programs for more
-        hosts than are alive cannot be compiled: their devices are unknown.
+        What is compiled for some hosts serves as many other hosts (on CPU: see `compile_cache`).
         """
-        hosts = sorted({device.process_index for device in self.devices})
-        if num_hosts > len(hosts) or not is_portable_cache_on(self.devices[0]):
+        if not is_portable_cache_on(self.devices[0]):
             return False
-        hosts.remove(self.process_index)
-        chosen = {self.process_index, *hosts[: num_hosts - 1]}
-        grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
         try:
-            locate_replicas(range(num_hosts), replica_shape_after, grid.local_mesh.size)
+            locate_replicas(range(grid.num_hosts), replica_shape_after, grid.local_mesh.size)
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
-        # The exchanges of claims, of digests and of limits, and the decision whether to stop.
-        claims = pad_claims_size(self.spec.num_microbatches, num_hosts)
-        digests = pad_rows_size(num_hosts, COMPARED_WORDS)
-        for size in sorted({claims, digests, num_limits, 1} - {0}):
+        # The exchanges of claims, of digests, of speeds, of limits, and of what snapshots need; the decision whether to
+        # stop.
+        claims = pad_claims_size(self.spec.num_microbatches, grid.num_hosts)
+        digests = pad_rows_size(grid.num_hosts, COMPARED_WORDS)
+        speeds = pad_rows_size(grid.num_hosts, 1)
+        for size in sorted({claims, digests, speeds, num_limits, grid.num_hosts * ADDRESS_BYTES, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)
         else:
             ExactReduce(grid).compile(self.spec, (self.like, np.zeros(num_limits, np.int32)), check)
+        return True
+
+    def _compile_totals(self, check: CancellationCheck) -> bool:
+        """Compile what adds a microbatch to another: among fewer hosts this host computes more of them."""
+        compile_totals(self.spec, self.lone_microbatch, check)
         return True

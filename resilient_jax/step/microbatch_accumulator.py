@@ -96,7 +96,12 @@ class CompilationTurns:
 
 
 class MicrobatchAccumulator:
-    """Calls the user's function for one microbatch after the other."""
+    """Calls the user's function for one microbatch after the other.
+
+    Attributes:
+        lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
+            None.
+    """
 
     def __init__(
         self,
@@ -111,6 +116,7 @@ class MicrobatchAccumulator:
         self._data = data
         self._hooks = hooks
         self._turns = turns
+        self.lone_microbatch: Any = None
 
     def accumulate(
         self,
@@ -132,6 +138,8 @@ class MicrobatchAccumulator:
         """
         for index in indexes:
             found = self._compute(replica, index)
+            if len(indexes) == 1 and replica.is_on_one_host:
+                self.lone_microbatch = jax.tree.map(_describe, found)
             if contributions.limits is None:
                 self._wait_for_limits(contributions, replica, index, number, found, exchange)
             assert contributions.limits is not None
@@ -206,6 +214,10 @@ class MicrobatchAccumulator:
         if self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
             found = jax.tree.map(_corrupt, found)
         return found
+
+
+def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _is_counted(replica: Replica) -> bool:

@@ -56,6 +56,7 @@ from resilient_jax.step.microbatch_program import describe_programs, find_digest
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
+from resilient_jax.step.row_exchange import exchange_rows
 from resilient_jax.step.running_total import (
     NO_LIMITS,
     list_fixed_point_paths,
@@ -115,6 +116,7 @@ class Reducer:
 
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
+        lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Reducer:
         self._has_computed = False
         """Whether this host has computed since speeds were exchanged."""
         self.owners: tuple[int, ...] = ()
+        self.lone_microbatch: Any = None
 
     @functools.cached_property
     def _live(self) -> _LiveHosts:
@@ -243,7 +246,7 @@ class Reducer:
             _announce_reads(data, spec, assignment, replicas, speeds)
         accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns)
         self._compute(accumulator, contributions, replicas, assignment, agree)
-        self.owners = assignment.owners
+        self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
         total, misfits = self._reduce(contributions, zeros)
         jax.block_until_ready(total)
@@ -374,9 +377,11 @@ class Reducer:
             # Too slow to be assigned any microbatch: the host may have become faster, so it is measured again.
             self._own_seconds /= 2
         self._has_computed = False
-        seconds = np.zeros(len(self._live.process_indexes), np.float32)
-        seconds[self._live.host_index] = self._own_seconds
-        found = np.asarray(self.all_reduce(seconds))
+        # The bits of a float as an integer, so that it is the program of all other rows.
+        row = np.array([self._own_seconds], np.float32).view(np.int32)
+        num_hosts = len(self._live.process_indexes)
+        rows = exchange_rows(row, self._live.host_index, num_hosts, self.all_reduce)
+        found = np.ascontiguousarray(rows[:, 0]).view(np.float32)
         if found.all():  # a host that has computed nothing yet has no speed
             self._seconds = found
 

@@ -11,7 +11,7 @@ Memory, for P bytes of tree: while replicating each device holds 2 P, afterwards
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.sharding.raveled_array import (
@@ -71,7 +72,7 @@ def find_shard_grid(
     sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]
 ) -> ShardGrid | None:
     """Return how a leaf is sharded over `devices`, numbered in their order; None: together they lack a shard of it."""
-    starts = _find_starts(sharding, shape)
+    starts = _list_starts(sharding, shape)
     holder_of: dict[tuple[int, ...], int] = {}
     for number, device in enumerate(devices):
         holder_of.setdefault(starts[device], number)
@@ -93,27 +94,72 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
         local_sharding: of the copies: replicated over this host's devices.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_raveled)
-    leaves = [node.vector if is_raveled(node) else node for node in nodes]
-    found: list[Any] = [None] * len(leaves)
-    # By dtype, because a dtype is one vector; and apart what this host has all shards of, which takes no collective.
-    groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
-    for position, leaf in enumerate(leaves):
-        shape = nodes[position].shape if is_raveled(nodes[position]) else None
-        if leaf.is_fully_replicated and shape is None:
-            found[position] = _replicate_over(leaf, local_sharding)
-        else:
-            pieces, is_here = _locate(leaf.sharding, leaf.shape)
-            pieces = dataclasses.replace(pieces, raveled_shape=shape)
-            groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
-    for (_, is_here), members in groups.items():
-        grid = _grid(leaves[members[0][0]].sharding.mesh)
-        row = _pack(grid.local_mesh)([_stack(leaves[position], grid) for position, _ in members])
+    found: list[Any] = [node.vector if is_raveled(node) else node for node in nodes]
+    for (_, is_here), members in _group_sharded(nodes, _locate).items():
+        grid = _grid(found[members[0][0]].sharding.mesh)
+        row = _pack(grid.local_mesh)([_stack(found[position], grid) for position, _ in members])
         rows = row if is_here else grid.gather(_as_row(row, grid))
         joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
-            found[position] = _replicate_over(leaf, local_sharding)
+            found[position] = leaf
+    found = [_replicate_over(leaf, local_sharding) for leaf in found]
     jax.block_until_ready(found)
     return jax.tree.unflatten(treedef, found)
+
+
+def compile_replicate(tree: Any, grid: HostGrid, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
+    """Compile what `replicate_tree` calls for a tree with these shapes, dtypes and shardings.
+
+    Args:
+        tree: as `abstract_shards` returns it.
+        grid: of the hosts of its mesh.
+        check: raises if compiling is to end.
+    """
+    nodes, local = jax.tree.leaves(tree, is_leaf=is_raveled), grid.local_mesh
+    # Not by `_locate`, which would keep what it finds for a mesh that may never be used.
+    groups = _group_sharded(nodes, functools.partial(_locate_on, grid))
+    for (dtype, is_here), members in groups.items():
+        pieces = tuple(pieces for _, pieces in members)
+        shapes = [one.shard_shape for one in pieces]
+        stacked = NamedSharding(local, P(LOCAL_AXIS))
+        check()
+        _pack(local).lower(
+            [
+                jax.ShapeDtypeStruct((local.size * first, *others), dtype, sharding=stacked)
+                for first, *others in shapes
+            ]
+        ).compile()
+        width = local.size * sum(map(math.prod, shapes))
+        if not is_here:
+            check()
+            across = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
+            grid.compile_gather(jax.ShapeDtypeStruct((grid.num_hosts, width), dtype, sharding=across))
+        rows = jax.ShapeDtypeStruct(
+            (1 if is_here else grid.num_hosts, width),
+            dtype,
+            sharding=NamedSharding(local, P(None, LOCAL_AXIS)),
+        )
+        check()
+        _join(local, pieces).lower(rows).compile()
+
+
+def _group_sharded(
+    nodes: Sequence[Any],
+    locate: Callable[[NamedSharding, tuple[int, ...]], tuple[ShardGrid, bool]],
+) -> dict[tuple[Any, bool], list[tuple[int, ShardGrid]]]:
+    """Return the positions and shards of the leaves that are to be joined.
+
+    By dtype, because a dtype is one vector; and apart what this host has all shards of, which takes no collective.
+    """
+    groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
+    for position, node in enumerate(nodes):
+        leaf, shape = (node.vector, node.shape) if is_raveled(node) else (node, None)
+        if leaf.sharding.is_fully_replicated and shape is None:
+            continue
+        pieces, is_here = locate(leaf.sharding, leaf.shape)
+        pieces = dataclasses.replace(pieces, raveled_shape=shape)
+        groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
+    return groups
 
 
 def shard_tree(tree: Tree, placement: Placement, raveled: Sequence[bool] | None = None) -> Tree:
@@ -128,61 +174,112 @@ def shard_tree(tree: Tree, placement: Placement, raveled: Sequence[bool] | None 
     """
     assert isinstance(placement.mesh, Mesh), "a placement without devices is for traced programs"
     grid = _grid(placement.mesh)
-    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves: list[Any] = [leaf for _, leaf in paths_and_leaves]
-    cuts: dict[int, _ShardCut] = {}
-    for position, (path, leaf) in enumerate(paths_and_leaves):
-        is_vector = raveled is not None and raveled[position]
-        target = placement(jax.tree_util.keystr(path), _ravel_abstract(leaf) if is_vector else leaf)
-        if is_vector or not target.is_fully_replicated:
-            cuts[position] = _ShardCut.of(leaf.shape, target, is_vector=is_vector)
-        else:
-            leaves[position] = _replicate_over(leaf, target)
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = _find_targets(tree, placement, raveled)
+    cuts = {position: target for position, target in enumerate(targets) if target.is_cut}
+    leaves = [
+        leaf if target.is_cut else _replicate_over(leaf, target.sharding)
+        for leaf, target in zip(leaves, targets, strict=True)
+    ]
     here = tuple(grid.local_mesh.devices.flat)
     # Of each device: where its shard starts. Each device of this host gets one row of these.
     starts = [np.array([cut.starts[device] for device in here], np.int32) for cut in cuts.values()]
-    program = _cut(
-        grid.local_mesh, tuple((cut.shape, cut.shard_shape, cut.is_vector) for cut in cuts.values())
-    )
+    program = _cut(grid.local_mesh, tuple(cut.key for cut in cuts.values()))
     stacks = program([leaves[position] for position in cuts], starts) if cuts else []
     for (position, cut), stack in zip(cuts.items(), stacks, strict=True):
         shards = [shard.data for shard in stack.addressable_shards]
-        array = jax.make_array_from_single_device_arrays(cut.shape, cut.target, shards)
+        array = jax.make_array_from_single_device_arrays(cut.shape, cut.sharding, shards)
         leaves[position] = RaveledArray(array, leaves[position].shape) if cut.is_vector else array
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _ravel_abstract(leaf: jax.Array) -> RaveledArray:
+def compile_shard(
+    tree: Any,  # noqa: ANN401 - a tree
+    placement: Placement,
+    raveled: Sequence[bool] | None,
+    grid: HostGrid,
+    check: CancellationCheck,
+) -> None:
+    """Compile what `shard_tree` calls for a tree with these shapes, dtypes and shardings.
+
+    Args:
+        tree: shapes, dtypes and shardings.
+        placement: on the mesh of the grid.
+        raveled: see `shard_tree`.
+        grid: of the hosts of the mesh.
+        check: raises if compiling is to end.
+    """
+    targets = _find_targets(tree, placement, raveled)
+    cuts = [(leaf, one) for leaf, one in zip(jax.tree.leaves(tree), targets, strict=True) if one.is_cut]
+    if cuts:
+        starts = [jax.ShapeDtypeStruct((grid.local_mesh.size, len(cut.shape)), np.int32) for _, cut in cuts]
+        check()
+        _cut(grid.local_mesh, tuple(cut.key for _, cut in cuts)).lower(
+            [leaf for leaf, _ in cuts], starts
+        ).compile()
+
+
+def abstract_shards(tree: Any, placement: Placement, raveled: Sequence[bool] | None = None) -> Any:  # noqa: ANN401 - trees
+    """Return the shapes, dtypes and shardings of what `shard_tree` returns for a tree of these shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found: list[Any] = []
+    for leaf, target in zip(leaves, _find_targets(tree, placement, raveled), strict=True):
+        array = jax.ShapeDtypeStruct(target.shape, leaf.dtype, sharding=target.sharding)
+        found.append(RaveledArray(array, leaf.shape) if target.is_vector else array)
+    return jax.tree.unflatten(treedef, found)
+
+
+def _find_targets(
+    tree: Any,  # noqa: ANN401 - a tree
+    placement: Placement,
+    raveled: Sequence[bool] | None,
+) -> list["_Target"]:
+    found = []
+    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        is_vector = raveled is not None and raveled[position]
+        sharding = placement(jax.tree_util.keystr(path), _ravel_abstract(leaf) if is_vector else leaf)
+        found.append(_Target.of(leaf.shape, sharding, is_vector=is_vector))
+    return found
+
+
+def _ravel_abstract(leaf: Any) -> RaveledArray:  # noqa: ANN401 - an array or its shape
     return ravel_array(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _ShardCut:
-    """The shards that are cut out of a leaf.
+class _Target:
+    """How `shard_tree` returns a leaf.
 
     Attributes:
-        target: the sharding.
+        sharding: of the leaf; of one to be raveled, of its vector.
         shape: of the leaf; of one to be raveled, of its padded vector.
         is_vector: whether the leaf is to be raveled.
     """
 
-    target: NamedSharding
+    sharding: NamedSharding
     shape: tuple[int, ...]
     is_vector: bool
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], target: NamedSharding, *, is_vector: bool) -> "_ShardCut":
+    def of(cls, shape: tuple[int, ...], sharding: NamedSharding, *, is_vector: bool) -> "_Target":
         if is_vector:
-            shape = (compute_padded_size(math.prod(shape), target.mesh.size),)
-        return cls(target, shape, is_vector)
+            shape = (compute_padded_size(math.prod(shape), sharding.mesh.size),)
+        return cls(sharding, shape, is_vector)
 
     @property
-    def shard_shape(self) -> tuple[int, ...]:
-        return self.target.shard_shape(self.shape)
+    def is_cut(self) -> bool:
+        """Whether the shards are cut out of the leaf; else it stays replicated."""
+        return self.is_vector or not self.sharding.is_fully_replicated
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """What the program that cuts depends on: the shape, the shape of a shard, whether to ravel."""
+        return self.shape, self.sharding.shard_shape(self.shape), self.is_vector
 
     @property
     def starts(self) -> dict[Device, tuple[int, ...]]:
-        return _find_starts(self.target, self.shape)
+        """The index at which each device's shard begins."""
+        return _find_starts(self.sharding, self.shape)
 
 
 def _replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
@@ -221,8 +318,7 @@ def _grid(mesh: Mesh) -> HostGrid:
     return HostGrid(list(mesh.devices.flat), jax.process_index())
 
 
-@functools.cache
-def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
+def _list_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
     """Return the index at which each device's shard of a leaf begins."""
     return {
         device: tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
@@ -230,16 +326,23 @@ def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device
     }
 
 
-@functools.cache
-def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
+def _locate_on(grid: HostGrid, sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
     """Return a leaf's shards, and whether this host has all: then they are numbered by its devices alone."""
-    grid = _grid(sharding.mesh)
     here = find_shard_grid(sharding, shape, list(grid.local_mesh.devices.flat))
     if here is not None:
         return here, True
     everywhere = find_shard_grid(sharding, shape, list(grid.mesh.devices.flat))
     assert everywhere is not None, "all devices of a mesh together have every shard"
     return everywhere, False
+
+
+@functools.cache
+def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
+    """See `_locate_on`."""
+    return _locate_on(_grid(sharding.mesh), sharding, shape)
+
+
+_find_starts = functools.cache(_list_starts)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
-from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
+from resilient_jax.trainer.state_layout import MeshShape, StateLayout, make_state_layout
 from resilient_jax.trainer.step_report import JsonLog, StepReport
 from resilient_jax.trainer.train_step import TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
@@ -45,6 +45,7 @@ from resilient_jax.trainer.training_state import (
     TrainingState,
     read_learning_rate,
 )
+from resilient_jax.worker.observers import PRECOMPILE_DELAY_S
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class FitLoop:
         self._programs: TrainStep | None = None
         self._arranger = Arranger(config)
         self._compiler: SpeculativeCompiler | None = None
+        self._compiled_meshes: set[MeshShape] = set()
+        """Those for which the programs of a sharded state are in the compilation cache."""
         self._evaluator: Evaluator | None = None
         self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
@@ -85,18 +88,20 @@ class FitLoop:
         layout = make_state_layout(world, config.parallelism.state, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
         zeros = make_zeros(programs.abstract_sums, arrangement.placement)
-        is_compiling_ahead = False
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
-            for step in world.steps(config.num_steps + (config.evaluation is not None)):
+            num_steps = config.num_steps + (config.evaluation is not None)
+            for number, step in enumerate(world.steps(num_steps)):
+                if number == 1:
+                    # Behind the reductions, which `World` has enqueued: these are smaller, and needed first.
+                    self._compile_layout_ahead(layout, programs)
                 state = self._evaluate(layout, state, step)
                 if step >= config.num_steps or self._stop is not None:
                     break
                 state = self._step(layout, programs, state, step, zeros)
                 # Only after a step: until then training waits for the programs of this generation itself.
-                if self._compiler is not None and not is_compiling_ahead:
+                if self._compiler is not None and number == 0:
                     world.compile_ahead(self._compiler.list_jobs(world, arrangement))
-                    is_compiling_ahead = True
                 if self._stop is not None:
                     break
         if world.is_rehearsal:
@@ -175,6 +180,11 @@ class FitLoop:
         elif not mine:
             self._stop = (step, "another host stopped training")
         return bool(num_stopped)
+
+    def _compile_layout_ahead(self, layout: StateLayout, programs: TrainStep) -> None:
+        gathers_state = self._checkpointer is not None
+        jobs = layout.list_jobs(programs, self._compiled_meshes, gathers_state=gathers_state)
+        layout.world.compile_ahead(jobs, PRECOMPILE_DELAY_S)
 
     # One step.
 

@@ -17,6 +17,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
+from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_merge, compile_totals
@@ -57,13 +58,18 @@ class SpeculativeCompiler:
         known: set[Key] = {_make_key(current)}
         reduction = AccumulationCall(
             devices=world.devices,
+            spare_devices=world.spare_devices,
             process_index=ProcessIndex(world.host_index),
             spec=self._job,
             replica_shape=current.replica_shape,
             like=self._programs.abstract_sums,
         )
         for hosts in list_likely_hosts(world.hosts, self._planner.all_hosts):
-            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction)
+            if world.host not in hosts:
+                continue
+            # Here, and not on the thread that compiles: the members may change while it does.
+            grid = _make_grid(world, hosts)
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction, grid)
             yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
@@ -72,6 +78,7 @@ class SpeculativeCompiler:
         hosts: tuple[HostName, ...],
         devices: list[Device],
         reduction: AccumulationCall,
+        grid: HostGrid | None,
         check: CancellationCheck,
     ) -> bool:
         """Compile for these hosts; return False if there was nothing to do."""
@@ -85,9 +92,9 @@ class SpeculativeCompiler:
             compile_step(self._programs, then, devices, self._example, self._job, check)
             known.add(_make_key(then))
             has_compiled = True
-        if (then.replica_shape, len(hosts)) not in known:
-            has_compiled |= reduction.compile_for_hosts(len(hosts), then.replica_shape, check)
-            known.add((then.replica_shape, len(hosts)))
+        if grid is not None and (then.replica_shape, grid.mesh.devices.shape) not in known:
+            has_compiled |= reduction.compile_for_grid(grid, then.replica_shape, check)
+            known.add((then.replica_shape, grid.mesh.devices.shape))
         return has_compiled
 
 
@@ -112,6 +119,17 @@ def list_likely_hosts(
     )
     for pair in pairs if len(hosts) > 2 else ():
         yield tuple(host for host in hosts if host not in pair)
+
+
+def _make_grid(world: World, hosts: Sequence[HostName]) -> HostGrid | None:
+    """Return the grid of these hosts, of which at most one is not in the world; None: its devices are unknown."""
+    devices = [device for device in world.devices if world.host_of_device(device) in hosts]
+    if not set(hosts) <= set(world.hosts):
+        spare = world.spare_devices
+        if not spare:
+            return None
+        devices += [device for device in spare if device.process_index == spare[0].process_index]
+    return HostGrid(devices, world.host_index)
 
 
 def compile_step(

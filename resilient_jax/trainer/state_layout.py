@@ -10,9 +10,10 @@ there is one. Which leaves are raveled follows from the update alone, so it is t
 """
 
 import abc
+import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import jax
@@ -20,12 +21,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.sharding.raveled_array import is_raveled, ravel_leaves
 from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.step import resharding
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
+from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
 from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep
@@ -42,6 +46,8 @@ MAX_SHARD_IMBALANCE: Final = 1.5
 """A host that keeps more than this times its share of a sharded state is warned about."""
 MIN_WARNED_BYTES: Final = 2**20
 """A state of less memory is not worth a warning."""
+MeshShape = tuple[int, ...]
+"""The sizes of a mesh's axes."""
 COLLECTIVE_PATTERN: Final = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
@@ -110,6 +116,18 @@ class StateLayout(abc.ABC):
     def snapshot(self, state: TrainingState) -> None:
         """Protect a committed state against failures, if a snapshot is due."""
 
+    @abc.abstractmethod
+    def list_jobs(
+        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
+    ) -> Iterator[CompilationJob]:
+        """Yield the jobs that compile what this layout would call in likely next worlds, the likeliest first.
+
+        Args:
+            programs: of the steps.
+            known: the shapes of the meshes that programs were compiled for; what is compiled is added.
+            gathers_state: `gather` is called for the complete state, too, and not for its variables alone.
+        """
+
 
 class ReplicatedLayout(StateLayout):
     """Every host has all of the state, so that any one live host can continue."""
@@ -142,6 +160,12 @@ class ReplicatedLayout(StateLayout):
 
     def snapshot(self, state: TrainingState) -> None:
         """Do nothing: the other hosts have the state, and its snapshots are taken without a call."""
+
+    def list_jobs(
+        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
+    ) -> Iterator[CompilationJob]:
+        """Yield nothing: all programs are on this host's devices alone."""
+        yield from ()
 
 
 class ShardedLayout(StateLayout):
@@ -207,6 +231,53 @@ class ShardedLayout(StateLayout):
     def snapshot(self, state: TrainingState) -> None:
         """Take a snapshot, if one is due."""
         self.world.snapshot(state)
+
+    def list_jobs(
+        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
+    ) -> Iterator[CompilationJob]:
+        """Yield a job for each likely world: what gathers the state, cuts the sums, and updates."""
+        world = self.world
+        if not is_portable_cache_on(world.local_devices[0]):
+            return
+        known.add(self.placement.mesh.axis_sizes)  # compiled by the first step
+        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
+            # Here, and not on the thread that compiles: the members may change while it does.
+            grid = HostGrid(devices, world.host_index)
+            # Of hosts with different numbers of devices some devices would be in no row of the grid.
+            if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
+                yield CompilationJob(
+                    f"sharded state over {grid.num_hosts} hosts",
+                    functools.partial(self._compile, programs, known, grid, gathers_state),
+                )
+
+    def _compile(
+        self,
+        programs: TrainStep,
+        known: set[MeshShape],
+        grid: HostGrid,
+        gathers_state: bool,
+        check: CancellationCheck,
+    ) -> bool:
+        placement = self.placement.with_mesh(grid.mesh)
+        state = resharding.abstract_shards(programs.abstract_state, placement, self._raveled.state)
+        resharding.compile_replicate(state.variables, grid, check)
+        sums = programs.abstract_sums.gradients, programs.abstract_sums.collections
+        complete = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=self.arrangement.placement(jax.tree_util.keystr(path), leaf),
+            ),
+            (sums, programs.abstract_summary),
+        )
+        resharding.compile_shard(complete, placement, self._raveled.sums, grid, check)
+        cut = resharding.abstract_shards(complete, placement, self._raveled.sums)
+        check()
+        programs.update.lower(state, *cut, placement=placement.with_abstract_mesh()).compile()
+        if gathers_state:  # last, because it is needed last
+            resharding.compile_replicate(state, grid, check)
+        known.add(grid.mesh.axis_sizes)
+        return True
 
 
 def make_state_layout(

@@ -108,6 +108,7 @@ class TrainStep:
         example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
+        abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
     """
 
@@ -130,9 +131,9 @@ class TrainStep:
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
         self._reducer, self.abstract_sums = self._trace_loss()
-        summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
+        self.abstract_summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.collections
-        self._update_arguments = self.abstract_state, sums, summary
+        self._update_arguments = self.abstract_state, sums, self.abstract_summary
         update, after = jax.make_jaxpr(self._compute_next_state, return_shape=True)(*self._update_arguments)
         self.update_description = describe_program(update)
         check_same_types(self.abstract_state, after, "optimizer")

@@ -1,13 +1,13 @@
-"""Observers of a session, outside of the training logic: the ledger, failpoints, compilation for host losses.
+"""Observers of a session, outside of the training logic: the ledger, failpoints, compilation for likely next worlds.
 
 A `Session` calls its observers in their order, at the start of a step, at each failpoint, after each reduction and
 after each commit. Observers do not change the training, except that a failpoint may hold, break or corrupt a host.
 """
 
-import functools
+import itertools
 from typing import Final
 
-from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint, FailPoints
 from resilient_jax.state.flat_state import FlatState
@@ -16,7 +16,7 @@ from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
 
 PRECOMPILE_DELAY_S: Final = 2.0
-"""Delay from the start of a world until programs for a loss are compiled: until then hosts may be about to join."""
+"""Delay from the start of a world until programs for the next are compiled: until then hosts may be about to join."""
 
 
 class Observer:
@@ -90,33 +90,28 @@ class LedgerObserver(Observer):
         )
 
 
-class LossPrecompiler(Observer):
-    """Compiles ahead of time the reductions that would be needed with one host fewer, and with two."""
+class ReductionPrecompiler(Observer):
+    """Compiles ahead of time the reductions of the worlds that are likely next: with fewer hosts, and with one more."""
 
-    def __init__(self, compiler: AheadOfTimeCompiler, num_hosts: int) -> None:
+    def __init__(self, compiler: AheadOfTimeCompiler) -> None:
         self._compiler = compiler
-        self._num_hosts = num_hosts
-        self._calls: dict[str, AccumulationCall] = {}
-        self._is_enqueued = True
+        self._names: set[str] = set()
+        """Of accumulations whose first call was seen."""
+        self._new_calls: list[AccumulationCall] = []
 
     def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
         """Keep the first call of each name."""
-        if call.spec.name not in self._calls:
-            self._calls[call.spec.name] = call
-            self._is_enqueued = False
+        if call.spec.name not in self._names:
+            self._names.add(call.spec.name)
+            self._new_calls.append(call)
 
     def on_step_begin(self, step: int) -> None:
-        """Enqueue what the accumulations of the steps so far would need."""
-        if self._is_enqueued:
+        """Enqueue what the accumulations that were called for the first time in the last step would need."""
+        if not self._new_calls:
             return
-        self._is_enqueued = True
-        jobs = [
-            CompilationJob(
-                f"reductions over {count} hosts",
-                functools.partial(call.compile_for_hosts, count, call.replica_shape),
-            )
-            for count in (self._num_hosts - 1, self._num_hosts - 2)
-            if count > 0
-            for call in self._calls.values()
-        ]
-        self._compiler.enqueue(jobs, PRECOMPILE_DELAY_S)
+        # The first job of each accumulation first, then the second ones: in the order of the likely worlds.
+        rounds = itertools.zip_longest(*(call.list_jobs() for call in self._new_calls))
+        self._compiler.enqueue(
+            [job for jobs in rounds for job in jobs if job is not None], PRECOMPILE_DELAY_S
+        )
+        self._new_calls.clear()

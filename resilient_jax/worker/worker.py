@@ -45,7 +45,7 @@ from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.ledger import Ledger
-from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
+from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Observer, ReductionPrecompiler
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
@@ -347,7 +347,7 @@ class Worker:
     def _make_world(self, order: FormWorld) -> tuple[World, Reducer]:
         info = _describe_generation(order, tuple(self._events))
         observers: list[Observer] = [
-            LossPrecompiler(self._compiler, len(info.hosts)),
+            ReductionPrecompiler(self._compiler),
             _FirstCommitObserver(self._monitor, self._server),
         ]
         if self._ledger is not None:

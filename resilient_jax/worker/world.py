@@ -14,6 +14,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.jax_runtime.live_processes import list_spare_devices
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
@@ -41,6 +42,8 @@ class World:
         host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves. JAX's functions
             count live hosts only, too: it is `jax.process_index()`.
         local_devices: the devices of this host.
+        spare_devices: the devices of hosts that may join in place, in the order of their joining; programs can be
+            compiled for them, but not run.
         reason: why this generation was formed.
         change: how it was formed: "shrink" or "grow" (in place), or "reform".
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
@@ -64,6 +67,7 @@ class World:
         self.host = info.host
         self.host_index = int(info.process_index)
         self.local_devices: list[Device] = jax.local_devices()
+        self.spare_devices: list[Device] = list_spare_devices()
         self.change = info.change
         self.reason = info.reason
         self.state_loss = info.state_loss
@@ -267,10 +271,12 @@ class World:
         )
         call = AccumulationCall(
             devices=self.devices,
+            spare_devices=self.spare_devices,
             process_index=ProcessIndex(self.host_index),
             spec=spec,
             replica_shape=options.replica_shape,
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
+            lone_microbatch=self._reducer.lone_microbatch,
         )
         self._session.finish_accumulation(call, tuple(self.hosts[index] for index in self._reducer.owners))
         return total

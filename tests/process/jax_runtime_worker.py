@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,6 +44,7 @@ state: dict = {
     "cliques": None,
     "kept": None,
     "hits": 0,
+    "missed": [],
     "users": [],
     "traces": 0,
     "compiler": None,
@@ -268,6 +270,26 @@ def rotate(over: list[tuple[int, int]] | None = None) -> dict:
         own.setdefault(device.process_index, []).append(device)
     devices = jax.local_devices() if over is None else [own[process][place] for process, place in over]
     before = state["hits"]
+    turned = make_rotation(devices)(array_over(devices))
+    shards = turned.addressable_shards
+    return {
+        "values": {shard.index[0].start: float(shard.data[0]) for shard in shards},
+        "places": [shard.device == devices[shard.index[0].start] for shard in shards],
+        "hits": state["hits"] - before,
+    }
+
+
+def rotate_ahead() -> dict:
+    """Compile what `rotate` will run over the members and the process that takes the next seat."""
+    spare = live_processes.list_spare_devices()
+    index = spare[0].process_index
+    devices = [*jax.devices(), *(device for device in spare if device.process_index == index)]
+    where = NamedSharding(Mesh(np.array(devices), ("d",)), P("d"))
+    make_rotation(devices).lower(jax.ShapeDtypeStruct((len(devices),), np.float32, sharding=where)).compile()
+    return {"devices": len(devices)}
+
+
+def make_rotation(devices: list) -> Any:
     count = len(devices)
 
     def turn(value: jax.Array) -> jax.Array:
@@ -275,13 +297,7 @@ def rotate(over: list[tuple[int, int]] | None = None) -> dict:
         return got * (10.0 ** jax.lax.axis_index("d"))
 
     mesh = Mesh(np.array(devices), ("d",))
-    turned = jax.jit(jax.shard_map(turn, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(array_over(devices))
-    shards = turned.addressable_shards
-    return {
-        "values": {shard.index[0].start: float(shard.data[0]) for shard in shards},
-        "places": [shard.device == devices[shard.index[0].start] for shard in shards],
-        "hits": state["hits"] - before,
-    }
+    return jax.jit(jax.shard_map(turn, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
 
 
 @jax.jit
@@ -391,8 +407,21 @@ def count_clients() -> dict:
     return {"clients": world_forming.count_living_clients()}
 
 
+class CountingHooks(NullCacheHooks):
+    """Keeps the names of the programs that had to be compiled."""
+
+    def missed(self, key: str, seconds: float) -> None:
+        state["missed"].append(key.rpartition("-")[0])
+
+
 def share_cache() -> dict:
-    return {"warning": share_compilation_cache(NullCacheHooks(), 2**30)}
+    return {"warning": share_compilation_cache(CountingHooks(), 2**30)}
+
+
+def list_missed() -> dict:
+    """Return the names of the programs that had to be compiled since the last call."""
+    missed, state["missed"] = state["missed"], []
+    return {"missed": missed}
 
 
 def kill_self() -> None:
@@ -416,6 +445,7 @@ ORDERS = {
         keep,
         reduce_kept,
         rotate,
+        rotate_ahead,
         count_traces,
         begin_compiling,
         end_compiling,
@@ -429,6 +459,7 @@ ORDERS = {
         count_clients,
         measure,
         share_cache,
+        list_missed,
         kill_self,
     )
 }

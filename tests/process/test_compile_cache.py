@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -62,6 +63,11 @@ def cache(tmp_path_factory):
 
 def test_another_process_finds_the_same_program(cache):
     assert not run(cache)
+
+
+def test_a_program_is_found_in_a_folder_of_another_path(cache, tmp_path):
+    moved = shutil.copytree(cache, tmp_path / "elsewhere")
+    assert not run(moved)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """A real job whose trainer searches its plans: the plan changes with the hosts, and training continues."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
+from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.checkpoint import OrbaxStore
@@ -114,6 +116,24 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
         event.host: event.detail["compiled"] for event in later if event.kind is EventKind.PROGRAMS_READY
     }
     assert compiled == dict.fromkeys(survivors, 0)
+
+
+def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
+    stay = ["host-0", "host-1", "host-2"]
+    with launch(tmp_path, hosts=3) as job, contextlib.ExitStack() as ending:
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 3, DEADLINE_S):
+            wait_compiled_ahead(job, stay, ["with host-3"], DEADLINE_S)
+            command = [str(JOB), str(TOPOLOGY), str(STEPS)]
+            ending.enter_context(
+                start_joining_agent(
+                    job, tmp_path / "joined", "host-3", command, ["--config", str(tmp_path / "job.toml")]
+                )
+            )
+            wait_joining(job, "host-3", DEADLINE_S)
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events = job.read_events()
+    assert "replica 4 x fsdp 2" in {e.detail["plan"] for e in events if e.kind is EventKind.PLAN_CHOSEN}
+    assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
 
 
 def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):

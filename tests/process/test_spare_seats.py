@@ -1,7 +1,9 @@
 """A process that takes a spare seat of a world in which others live: the others keep backend, arrays and programs."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jax_processes import Pool, Worker, everyone, interrupt, strike, sum_to
@@ -126,3 +128,24 @@ def test_members_go_on_in_their_old_clique_when_a_newcomer_dies(pool: Pool) -> N
     seats.end(is_intact=False)
     assert not any(found["broken"] for found in seats.begin())
     assert seats.add_up() == [sum_to(4)] * 2
+
+
+def test_a_program_compiled_for_a_seat_that_nobody_has_serves_whoever_takes_it(tmp_path: Path) -> None:
+    with contextlib.closing(Pool(str(tmp_path))) as pool:
+        workers = pool.take(2)
+        everyone(workers, "share_cache")
+        seats = Seats(pool, workers)
+        assert [found["devices"] for found in everyone(workers[:1], "rotate_ahead")] == [6]
+        assert "jit_turn" in everyone(workers, "list_missed")[0]["missed"]
+        seats.end(is_intact=True)
+        newcomer = pool.start()
+        everyone([newcomer], "share_cache")
+        seats.seat(newcomer)
+        seats.begin()
+        everywhere = [(process, place) for process in range(3) for place in range(2)]
+        found = everyone(list(seats.workers.values()), "rotate", over=everywhere)
+        missed = everyone(list(seats.workers.values()), "list_missed")
+        assert not any("jit_turn" in one["missed"] for one in missed)
+        assert all(all(one["places"]) for one in found)
+        values = {int(place): value for one in found for place, value in one["values"].items()}
+        assert values == {place: (place or 6) * 10.0**place for place in range(6)}

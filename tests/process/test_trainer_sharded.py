@@ -1,5 +1,6 @@
 """The trainer with its state sharded over real hosts: the bits of a replicated state, and no host has all of it."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
@@ -86,3 +88,44 @@ def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_
         found = said_in(job.read_output())
     assert found == complete
     assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)
+
+
+def worlds_of(num_hosts: int) -> list[str]:
+    """Return the names of what is compiled ahead for a world of so many hosts."""
+    parts = ("reductions of 'train'", "reductions of 'evaluate'", "sharded state")
+    return [f"{part} over {num_hosts} hosts" for part in parts]
+
+
+def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
+    """Two hosts are joined by a third: a world of three is new."""
+    stay = ["host-0", "host-1"]
+    with launch(tmp_path, 2) as job, contextlib.ExitStack() as ending:
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 5, DEADLINE_S):
+            wait_compiled_ahead(job, stay, worlds_of(3), DEADLINE_S)
+            command = [str(JOB), str(tmp_path), "sharded"]
+            ending.enter_context(start_joining_agent(job, tmp_path / "joined", "host-2", command))
+            wait_joining(job, "host-2", DEADLINE_S)
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, found = job.read_events(), said_in(job.read_output())
+    assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
+    assert found == complete
+
+
+def test_after_a_loss_nothing_is_compiled_by_the_others_and_no_devices_are_kept_when_they_leave(
+    complete, tmp_path
+):
+    stay = ["host-0", "host-2"]
+    with launch(tmp_path, 3) as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 5)
+        job.wait_held(["host-1"], DEADLINE_S)
+        wait_compiled_ahead(job, stay, worlds_of(2), DEADLINE_S)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.release()
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 7, DEADLINE_S):
+            job.kill(JobComponent.COORDINATION_SERVICE, "leader")  # all form a new world
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, found = job.read_events(), said_in(job.read_output())
+    assert find_programs_after("shrink", events, stay) == {host: [0, 0, 0] for host in stay}
+    left = [event for event in events if event.kind is EventKind.WORLD_LEFT and event.host in stay]
+    assert {event.host: event.detail["leaked_backends"] for event in left} == dict.fromkeys(stay, 0)
+    assert found == complete

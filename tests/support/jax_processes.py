@@ -115,7 +115,8 @@ class Service(Child):
 class Pool:
     """Workers that are reused from test to test, since they can join new worlds."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_dir: str | None = None) -> None:
+        self._cache_dir = cache_dir
         self._workers: list[Worker] = []
         self._services: list[Service] = []
         self.address = ""
@@ -133,7 +134,7 @@ class Pool:
 
     def start(self, *, is_waited_for: bool = True) -> Worker:
         """Return a new worker."""
-        worker = Worker()
+        worker = Worker(self._cache_dir)
         self._workers.append(worker)
         if is_waited_for:
             worker.wait_started()

@@ -2,6 +2,7 @@
 
 import pytest
 from benchmarks.stall.state_share import find_largest_share
+from benchmarks.stall.trainer_stalls import find_recovery_s
 
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
@@ -29,3 +30,23 @@ def test_the_share_is_the_largest_of_the_newest_generation_times_its_hosts():
 def test_shares_of_fewer_hosts_are_refused(hosts):
     with pytest.raises(InternalError, match=f"found {len(hosts)} hosts that recorded theirs, expected 3"):
         find_largest_share([make_event(host, 1, 100) for host in hosts], 3)
+
+
+def make_commit(host, generation, at_s):
+    return Event(
+        kind=EventKind.STEP_COMMITTED,
+        host=host,
+        monotonic_s=at_s,
+        wall_s=at_s,
+        generation=generation,
+        detail={},
+    )
+
+
+def test_a_job_has_recovered_when_the_last_host_has_made_its_first_step_with_all_others():
+    before = [make_commit(host, 1, 1.0) for host in "abc"]
+    without = [make_commit(host, 2, 3.0) for host in "ab"]
+    back = [make_commit(host, 3, at_s) for host, at_s in (("a", 5.0), ("b", 5.5), ("c", 5.25))]
+    later = [make_commit(host, 4, 9.0) for host in "abc"]
+    assert find_recovery_s([*later, *before, *without, *back], 2.0, 3) == pytest.approx(3.5)
+    assert find_recovery_s([*before, *without, *back[:2]], 2.0, 3) is None

@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.step import resharding
-from resilient_jax.step.resharding import find_shard_grid, replicate_tree, shard_tree
+from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.resharding import (
+    abstract_shards,
+    compile_replicate,
+    compile_shard,
+    find_shard_grid,
+    replicate_tree,
+    shard_tree,
+)
 
 MESHES = {
     "hosts and devices": {"host": 4, "local": 2},
@@ -86,6 +94,27 @@ def test_the_second_call_compiles_nothing(mesh, caplog):
     with jax.log_compiles():
         replicate_tree(shard_tree(tree, place), here())
     assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("is_raveled", [False, True])
+def test_what_was_compiled_ahead_is_not_compiled_again(is_raveled, mesh, caplog):
+    resharding.clear_caches()
+    tree, place, grid = make_tree(), fully_sharded(mesh), HostGrid(jax.devices(), 0)
+    raveled = [is_raveled and leaf.size > 1 for leaf in jax.tree.leaves(tree)]
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+    compile_shard(shapes, place, raveled, grid, lambda: None)
+    compile_replicate(abstract_shards(shapes, place, raveled), grid, lambda: None)
+    with jax.log_compiles():
+        sharded = shard_tree(tree, place, raveled)
+        found = replicate_tree(sharded, here())
+    assert "Compiling" not in caplog.text
+    assert_same(found, tree)
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), sharded)
+    assert described == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), abstract_shards(shapes, place, raveled)
+    )
 
 
 class FixedPlacement(Placement):

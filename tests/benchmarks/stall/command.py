@@ -28,6 +28,7 @@ from benchmarks.runs import (
 from benchmarks.stall.first_step import FirstSteps, measure_first_steps
 from benchmarks.stall.replacement import StandbyKind, measure_replacements
 from benchmarks.stall.state_share import measure_share
+from benchmarks.stall.trainer_stalls import PLANNED, SHARDED, find_recovery_s, measure_trainer_stall
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import hold_collective, wait_stall
 from resilient_jax.cluster.job_report import JobComponent
@@ -45,6 +46,9 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     shrink_stall_s: float
     reform_stall_s: float
     rejoin_stall_s: float
+    sharded_stall_s: float
+    planned_stall_s: float
+    host_back_s: float
     replace_all_stall_s: float
     replace_all_seats_stall_s: float
     steady_overhead: float
@@ -64,6 +68,7 @@ def stall(
     kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
     steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
     replacements: Annotated[int, typer.Option(help="Kills after which all workers are replaced.")] = 5,
+    trainer_kills: Annotated[int, typer.Option(help="Kills of each of the trainer's jobs.")] = 5,
     starts: Annotated[int, typer.Option(help="Starts of one host and of all, for the first step.")] = 3,
     windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
@@ -75,7 +80,8 @@ def stall(
     The first step is measured from the command until every host has committed it, over that of one host alone.
     `share_per_host` is the largest share of a sharded state on one of 3 hosts, times 3, after the fourth was killed.
     Where collectives cannot be broken off, a kill replaces all workers, by standbys that have imported the libraries,
-    or that stand in seats of the world.
+    or that stand in seats of the world. Two jobs of the trainer, with a sharded state and with plans, have a model of a
+    million parameters and a healthy step of their own.
     The benchmark takes about twenty minutes on two cores.
     """
     console = open_console(json_only)
@@ -97,8 +103,14 @@ def stall(
             for standby in STANDBYS
         }
         console.print("share of a sharded state: one of four hosts is killed")
-        share = measure_share(JOBS / "share_job.py", work / "share")
-    figures = campaign.figures(ours, bare, cold, warm, replacement_s, share)
+        trainer = JOBS / "trainer_job.py"
+        share = measure_share(trainer, work / "share")
+        console.print("stalls of the trainer's jobs")
+        stalls = [
+            measure_trainer_stall(trainer, work / job.kind, job, trainer_kills, console)
+            for job in (SHARDED, PLANNED)
+        ]
+    figures = campaign.figures(ours, bare, cold, warm, replacement_s, stalls, share)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
     print_json_line(figures)
@@ -132,6 +144,8 @@ class _Campaign:
         self._console = console
         self.stalls: list[Stall] = []
         self.rejoins: list[float] = []
+        self.recoveries: list[float] = []
+        """Of kills without a re-form: until all hosts had made a step together again."""
         self.steps_lost = 0
         self.healthy_steps: list[float] = []
         self.agent_rss_mib: list[float] = []
@@ -142,12 +156,15 @@ class _Campaign:
             wait_healthy(job)
             for number in range(kills):
                 with_service = number % 2 == 1
-                self._kill(job, number, with_service=with_service)
+                fault_s = self._kill(job, number, with_service=with_service)
                 wait_healthy(job)
+                recovery_s = find_recovery_s(job.read_events(), fault_s, HOSTS)
+                if recovery_s is not None and not with_service:
+                    self.recoveries.append(recovery_s)
             self._look_at_agents(job)
 
-    def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
-        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
+    def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> float:
+        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form. Return when."""
         hosts = make_host_names(HOSTS)
         victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
         with hold_collective(job, late) as step:
@@ -159,6 +176,7 @@ class _Campaign:
         self.stalls.append(found)
         self.steps_lost += max(0, step - found.step)
         self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
+        return fault_s
 
     def _look_at_agents(self, job: LocalJob) -> None:
         report = job.read_report()
@@ -187,6 +205,7 @@ class _Campaign:
         cold: FirstSteps,
         warm: FirstSteps,
         replacement_s: Mapping[StandbyKind, float],
+        trainer_stalls: Sequence[float],
         share: float,
     ) -> StallFigures:
         healthy_s = statistics.median(ours)
@@ -201,6 +220,9 @@ class _Campaign:
             rejoin_stall_s=round(statistics.median(self.rejoins) - healthy_s, 3)
             if self.rejoins
             else float("nan"),
+            sharded_stall_s=round(trainer_stalls[0], 3),
+            planned_stall_s=round(trainer_stalls[1], 3),
+            host_back_s=round(statistics.median(self.recoveries), 3) if self.recoveries else float("nan"),
             replace_all_stall_s=round(replacement_s["imports"] - healthy_s, 3),
             replace_all_seats_stall_s=round(replacement_s["seat"] - healthy_s, 3),
             steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
@@ -250,6 +272,9 @@ def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[
     table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.5 s")
     table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
     table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
+    table.add_row("trainer, sharded state, median stall", f"{figures.sharded_stall_s:.3f} s", "1.0 s")
+    table.add_row("trainer, planned, median stall", f"{figures.planned_stall_s:.3f} s", "0.5 s")
+    table.add_row("from the kill until all hosts train again", f"{figures.host_back_s:.3f} s", "3.0 s")
     table.add_row("all workers replaced, median stall", f"{figures.replace_all_stall_s:.3f} s", "2.5 s")
     table.add_row("the same, standbys in seats", f"{figures.replace_all_seats_stall_s:.3f} s", "1.0 s")
     spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"

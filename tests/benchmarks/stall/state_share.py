@@ -25,7 +25,7 @@ def measure_share(script: Path, work: Path) -> float:
         InternalError: the hosts have not recorded their shares.
     """
     *left, lost = make_host_names(HOSTS)
-    with run_job([str(script), str(MANY_STEPS)], work) as job:
+    with run_job([str(script), "sharded", str(MANY_STEPS)], work) as job:
         wait_healthy(job)
         job.kill(JobComponent.HOST, lost)
         wait_training(job, left, HEALTHY_STEPS, REPORT_TIMEOUT_S)

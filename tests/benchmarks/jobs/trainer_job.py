@@ -1,4 +1,7 @@
-"""The job of the stall benchmark's share: the transformer with a sharded state. Usage: share_job.py STEPS."""
+"""The trainer's jobs of the stall benchmark: a transformer. Usage: trainer_job.py sharded|planned STEPS.
+
+sharded: its state is sharded over all hosts. planned: its plans are searched, for hosts with two devices.
+"""
 
 import sys
 from typing import Any
@@ -15,9 +18,11 @@ from benchmarks.jobs.transformer import (
     loss_of,
     tokens_of,
 )
+from benchmarks.paths import REPOSITORY
 
 WIDTH, LAYERS = 160, 2
 """About a million parameters: 3 divides one dim of four in all."""
+TOPOLOGY = REPOSITORY / "meshes/local_4x2.toml"
 
 
 def draw(step: int, index: int) -> dict[str, np.ndarray]:
@@ -29,6 +34,7 @@ def loss(params: Params, batch: dict[str, Any]) -> jax.Array:
 
 
 if __name__ == "__main__":
+    kind, steps = sys.argv[1], int(sys.argv[2])
     rj.Trainer(
         model=lambda key: init_params(WIDTH, LAYERS),
         optimizer=OPTIMIZER,
@@ -36,5 +42,6 @@ if __name__ == "__main__":
         data=draw,
         batch_size=MICROBATCHES,
         microbatch_size=1,
-        parallelism=rj.Parallelism(state="sharded"),
-    ).fit(int(sys.argv[1]))
+        parallelism=rj.Parallelism(state="sharded" if kind == "sharded" else "replicated"),
+        planner=rj.Planner(topology=str(TOPOLOGY)) if kind == "planned" else None,
+    ).fit(steps)
