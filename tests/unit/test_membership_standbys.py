@@ -167,6 +167,20 @@ def test_standbys_go_on_without_a_host_that_starts_a_worker_but_wait_for_workers
     assert (job.generation.change, sorted(job.members)) == (WorldChange.GROW, list("abc"))
 
 
+def test_where_all_died_hosts_without_a_seat_are_not_left_out():
+    job = sharded("abcd", spare_seats=8, num_hosts=4, parity=2)
+    take_seats(job, "ab")
+    for name in "cd":
+        job.worker(name, exit_code=-9)
+    for name in "ab":
+        take_over(job, name)
+    assert job.phase is GenerationPhase.QUIESCE
+    for name in "cd":
+        job.restart(name)
+    job.serve()
+    assert (job.generation.change, job.members) == (WorldChange.REFORM, list("abcd"))
+
+
 def test_the_standby_of_a_host_that_lost_its_worker_gets_no_seat():
     job = training("a", "b", "c", spare_seats=8)
     job.worker("b", exit_code=-9)
