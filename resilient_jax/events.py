@@ -68,6 +68,12 @@ class EventKind(enum.StrEnum):
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
     HOST_DRAINING = "host.draining"
     """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
+    HOST_SPARE_USED = "host.spare_used"
+    """A host that spared takes part, in the place of one that is missing. Detail: `spare` (the host), `change` (of the
+    generation)."""
+    HOST_SPARE_UNSEATED = "host.spare_unseated"
+    """Spares got no seat of this world, because all are taken: they join by a re-form. Detail: `spares` (the hosts),
+    `seats` (of this world)."""
     STORE_LOST = "store.lost"
     """The store does not answer, or the lease was not renewed: this host does not train. Detail: `why`."""
     STORE_RECONNECTED = "store.reconnected"
@@ -161,7 +167,8 @@ class EventKind(enum.StrEnum):
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"
-    """A worker was not let in, or left: the job's other hosts run another script. Detail: `why` (with both values)."""
+    """A worker was not let in, or left: the job's other hosts run another script, or its own cannot run on this host.
+    Detail: `why` (with both values)."""
     WORKER_IDLE = "worker.idle"
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""

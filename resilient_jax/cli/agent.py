@@ -26,6 +26,7 @@ from resilient_jax.cli.options import (
     check_devices,
     check_platform,
     check_script,
+    check_spares,
     find_failure_domain,
     list_options,
     load_job_config,
@@ -93,6 +94,14 @@ DomainOption = Annotated[
         help="Failure domain of this host, such as its rack; other domains keep its parity. Default: from --topology."
     ),
 ]
+SpareOption = Annotated[
+    bool,
+    typer.Option(
+        "--spare",
+        help="Take part only in the place of another host: get ready, wait, and join when one is missing. Spares are "
+        "not counted in --num-hosts.",
+    ),
+]
 LaunchedOption = Annotated[
     bool, typer.Option("--launched", hidden=True, help="Started by `launch`, which prints how the job ended.")
 ]
@@ -114,6 +123,7 @@ def agent(
     store_tls: StoreTlsOption = None,
     failure_domain: DomainOption = "",
     topology: TopologyOption = None,
+    spare: SpareOption = False,
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
     launched: LaunchedOption = False,
@@ -143,6 +153,7 @@ def agent(
     _check_serving(access, serve_here=serve_store_here)
     own_address = _find_address(_parse_store(store), store) if address is None else _check_address(address)
     job_config = load_job_config(config, num_hosts)
+    check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
     if topology is not None and not failure_domain:
         failure_domain = find_failure_domain(topology, host_name)
     directory = create_run_directory(run_dir)  # last: bad input leaves nothing behind
@@ -159,17 +170,24 @@ def agent(
         versions=read_versions(),
         credentials=credentials,
         config=job_config,
+        is_spare=spare,
         failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
         is_launched=launched,
     )
     outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
-    # `launch` shows the error of a script in its last lines, once for all hosts.
-    is_told = not launched or (outcome.host == host_name and outcome.kind is not JobOutcomeKind.USER_ERROR)
-    if is_told and outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
-        print_line(f"[{host_name}] {describe_for_agent(outcome)}")
+    _print_end(settings, outcome)
     sys.exit(outcome.exit_code)
+
+
+def _print_end(settings: AgentSettings, outcome: JobOutcome) -> None:
+    """Print how the job or this host's part ended, unless that is told elsewhere or goes without saying."""
+    # `launch` shows the error of a script in its last lines, once for all hosts.
+    is_own = outcome.host == settings.host and outcome.kind is not JobOutcomeKind.USER_ERROR
+    is_plain = outcome.kind in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED)
+    if (is_own or not settings.is_launched) and not is_plain:
+        print_line(f"[{settings.host}] {describe_for_agent(outcome)}")
 
 
 def _make_environment(

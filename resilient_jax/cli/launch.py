@@ -22,6 +22,7 @@ from resilient_jax.cli.options import (
     check_devices,
     check_platform,
     check_script,
+    check_spares,
     find_failure_domain,
     list_options,
     load_job_config,
@@ -46,7 +47,7 @@ from resilient_jax.cluster.script_errors import read_script_errors
 from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
-from resilient_jax.jax_runtime.worker_environment import has_device_count
+from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
 from resilient_jax.store.etcd_address import EtcdAddress
 
 
@@ -68,6 +69,12 @@ NOTE_OF_USED_FOLDER = (
 
 
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
+SparesOption = Annotated[
+    int,
+    typer.Option(
+        help="Hosts to start beside those, which are ready to take the place of one that is missing."
+    ),
+]
 RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-dir", help="Folder for logs and events. Default: `runs/DATE-TIME`."),
@@ -100,6 +107,7 @@ def launch(
     context: typer.Context,
     script: ScriptArgument,
     hosts: HostsOption = 4,
+    spares: SparesOption = 0,
     devices_per_host: DevicesOption = None,
     platform: PlatformOption = "cpu",
     config: ConfigOption = None,
@@ -122,24 +130,26 @@ def launch(
     command = check_script(script, own_options)
     note_misplaced_options(command, own_options)
     check_devices(devices_per_host)
-    _check_hosts(hosts, config, topology)
+    checked_platform = check_platform(platform) or "cpu"
+    _check_hosts(hosts, spares, config, topology, checked_platform)
     _check_store(store, store_tls)
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
-        "--platform": check_platform(platform) or "cpu",
+        "--platform": checked_platform,
         "--devices-per-host": devices_per_host,
         "--config": config,
         "--topology": topology,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    host_sites = _load_sites(sites, hosts)
+    host_sites = _load_sites(sites, hosts + spares)
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
         job=_name_job(directory, store),
         num_hosts=hosts,
+        num_spares=spares,
         command=command,
         agent_options=(*given, *(["--verbose"] if verbose else [])),
         run_directory=directory,
@@ -151,6 +161,12 @@ def launch(
         store=store,
         store_tls=store_tls,
     )
+    sys.exit(_run(settings, is_used=is_used))
+
+
+def _run(settings: LaunchSettings, *, is_used: bool) -> int:
+    """Run the job and show how it goes; return the exit code. `is_used`: a job ran in this folder before."""
+    directory = settings.run_directory
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with claim_directory(directory), progress:
@@ -159,9 +175,9 @@ def launch(
             print_line(NOTE_OF_USED_FOLDER)
         started_s = time.time()
         outcome = asyncio.run(launcher.run())
-    errors = read_script_errors(directory, make_host_names(hosts), started_s)
-    print_line(describe_for_launch(outcome, directory, errors))
-    sys.exit(outcome.exit_code)
+    hosts = make_host_names(settings.num_hosts + settings.num_spares)
+    print_line(describe_for_launch(outcome, directory, read_script_errors(directory, hosts, started_s)))
+    return outcome.exit_code
 
 
 def _name_job(directory: Path, store: str | None) -> JobName:
@@ -176,22 +192,30 @@ def _check_store(store: str | None, store_tls: Path | None) -> None:
         raise CallerError("--store-tls: found it without --store, expected --store etcd://... beside it")
 
 
-def _check_hosts(hosts: int, config: Path | None, topology: Path | None) -> None:
+def _check_hosts(
+    hosts: int, spares: int, config: Path | None, topology: Path | None, platform: Platform
+) -> None:
     """Refuse a bad number of hosts, or bad files, here, once, instead of in the agent of every host.
 
     Raises:
-        CallerError: so many hosts cannot be started here, or the topology lacks one of them.
+        CallerError: so many hosts or spares cannot be started here, or the topology lacks one of them.
         ConfigError: the configuration does not fit the job.
     """
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
-    if (required := load_job_config(config, hosts).min_hosts) > hosts:
+    job_config = load_job_config(config, hosts)
+    check_spares("--spares", spares, hosts, job_config, platform)
+    if hosts + spares > MAX_HOSTS:
+        raise CallerError(
+            f"--spares: found {spares} beside {hosts} hosts, expected at most {MAX_HOSTS} in all on one machine"
+        )
+    if (required := job_config.min_hosts) > hosts:
         raise ConfigError(
             f"{config}: min_hosts: found {required} for a job of {hosts} hosts, expected no more than those. Lower it, "
             "or start more hosts"
         )
     if topology is not None:
-        for host in make_host_names(hosts):
+        for host in make_host_names(hosts + spares):
             find_failure_domain(topology, host)
 
 

@@ -84,6 +84,35 @@ def load_job_config(path: Path | None, hosts: int) -> JobConfig:
     return config
 
 
+def check_spares(option: str, spares: int, hosts: int, config: JobConfig, platform: Platform | None) -> None:
+    """Check that a job can have so many spares.
+
+    Args:
+        option: that asks for them, for the error.
+        spares: known to this command; an agent knows of itself.
+        hosts: of the job that are no spares.
+        config: of the job.
+        platform: of its workers; None: not known.
+
+    Raises:
+        CallerError: the job has one host, or fewer seats than spares.
+    """
+    if spares < 0:
+        raise CallerError(f"{option}: found {spares}, expected 0 or more")
+    if spares and hosts < 2:
+        raise CallerError(
+            f"{option}: found a spare for a job of {hosts} host, expected at least 2 hosts beside the spares: a spare "
+            f"has no part of the state, which is lost with the last host. Start more hosts, or leave out {option}"
+        )
+    # Without a seat a spare joins by a re-form, as every host does where workers are replaced or train on GPUs.
+    has_seats = platform == "cpu" and config.abort != "replace"
+    if has_seats and spares > config.spare_seats:
+        raise CallerError(
+            f"{option}: found {spares} spare{'s' if spares > 1 else ''} for {config.spare_seats} spare seats, expected "
+            "a seat for each, in which it waits. Raise spare_seats in the configuration, or start fewer spares"
+        )
+
+
 def check_script(command: list[str], own_options: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the command, after a check that its script can be run.
 

@@ -19,7 +19,7 @@ from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
-from resilient_jax.protocol.records import StandbyStatus
+from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
@@ -77,6 +77,22 @@ def _describe_standby(standby: StandbyStatus) -> str:
     return f"standby {standby.state}" + (f", {standby.memory_mib} MiB" if standby.memory_mib else "")
 
 
+def describe_spare(host: HostStatus, generation: Generation) -> str:
+    """Return a description such as "spare, ready, 412 MiB: no part of the state"; empty for other hosts."""
+    if not host.is_spare and host.host not in generation.spares:
+        return ""
+    worker = host.worker
+    if generation.find_member(host.host) is not None:
+        return "spare that takes part" if host.is_spare else ""
+    if worker is None or not worker.is_alive:
+        return "spare, without a worker"
+    if worker.report.state is not WorkerState.IDLE:
+        return "spare, getting ready"
+    how = "" if worker.report.world == generation.world else ", joins by a re-form"
+    memory = f", {worker.memory_mib} MiB" if worker.memory_mib else ""
+    return f"spare, ready{how}{memory}: no part of the state"
+
+
 def describe_redundancy(redundancy: Redundancy | None) -> str:
     """Return a description such as "state of step 12: on 3 hosts; survives the loss of 2 more hosts"."""
     if redundancy is None:
@@ -113,6 +129,8 @@ def print_report(console: Console, report: JobReport) -> None:
         worker = host.worker
         notes = ["draining"] if host.is_draining else []
         notes += ["stopped"] if worker and worker.is_unresponsive else []
+        spare = describe_spare(host, generation) if generation is not None else ""
+        notes += [spare] if spare else []
         notes += [_describe_standby(host.standby)] if host.standby is not None else []
         table.add_row(
             host.host,

@@ -96,6 +96,11 @@ class Agent:
         try:
             # First, so that a host which the job does not let in starts no worker.
             session = await self._registration.register("while it registered")
+            if self._settings.is_spare:
+                self._context.print_line(
+                    f"{self._settings.host}: a spare: its worker gets ready, and takes part when one of the job's "
+                    f"{self._settings.num_hosts} hosts is missing"
+                )
             tasks = [
                 loop.create_task(self._supervise_worker()),
                 loop.create_task(self._registration.stay_registered(session)),
@@ -166,6 +171,7 @@ class Agent:
             address=self._settings.address,
             versions=self._settings.versions,
             is_draining=self._follower.is_leaving,
+            is_spare=self._settings.is_spare,
             worker=self._supervisor.status,
             services=self._services.running,
             snapshot_server=self._snapshots.server,

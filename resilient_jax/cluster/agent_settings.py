@@ -17,6 +17,7 @@ class AgentSettings:
         address: of this host, where the other hosts reach it.
         command: the script and its arguments.
         environment: of the worker: what makes JAX find its devices and survive a failure.
+        is_spare: the host takes part only in the place of another; `num_hosts` does not count it.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: of logs and events; None writes none.
         is_launched: `resilient-jax launch` started the agent, and shows the error of a script that fails.
@@ -33,6 +34,7 @@ class AgentSettings:
     credentials: Credentials
     config: JobConfig
     run_directory: Path | None
+    is_spare: bool = False
     failure_domain: str = ""
     show_all_output: bool = False
     is_launched: bool = False

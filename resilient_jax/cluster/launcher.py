@@ -73,6 +73,7 @@ class LaunchSettings:
     Attributes:
         agent_options: options of every agent's command line.
         run_directory: a directory that exists, is writable and is claimed for this job.
+        num_spares: hosts beside those, which take part only in the place of another.
         host_restart_delay_s: how long a killed host stays away; None: it is not restarted.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
         store_host: address that the embedded store listens at.
@@ -86,6 +87,7 @@ class LaunchSettings:
     agent_options: tuple[str, ...]
     run_directory: Path
     environment: Mapping[str, str]
+    num_spares: int = 0
     host_restart_delay_s: float | None = 1.0
     max_host_restarts: int = 100
     sites: tuple[HostSite, ...] = ()
@@ -118,7 +120,7 @@ class JobView:
 
 
 def make_host_names(count: int) -> list[HostName]:
-    """Return the names of a local job's hosts."""
+    """Return the names of a local job's hosts, its spares last."""
     return [HostName(f"host-{index}") for index in range(count)]
 
 
@@ -215,7 +217,7 @@ class Launcher:
         )
 
     async def _run_hosts(self) -> JobOutcome:
-        names = make_host_names(self._settings.num_hosts)
+        names = make_host_names(self._settings.num_hosts + self._settings.num_spares)
         hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
         try:
             await self._wait_end(hosts)
@@ -335,6 +337,7 @@ class Launcher:
             *("--address", site.address),
             *("--num-hosts", str(settings.num_hosts)),
             *("--run-dir", str(settings.run_directory)),
+            *(["--spare"] if index >= settings.num_hosts else []),
             "--launched",
             *settings.agent_options,
             "--",

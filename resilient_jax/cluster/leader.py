@@ -26,7 +26,9 @@ from resilient_jax.cluster.membership import (
     make_initial_state,
 )
 from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_state import join_names
 from resilient_jax.cluster.redundancy import measure_redundancy
+from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
 from resilient_jax.events import EventKind
@@ -153,6 +155,8 @@ class _Term:
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """The newest generation that this leader has read from the store or written to it."""
+        self._unseated: list[HostName] = []
+        """The spares that were last found to have no seat."""
 
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
@@ -175,6 +179,7 @@ class _Term:
                 state, commands = handle(state, event, self._now(), self._leader._config)
                 for command in commands:
                     await self._execute(command, state)
+                self._record_unseated(state)
                 event = await self._next(inbox, watching)
         finally:
             watching.cancel()
@@ -243,6 +248,8 @@ class _Term:
             token=self._token,
             revision=result.revision,
         )
+        for spare in list_used(before, state):
+            self._record_used(spare, generation)
         if generation.state_loss is not None and (
             before is None or generation.state_loss != before.state_loss
         ):
@@ -267,6 +274,31 @@ class _Term:
             losses=redundancy.losses,
             copies=redundancy.copies,
             snapshot=redundancy.snapshot is not None,
+        )
+
+    def _record_used(self, spare: HostName, generation: Generation) -> None:
+        self._leader._log.record(
+            EventKind.HOST_SPARE_USED,
+            generation=generation.number,
+            step=generation.step,
+            spare=spare,
+            change=str(generation.change),
+        )
+        self._leader._print_line(f"{spare} spared, and takes part from step {generation.step} on")
+
+    def _record_unseated(self, state: MembershipState) -> None:
+        """Record which spares have no seat, whenever there are others, and print what to do about it."""
+        before, self._unseated = self._unseated, list_unseated(state, self._leader._config)
+        if not self._unseated or self._unseated == before:
+            return
+        generation = state.generation
+        spares, seats = join_names(self._unseated), generation.num_seats
+        self._leader._log.record(
+            EventKind.HOST_SPARE_UNSEATED, generation=generation.number, spares=spares, seats=seats
+        )
+        self._leader._print_line(
+            f"{spares}: found no seat for this spare, expected one of the {seats} of this world to be free; a spare "
+            "without a seat joins by a re-form, which takes seconds longer. Raise spare_seats, or start fewer spares"
         )
 
     def _record_state_loss(self, generation: Generation, lost: StateLoss) -> None:

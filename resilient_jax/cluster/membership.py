@@ -23,9 +23,12 @@ The rules, from which the code below follows:
    in the world, and those that replace them resume from a snapshot.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
    waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
+10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
+   takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 
 The machine reads only statuses (levels), so a new leader restarts it from the store. membership_state.py interprets
-the statuses, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a state.
+the statuses, spare_hosts.py chooses the members, rendezvous.py says whether to wait for more, world_formation.py builds
+the next world, and state_loss.py decides what follows the loss of a state.
 """
 
 import dataclasses
@@ -39,7 +42,6 @@ from resilient_jax.cluster.membership_state import (
     MembershipState,
     awaits_seat,
     awaits_snapshot_report,
-    count_unreplaced,
     find_disruption,
     find_newest_step,
     find_recoverable_step,
@@ -47,11 +49,9 @@ from resilient_jax.cluster.membership_state import (
     find_user_error,
     find_worker,
     has_service,
-    has_taken_seat,
     have_all_finished_step,
     is_draining,
     is_idle,
-    is_on_its_way,
     is_snapshot_needed,
     join_names,
     list_dropped_workers,
@@ -61,6 +61,8 @@ from resilient_jax.cluster.membership_state import (
     list_survivors,
 )
 from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
+from resilient_jax.cluster.rendezvous import Rendezvous, decide_to_wait
+from resilient_jax.cluster.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.cluster.state_loss import (
     decide_after_state_loss,
     is_any_polling_checkpoints,
@@ -69,8 +71,6 @@ from resilient_jax.cluster.state_loss import (
 from resilient_jax.cluster.world_formation import (
     StartCoordinationService,
     StateOrigin,
-    can_be_seated,
-    can_change_in_place,
     find_state_origin,
     form_next_generation,
     give_seats,
@@ -336,8 +336,8 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
         # periodically, so that the next leader can report how many steps are lost.
         return msgspec.structs.replace(generation, progress=progress)
-    joiners = list_joiners(state)
-    if has_service(state) and (given := give_seats(state, joiners)) is not None:
+    joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
+    if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
     reason = _find_reason_to_change(state, joiners)
     if reason is None:
@@ -381,8 +381,8 @@ def _settle(
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
         return None
-    kept = [state.hosts[m.host] for m in generation.members if not is_draining(state, m.host)]
-    joiners = _choose_joiners(state, kept, config)
+    kept = list_staying(state)
+    joiners = choose_joiners(state, kept, config)
     if not kept and joiners:
         # All members must leave: they stay for one more generation, from which the joiners fetch.
         kept = [state.hosts[m.host] for m in generation.members]
@@ -399,7 +399,7 @@ def _settle(
     waited_s = now - state.phase_since_s
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
-        are_all_here = len(state.hosts) >= config.num_hosts
+        are_all_here = sum(not status.is_spare for status in state.hosts.values()) >= config.num_hosts
         if waited_s <= (
             config.regroup_grace_s if are_all_here else max(config.regroup_grace_s, config.state_loss_grace_s)
         ):
@@ -412,81 +412,26 @@ def _settle(
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
-    waiting = _decide_to_wait(state, kept, joiners, waited_s, origin, config)
-    if waiting is not None:
-        return waiting if isinstance(waiting, Generation) else None
-    return form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
+    return _form(state, kept, joiners, origin, lost, waited_s, config)
 
 
-def _choose_joiners(
-    state: MembershipState, kept: list[HostStatus], config: MembershipConfig
-) -> list[HostStatus]:
-    """Return the hosts that join now: only those that have a seat, if the others can go on in place with them."""
-    generation, joiners = state.generation, list_joiners(state)
-    seated = [status for status in joiners if has_taken_seat(generation, status)]
-    if (
-        (kept or config.replaces_workers)  # else those that have a seat would wait for those that have none
-        and can_change_in_place(state, kept, seated)
-        and can_be_seated(generation, [status for status in joiners if status not in seated])
-        and len(kept) + len(seated) >= config.min_hosts
-        # Else a host without a seat may have the state.
-        and find_state_origin(state, kept, seated).exists
-    ):
-        return seated
-    return joiners
-
-
-def _may_gain_copy(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
-    """Return whether these hosts would continue with the last copy of the state, and another one may soon join."""
-    if not kept or joiners or not any(map(is_on_its_way, state.hosts.values())):
-        return False
-    names = {status.host for status in kept}
-    members = tuple(m for m in state.generation.members if m.host in names)
-    return state.generation.progress > 0 and is_last_copy_without(state, members)
-
-
-class _Wait:
-    """More hosts are expected; there is nothing to publish yet."""
-
-
-def _decide_to_wait(
+def _form(
     state: MembershipState,
     kept: list[HostStatus],
     joiners: list[HostStatus],
-    waited_s: float,
     origin: StateOrigin,
+    lost: StateLoss | None,
+    waited_s: float,
     config: MembershipConfig,
-) -> Generation | _Wait | None:
-    """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to proceed."""
-    if waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners):
-        return _Wait()
-    present = len(kept) + len(joiners)
-    if kept:
-        enough = present >= config.min_hosts
-    else:
-        # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
-        # If there is a state to continue from, the wait is short.
-        patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-        num_hosts = config.num_hosts
-        if config.replaces_workers and state.generation.progress > 0:
-            # Hosts whose workers are replaced stay registered, so no other is waited for, but these for longer.
-            num_hosts = min(num_hosts, len(state.hosts))
-            if any(map(is_on_its_way, state.hosts.values())):
-                patience_s = max(patience_s, config.forming_timeout_s)
-            if origin.exists and can_change_in_place(state, kept, joiners):
-                # Standbys that stand in the world already; a host without one joins them as one that returns.
-                num_hosts = present + count_unreplaced(state)
-        expected = 0 if waited_s > patience_s else num_hosts
-        enough = present >= max(expected, config.min_hosts, 1)
-    if enough:
+) -> Generation | StartCoordinationService | None:
+    """Return the generation of these hosts, unless more are waited for."""
+    arrived = decide_to_wait(state, kept, joiners, waited_s, origin, config)
+    if isinstance(arrived, JobOutcome):
+        return _finish(state.generation, arrived)
+    if arrived is Rendezvous.WAITING:
         return None
-    if waited_s <= config.start_timeout_s:
-        return _Wait()
-    message = (
-        f"{present} of the {config.min_hosts} hosts that the job needs at least are ready after "
-        f"{waited_s:.0f} s; start more agents, or lower min_hosts"
-    )
-    return _finish(
-        state.generation,
-        JobOutcome(kind=JobOutcomeKind.TOO_FEW_HOSTS, exit_code=int(ExitCode.TOO_FEW_HOSTS), message=message),
-    )
+    formed = form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
+    if isinstance(formed, StartCoordinationService):
+        return formed
+    staying = [status for status in (*kept, *joiners) if not status.is_draining]
+    return msgspec.structs.replace(formed, max_members=count_places(state, staying, config.num_hosts))

@@ -11,7 +11,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
-from resilient_jax.cluster.standby_worker import StandbyWorker
+from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mib
 from resilient_jax.cluster.worker_exit import (
     SIGNAL_EXIT_CODE_BASE,
     apply_exit_code,
@@ -26,7 +26,7 @@ from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerStatus
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
@@ -51,6 +51,8 @@ LAST_LINES_TIMEOUT_S = 1.0
 """For the last lines of a worker that has ended, and for the record of its error."""
 START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
+JOINING_STATES = (WorkerState.STARTING, WorkerState.PREPARING)
+"""What a worker that is about to join does before it is idle."""
 FINISH_REMINDER_INTERVAL_S = 60.0
 """How often to print that a script still works after training, for which it may take as long as it likes."""
 
@@ -255,6 +257,7 @@ class WorkerSupervisor:
             report=worker.report,
             is_unresponsive=worker.is_unresponsive,
             is_dying=worker.is_dying,
+            memory_mib=_measure_memory(worker, self.status),
             exit_code=worker.child.exit_code,
             error=find_error(worker),
         )
@@ -394,3 +397,11 @@ class WorkerSupervisor:
         await self.seat_standby.close()
         await self.standby.close()
         self._output.close()
+
+
+def _measure_memory(worker: WorkerProcess, before: WorkerStatus | None) -> int:
+    """Return the resident memory of the worker in MiB when it was last ready to join; 0 before."""
+    is_same = before is not None and before.incarnation == worker.incarnation
+    if before is not None and is_same and before.report.state not in JOINING_STATES:
+        return before.memory_mib
+    return read_resident_mib(worker.child.pid) if worker.report.state is WorkerState.IDLE else 0

@@ -156,18 +156,22 @@ def form_next_generation(
     )
 
 
-def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation | None:
+def give_seats(
+    state: MembershipState, joiners: list[HostStatus], spares: list[HostStatus]
+) -> Generation | None:
     """Return the present generation with a spare seat for each worker that waits for one; None if none gets one.
 
-    Workers that join come first, all of them or none; then standbys. Each has one try: a worker that cannot take its
-    seat joins by a re-form.
+    Workers that join come first, all of them or none; then `spares`, for which there is no place now, and standbys.
+    Each has one try: a worker that cannot take its seat joins by a re-form.
     """
     generation = state.generation
     num_free = generation.num_seats - generation.next_seat
-    waiting = [status for status in joiners if find_seat(generation, status) is None]
+    waiting, later = (
+        [status for status in hosts if find_seat(generation, status) is None] for hosts in (joiners, spares)
+    )
     if len(waiting) > num_free:
         return None
-    waiting = [*waiting, *list_unseated_standbys(state)][:num_free]
+    waiting = [*waiting, *later, *list_unseated_standbys(state)][:num_free]
     if not waiting:
         return None
     given = tuple(
@@ -177,6 +181,7 @@ def give_seats(state: MembershipState, joiners: list[HostStatus]) -> Generation 
         generation,
         next_seat=Seat(generation.next_seat + len(given)),
         newcomers=(*_list_waiting(state, generation), *given),
+        spares=tuple(status.host for status in spares),
     )
 
 

@@ -149,8 +149,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         num_seats: the seats of that world, taken or not.
         next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
+        max_members: how many hosts may be members, as of the last formation; the others spare.
         newcomers: the workers, and standbys, that were given a seat while others train, and have asked or may ask to
             join.
+        spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
@@ -182,7 +184,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     num_seats: int = 0
     next_seat: Seat = Seat(0)
     members: tuple[Member, ...] = ()
+    max_members: int = 0
     newcomers: tuple[Member, ...] = ()
+    spares: tuple[HostName, ...] = ()
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
@@ -304,6 +308,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         report: what the worker last reported.
         is_unresponsive: whether the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
         is_dying: whether its threads have ended; the exit code follows when the kernel has freed its memory.
+        memory_mib: its resident memory when it was last ready to join, in MiB; 0 before.
         exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while it runs.
         error: the end of what it wrote to standard error, when it exited by itself.
     """
@@ -313,6 +318,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     report: WorkerReport = msgspec.field(default_factory=WorkerReport)
     is_unresponsive: bool = False
     is_dying: bool = False
+    memory_mib: int = 0
     exit_code: int | None = None
     error: str = ""
 
@@ -403,6 +409,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         address: the host's address for the others.
         versions: the versions of what must be equal on all hosts.
         is_draining: whether the host leaves after a preemption notice.
+        is_spare: whether the host was started as a spare: it takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
@@ -420,6 +427,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     versions: Versions
     is_draining: bool = False
+    is_spare: bool = False
     worker: WorkerStatus | None = None
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None

@@ -13,7 +13,7 @@ import jax
 from resilient_jax.cluster.child_process import restore_normal_priority
 from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
-from resilient_jax.errors import PeerError, SnapshotLost
+from resilient_jax.errors import CallerError, PeerError, SnapshotLost
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
@@ -24,6 +24,7 @@ from resilient_jax.protocol.records import Generation, SeatId, WorkerFailure, Wo
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
+    RESTART_EXIT_CODE,
     SNAPSHOT_CONNECTION_VARIABLE,
     FormWorld,
     StopWorker,
@@ -306,12 +307,20 @@ class Worker:
         self._agent.report_seat(order.generation.world if self._connector.is_connected else None, failure)
 
     def _rehearse(self, order: TakeSeat, train_fn: TrainFunction) -> None:
-        """Load what a step needs; whatever fails in it fails again where it counts."""
+        """Load what a step needs; whatever fails in it fails again where it counts.
+
+        Except for what the script's own call refuses, such as a host that is not in its topology: that would end the
+        job for all, so this host leaves before it is a member.
+        """
         started_s, problem = time.monotonic(), ""
         self._monitor.begin_generation(order.generation)
         try:
             if not rehearse(train_fn, order, self._agent, self._connector.interrupt):
                 problem = "the train function did not come to a commit"
+        except CallerError as error:
+            self._agent.raise_if_ended()
+            self._agent.record_event(EventKind.SCRIPT_REFUSED, why=f"Its script cannot run here: {error}")
+            os._exit(RESTART_EXIT_CODE)
         except Exception as error:
             self._agent.raise_if_ended()
             problem = _summarize(error)

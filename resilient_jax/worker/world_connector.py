@@ -103,7 +103,7 @@ class WorldConnector:
         self._known_seats = frozenset(seats)
 
     def take_seat(self, order: TakeSeat) -> None:
-        """Connect to a spare seat of the world in which others train. JAX counts them and this process.
+        """Connect to a spare seat of the world in which others train. JAX counts those that would train with it.
 
         Raises:
             FormingInterrupted, FormingFailed, StateError: as `form_world`.

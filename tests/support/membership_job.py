@@ -86,6 +86,21 @@ class Job:
     def report(self, name: str, **changes) -> None:
         self.worker(name, report=msgspec.structs.replace(self.worker_of(name).report, **changes))
 
+    def spare(self, name: str) -> None:
+        """Have a host appear that was started as a spare, and its worker be ready; it is no member yet."""
+        new = msgspec.structs.replace(self.status(name), is_spare=True)
+        assert new.worker is not None
+        worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
+        self.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
+        if self.generation.find_newcomer(HostName(name), worker.incarnation) is not None:
+            self.take_seat(name)
+
+    def take_seat(self, name: str) -> None:
+        """Have a worker report that it is connected through the seat that it was given."""
+        seat = self.find_seat(name)
+        self.report(name, state=WorkerState.PREPARING, seat=seat)
+        self.report(name, state=WorkerState.IDLE, seat=seat, world=seat.world)
+
     def restart(self, name: str, incarnation: int = 2) -> None:
         report = WorkerReport(state=WorkerState.IDLE)
         self.change(name, worker=WorkerStatus(incarnation=Incarnation(incarnation), pid=2, report=report))

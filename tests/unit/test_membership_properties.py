@@ -13,7 +13,8 @@ Assumptions of the model about the shells:
 - a standby is started beside a worker that trains, and the store reads of a worker's death and of the standby that
   replaces it at once;
 - a host never uses an incarnation twice;
-- an agent that is connected reads what the leader wrote before a timeout that depends on it.
+- an agent that is connected reads what the leader wrote before a timeout that depends on it;
+- the lease of one that is not connected, or suspended, ends before such a timeout.
 """
 
 import collections
@@ -249,8 +250,9 @@ class Term:
 class Host:
     """A machine that runs an agent."""
 
-    def __init__(self, name: HostName) -> None:
+    def __init__(self, name: HostName, *, is_spare: bool) -> None:
         self.name = name
+        self.is_spare = is_spare
         self.incarnations = 0
         self.lease: LeaseId | None = None
         self.registered = False  # according to the agent
@@ -299,6 +301,7 @@ class Host:
             address=self.name,
             versions=VERSIONS,
             is_draining=self.draining,
+            is_spare=self.is_spare,
             worker=self.seen,
             standby=StandbyStatus(state=StandbyState.STARTING, pid=2, worker=self.standby_seen)
             if self.standby_seen is not None
@@ -313,13 +316,14 @@ class Cluster:
     """All hosts, the store, and the invariants."""
 
     config = CONFIG
+    spares: tuple[HostName, ...] = ()
 
     def __init__(self, *, are_collectives_fragile: bool = True, has_standbys: bool = False) -> None:
         self.are_collectives_fragile = are_collectives_fragile
         self.has_standbys = has_standbys
         self.now_s = 0.0
         self.store = StoreStateMachine(first_lease=LeaseId(1))
-        self.hosts = {name: Host(name) for name in NAMES}
+        self.hosts = {name: Host(name, is_spare=name in self.spares) for name in NAMES}
         self.workers = {(h.name, h.worker.incarnation): h.worker for h in self.hosts.values()}
         self.written: list[tuple[Generation, Revision]] = []  # accepted by the store, with the writer's token
         self.entered: dict[int, set[HostName]] = collections.defaultdict(set)
@@ -342,14 +346,13 @@ class Cluster:
 
     @property
     def do_all_train(self) -> bool:
-        """Return whether all hosts train together."""
+        """Return whether as many hosts as there are places train together."""
         now = self.generation
-        return (
-            now is not None
-            and now.phase is GenerationPhase.ACTIVE
-            and len(now.members) == len(NAMES)
-            and all(h.worker.runs and h.worker.report.has_finished_step for h in self.hosts.values())
-            and all(h.worker.generation is not None for h in self.hosts.values())
+        if now is None or now.phase is not GenerationPhase.ACTIVE:
+            return False
+        workers = [self.workers[m.host, m.incarnation] for m in now.members]
+        return len(workers) == self.config.num_hosts and all(
+            w.runs and w.report.has_finished_step and w.generation is not None for w in workers
         )
 
     # Possible actions, (weight, action): those of the shells, then time, then faults.
@@ -475,7 +478,10 @@ class Cluster:
         return self.are_collectives_fragile or not worker.alive or (has_entered and not has_result)
 
     def time_moves(self):
-        late = any(h.reaches_store and h.registered and self.has_news(h) for h in self.hosts.values())
+        late = any(
+            self.has_news(h) if h.reaches_store and h.registered else h.lease is not None
+            for h in self.hosts.values()
+        )
         yield 2, lambda: self.wait(0.5)
         if not late:
             yield 1, lambda: self.wait(6.0)
@@ -1006,6 +1012,43 @@ class ReplacingCluster(Cluster):
             assert new.step == new.snapshot.id.step
 
 
+class SpareCluster(Cluster):
+    """A cluster with a spare host: three hosts are members at most, whichever they are."""
+
+    config = dataclasses.replace(CONFIG, num_hosts=len(NAMES) - 1)
+    spares = NAMES[-1:]
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether all places are taken, and the host without one is ready: it has tried to take a seat."""
+        now = self.generation
+        if now is None or not self.do_all_train:
+            return False
+        waiting = [h for h in self.hosts.values() if now.find_member(h.name) is None]
+        workers = [h.worker for h in waiting if h.registered and h.worker.runs]
+        tried = [w.report.seat is not None and w.report.seat.world == now.world for w in workers]
+        is_ready = [w.report.state is WorkerState.IDLE and not w.inbox for w in workers]
+        return (
+            len(workers) == len(waiting) and all(is_ready) and (now.next_seat == now.num_seats or all(tried))
+        )
+
+    def check_form(self, old: Generation, new: Generation) -> None:
+        """Check that there is a place for each member, and that no member has lost its own to another host."""
+        super().check_form(old, new)
+        assert new.max_members == self.config.num_hosts
+        staying = {m for m in old.members if not self.hosts[m.host].draining}
+        lasting = [m for m in new.members if self.workers[m.host, m.incarnation].runs]
+        assert len([m for m in lasting if not self.hosts[m.host].draining]) <= new.max_members
+        if new.change is not WorldChange.REFORM and old.phase is GenerationPhase.BOUNDARY:
+            assert staying <= set(new.members)
+
+
+class ReplacingSpareCluster(SpareCluster, ReplacingCluster):
+    """A cluster with a spare host whose worker is not in the world of the workers that are killed together."""
+
+    config = dataclasses.replace(ReplacingCluster.config, num_hosts=len(NAMES) - 1)
+
+
 class RoomyCluster(Cluster):
     """A cluster with more seats than its deaths use up, whose collectives break only because of a member's death."""
 
@@ -1120,6 +1163,7 @@ def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> 
     calm_down(cluster)
     has_state = any(
         host.registered
+        and host.lease is not None
         and host.worker.runs
         and host.worker.held is not None
         and not (host.draining or cluster.is_outside(host))
@@ -1239,3 +1283,43 @@ def test_standbys_and_workers_that_die_at_any_moment_are_survived(seed, replaces
                     cluster.check_one_world_trains()
         assert play_fairly(cluster, lambda: cluster.do_all_train or cluster.finished, chance)
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_a_job_with_a_spare_survives_any_sequence_of_faults(seed):
+    chance = random.Random(seed)
+    make = chance.choice((SpareCluster, SpareCluster, ReplacingSpareCluster))
+    cluster = make(has_standbys=chance.choice((True, False)))
+    play(chance.randbytes(chance.choice((400, 4000))), chance, cluster)
+    event(f"ended: {cluster.outcome and cluster.outcome.kind}")
+    event(f"used: {any(g.find_member(NAMES[-1]) for g, _ in cluster.written)}")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_lost_hosts_are_replaced_by_whichever_is_ready_and_then_nothing_changes(seed):
+    chance = random.Random(seed)
+    make = chance.choice((SpareCluster, SpareCluster, ReplacingSpareCluster))
+    cluster = make(are_collectives_fragile=False, has_standbys=chance.choice((True, False)))
+    for _ in range(3):
+        assert play_fairly(cluster, lambda: cluster.is_settled or cluster.finished, chance)
+        if cluster.finished:  # two hosts with the only copies were lost at once
+            break
+        settled = cluster.generation
+        assert settled is not None
+        rounds = iter(range(100))
+        play_fairly(cluster, lambda: next(rounds) == 20, chance)  # noqa: B023
+        assert cluster.generation is not None
+        assert cluster.generation.number == settled.number, cluster.generation.reason
+        for host in chance.sample(list(cluster.hosts.values()), chance.choice((1, 1, 2))):
+            cluster.kill_host(host)
+            if chance.randrange(2):
+                cluster.expire(host)
+            for _ in range(chance.randrange(60)):
+                if (action := pick(cluster.moves(), chance.randrange(2**16))) is not None:
+                    action()
+                    cluster.check_one_world_trains()
+        calm_down(cluster)
+    event(f"used: {any(g.find_member(NAMES[-1]) for g, _ in cluster.written)}")
+    event(f"grew: {any(g.change is WorldChange.GROW for g, _ in cluster.written)}")

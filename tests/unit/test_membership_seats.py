@@ -12,13 +12,6 @@ def seats_of(members: tuple[Member, ...]) -> list[tuple[str, int]]:
     return [(m.host, m.seat) for m in members]
 
 
-def take_seat(job: Job, name: str) -> None:
-    """Have a worker report that it is connected through the seat that it was given."""
-    seat = job.find_seat(name)
-    job.report(name, state=WorkerState.PREPARING, seat=seat)
-    job.report(name, state=WorkerState.IDLE, seat=seat, world=seat.world)
-
-
 def lose_and_restart(job: Job, name: str) -> None:
     """Kill a worker; the others shrink and train, and a new worker is idle."""
     job.worker(name, exit_code=-9)
@@ -37,7 +30,7 @@ def test_a_worker_is_given_a_seat_and_the_others_train_until_it_has_taken_it():
     job.report("b", state=WorkerState.PREPARING, seat=job.find_seat("b"))
     job.wait(100.0)
     assert job.phase is GenerationPhase.ACTIVE, "no host waits for a worker that loads its programs"
-    take_seat(job, "b")
+    job.take_seat("b")
     assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "b asked to join")
 
 
@@ -45,7 +38,7 @@ def test_a_worker_with_a_seat_joins_in_place_and_fetches_the_state():
     job = training("a", "b", "c", spare_seats=4)
     asked = len(job.asked)
     lose_and_restart(job, "b")
-    take_seat(job, "b")
+    job.take_seat("b")
     stop_at_boundary(job, 8)
     new = job.generation
     assert (new.phase, new.change, new.world, new.step) == (GenerationPhase.FORM, WorldChange.GROW, 1, 8)
@@ -57,7 +50,7 @@ def test_a_worker_with_a_seat_joins_in_place_and_fetches_the_state():
 def test_a_host_that_was_never_there_joins_in_place_too():
     job = training("a", "b", spare_seats=1)
     job.report("c", state=WorkerState.IDLE)
-    take_seat(job, "c")
+    job.take_seat("c")
     stop_at_boundary(job, 7)
     assert (job.generation.change, job.members) == (WorldChange.GROW, ["a", "b", "c"])
 
@@ -88,7 +81,7 @@ def test_a_worker_that_cannot_take_its_seat_joins_by_a_reform():
 def test_without_a_seat_left_all_form_a_new_world():
     job = training("a", "b", "c", spare_seats=1)
     lose_and_restart(job, "b")
-    take_seat(job, "b")
+    job.take_seat("b")
     stop_at_boundary(job, 8)
     job.form()
     job.train(9)
@@ -115,7 +108,7 @@ def test_the_others_shrink_in_place_without_a_worker_that_has_no_seat_yet():
 def test_a_worker_that_has_its_seat_joins_in_an_unplanned_change():
     job = training("a", "b", "c", "d", spare_seats=4)
     lose_and_restart(job, "b")
-    take_seat(job, "b")
+    job.take_seat("b")
     assert job.phase is GenerationPhase.PAUSE
     job.worker("c", exit_code=-9)
     job.acknowledge("a", "d", step=6, holds_state=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -149,3 +150,21 @@ def test_a_trainer_saves_logs_and_reports_nothing(
     assert rehearsed == [num_steps > STEP]
     assert reports == []
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+@pytest.mark.parametrize(
+    ("members", "spares", "hosts"),
+    [("ac", "", "acb"), ("ac", "b", "ab"), ("acd", "bx", "acb"), ("a", "b", "ab"), ("ac", "x", "acb")],
+)
+def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(members, spares, hosts):
+    seated = tuple(
+        Member(host=HostName(name), incarnation=Incarnation(1), seat=Seat(seat))
+        for seat, name in enumerate(members)
+    )
+    generation = msgspec.structs.replace(
+        ORDER.generation, members=seated, spares=tuple(HostName(name) for name in spares)
+    )
+    seen: list[tuple[str, ...]] = []
+    order = msgspec.structs.replace(ORDER, generation=generation)
+    rehearse(lambda world: seen.append(world.hosts), order, StandaloneControl("b"), lambda: None)
+    assert seen == [tuple(hosts)]

@@ -14,14 +14,19 @@ from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
+    Generation,
+    GenerationPhase,
     HostStatus,
     JobOutcome,
     JobOutcomeKind,
+    Member,
     StandbyState,
     StandbyStatus,
+    WorkerReport,
+    WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
@@ -132,6 +137,48 @@ def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
 )
 def test_how_many_more_losses_the_state_survives_is_said(redundancy, said):
     assert status.describe_redundancy(redundancy) == said
+
+
+IDLE = WorkerReport(state=WorkerState.IDLE, world=WorldId(3))
+TRAINING = Generation(
+    number=GenerationNumber(3),
+    phase=GenerationPhase.ACTIVE,
+    world=WorldId(3),
+    members=(Member(host=HostName("host-1"), incarnation=Incarnation(3), seat=Seat(0)),),
+    spares=(HostName("host-2"),),
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_spare", "report", "said"),
+    [
+        ("host-1", False, IDLE, ""),
+        ("host-1", True, IDLE, "spare that takes part"),
+        ("host-3", False, IDLE, ""),
+        ("host-3", True, IDLE, "spare, ready, 412 MiB: no part of the state"),
+        ("host-2", False, IDLE, "spare, ready, 412 MiB: no part of the state"),
+        (
+            "host-3",
+            True,
+            WorkerReport(state=WorkerState.IDLE),
+            "spare, ready, joins by a re-form, 412 MiB: no part of the state",
+        ),
+        ("host-3", True, WorkerReport(state=WorkerState.PREPARING), "spare, getting ready"),
+        ("host-3", True, None, "spare, without a worker"),
+    ],
+)
+def test_of_a_host_that_spares_it_is_said_whether_it_is_ready(host, is_spare, report, said):
+    worker = (
+        WorkerStatus(incarnation=Incarnation(3), pid=1, memory_mib=412, report=report) if report else None
+    )
+    changes = {"host": HostName(host), "is_spare": is_spare, "worker": worker, "standby": None}
+    changed = msgspec.structs.replace(REPORT.hosts[0], is_draining=False, **changes)
+    assert status.describe_spare(changed, TRAINING) == said
+    shown = io.StringIO()
+    report = msgspec.structs.replace(REPORT, hosts=(changed,), generation=TRAINING)
+    status.print_report(Console(file=shown, width=400), report)
+    assert ("spare" in shown.getvalue()) == bool(said)
+    assert said in shown.getvalue()
 
 
 @pytest.mark.parametrize(

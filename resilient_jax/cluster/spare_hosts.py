@@ -1,0 +1,113 @@
+"""Which hosts are members where more are ready than there are places. Pure.
+
+A job has a place for each host that was not started as a spare. A place becomes free when its host is lost or leaves;
+whichever host is ready first takes it. No member gives up its place for another, so a host that comes back while a
+spare has its place is a spare itself.
+
+A host without a place is a newcomer like any other: its worker takes a seat of the world and loads its programs, and
+waits then. It has no part of the state and of no snapshot, so it counts neither for the redundancy of the state nor for
+`min_hosts`.
+"""
+
+from collections.abc import Iterable
+
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_state import (
+    MembershipState,
+    find_seat,
+    has_taken_seat,
+    is_draining,
+    list_joiners,
+)
+from resilient_jax.cluster.world_formation import can_be_seated, can_change_in_place, find_state_origin
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+
+
+def list_staying(state: MembershipState) -> list[HostStatus]:
+    """Return the members that got no notice to leave."""
+    return [state.hosts[m.host] for m in state.generation.members if not is_draining(state, m.host)]
+
+
+def count_places(state: MembershipState, ready: Iterable[HostStatus], num_hosts: int) -> int:
+    """Return how many hosts may be members: as many as there are, or ever were at once, that are no spares.
+
+    Args:
+        state: of the machine.
+        ready: the members that stay, and the hosts that are ready to join.
+        num_hosts: that the job was started for, without spares.
+    """
+    return max(state.generation.max_members, num_hosts, sum(not status.is_spare for status in ready))
+
+
+def admit_hosts(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], num_hosts: int
+) -> tuple[list[HostStatus], list[HostStatus]]:
+    """Return the joiners for which there is a place beside the members that stay, and the others.
+
+    If there are too many: those with the newest state if no member has it, then those that have taken a seat, and of
+    these spares last.
+    """
+    free = max(0, count_places(state, [*kept, *joiners], num_hosts) - len(kept))
+    if len(joiners) <= free:
+        return joiners, []
+    is_state_kept = any(_find_held_step(status) >= 0 for status in kept)
+
+    def rank(status: HostStatus) -> tuple[int, bool, bool]:
+        is_unseated = not has_taken_seat(state.generation, status)
+        return 0 if is_state_kept else -_find_held_step(status), is_unseated, status.is_spare
+
+    admitted = {status.host for status in sorted(joiners, key=rank)[:free]}
+    return (
+        [status for status in joiners if status.host in admitted],
+        [status for status in joiners if status.host not in admitted],
+    )
+
+
+def _find_held_step(status: HostStatus) -> int:
+    """Return the step of the complete state that a host's worker has; -1 if it has none."""
+    if status.worker is None or not status.worker.report.holds_state:
+        return -1
+    return status.worker.report.step
+
+
+def list_unseated(state: MembershipState, config: MembershipConfig) -> list[HostName]:
+    """Return the spares for which this world has no seat left."""
+    generation = state.generation
+    if not config.spare_seats or generation.phase is not GenerationPhase.ACTIVE:
+        return []
+    if generation.next_seat < generation.num_seats:
+        return []
+    _, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
+    return [status.host for status in spares if find_seat(generation, status) is None]
+
+
+def list_used(before: Generation | None, state: MembershipState) -> list[HostName]:
+    """Return the hosts that spared in the generation before, and are members of the one that forms now."""
+    if before is None or state.generation.phase is not GenerationPhase.FORM:
+        return []
+    came = {m.host for m in state.generation.members} - {m.host for m in before.members}
+    return [
+        status.host
+        for status in state.hosts.values()
+        if status.host in came and (status.is_spare or status.host in before.spares)
+    ]
+
+
+def choose_joiners(
+    state: MembershipState, kept: list[HostStatus], config: MembershipConfig
+) -> list[HostStatus]:
+    """Return the hosts that join now: only those that have a seat, if the others can go on in place with them."""
+    generation = state.generation
+    admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
+    seated = [status for status in admitted if has_taken_seat(generation, status)]
+    if (
+        (kept or config.replaces_workers)  # else those that have a seat would wait for those that have none
+        and can_change_in_place(state, kept, seated)
+        and can_be_seated(generation, [status for status in admitted if status not in seated])
+        and len(kept) + len(seated) >= config.min_hosts
+        # Else a host without a seat may have the state.
+        and find_state_origin(state, kept, seated).exists
+    ):
+        return seated
+    return admitted
