@@ -28,6 +28,9 @@ PARITY: Final = 2
 """Any two of the four hosts may be lost at once."""
 LOSS_TOLERANCE: Final = 1e-3
 """The relative difference between losses under different plans after some dozens of steps."""
+STEPS: Final = 40
+SHARDED_STEPS: Final = 80
+"""More than of the others: two hosts are killed only when the programs for two hosts fewer are compiled."""
 PAUSE_S: Final = 0.25
 """Between two steps: on a fast machine the job would otherwise be done before the killed hosts are back."""
 REPORT_INTERVAL_S: Final = 0.1
@@ -55,7 +58,10 @@ ActArgument = Annotated[
 
 def demo(
     act: ActArgument = Act.REPLICATED,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 40,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of each training. Default: 40; 80 of the sharded one."),
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--run-dir", help="Folder for logs and events. Default: a new folder in /tmp."),
@@ -89,15 +95,27 @@ class _Stage:
         recoveries: the recoveries of all jobs so far.
     """
 
-    def __init__(self, console: Console, directory: Path, steps: int) -> None:
+    def __init__(self, console: Console, directory: Path, steps: int | None) -> None:
         self.console = console
         self.recoveries: list[Recovery] = []
         self._directory = directory
         self._steps = steps
+        self._steps_of_act = STEPS
 
-    def make_command(self, settings: str | None = None) -> list[str]:
-        """Return the training script with its arguments, and with a file of settings in `configs`."""
-        script = [str(find_bundled_file("examples/train_lm.py")), "--steps", str(self._steps), "--digest"]
+    def make_command(self, settings: str | None = None, steps: int = STEPS) -> list[str]:
+        """Return the training script with its arguments, and with a file of settings in `configs`.
+
+        Args:
+            settings: the name of that file.
+            steps: of the training, unless the user has said how many.
+        """
+        self._steps_of_act = self._steps or steps
+        script = [
+            str(find_bundled_file("examples/train_lm.py")),
+            "--steps",
+            str(self._steps_of_act),
+            "--digest",
+        ]
         return script if settings is None else [*script, "--config", str(find_bundled_file(settings))]
 
     def train(self, name: str, command: Sequence[str], run: Callable[[Scenario], None]) -> TrainingResult:
@@ -111,7 +129,7 @@ class _Stage:
             num_hosts=NUM_HOSTS,
             run_directory=directory,
             options=["--devices-per-host", str(DEVICES_PER_HOST), "--config", str(config)],
-            on_report=ProgressPrinter(self.console, self._steps).show,
+            on_report=ProgressPrinter(self.console, self._steps_of_act).show,
             report_interval_s=REPORT_INTERVAL_S,
         ) as job:
             scenario = Scenario(job, self.console)
@@ -143,7 +161,7 @@ def _show_replicated_state(stage: _Stage) -> bool:
 
 def _show_sharded_state(stage: _Stage) -> bool:
     stage.console.print("[bold]each host has a quarter of the state, and parity of the other quarters[/]")
-    command = stage.make_command("configs/lm_tiny_fsdp.toml")
+    command = stage.make_command("configs/lm_tiny_fsdp.toml", SHARDED_STEPS)
     found = stage.train("sharded", command, Scenario.run_sharded_state)
     return stage.compare_weights(found, stage.train_again(command))
 

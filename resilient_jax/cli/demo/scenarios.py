@@ -101,6 +101,10 @@ class Scenario:
     def run_sharded_state(self) -> None:
         """Kill parts of a job with sharded state: two hosts at once, and a worker during its copy."""
         self._wait_training(f"{NUM_HOSTS} hosts train; each keeps a part of the state, and parity of others")
+        self._wait_compiled_ahead(
+            "the programs for fewer hosts are compiled during training",
+            f"sharded state over {NUM_HOSTS - 2} hosts",
+        )
         self._break("two hosts at once", self._kill_two_hosts)
         self._wait_training("both hosts rejoin")
         self._break("a worker, while it copies its snapshot", self._kill_worker_in_copy)
@@ -109,7 +113,7 @@ class Scenario:
         """Kill a worker of a job that follows a plan, once the programs of the next plan are compiled."""
         self._wait_training(f"{NUM_HOSTS} hosts train, by the fastest plan for them")
         self._print_plan()
-        self._wait_compiled_ahead()
+        self._wait_compiled_ahead("the programs of the next plan are compiled during training")
         self._break("a worker; the plan changes", self._kill_worker_in_collective)
         self._print_plan()
         self._wait_training("the worker restarts and asks to join")
@@ -134,14 +138,16 @@ class Scenario:
         wait_training(self._job, hosts, RECOVERED_STEPS, RECOVERY_TIMEOUT_S)
         self._job.wait_report("a committed snapshot on every host", _is_protected, RECOVERY_TIMEOUT_S)
 
-    def _wait_compiled_ahead(self) -> None:
-        """Wait until every host has compiled the programs for the loss of a host."""
-        self._console.print("[dim]the programs of the next plan are compiled during training[/]")
+    def _wait_compiled_ahead(self, why: str, world: str | None = None) -> None:
+        """Wait until every host has compiled the programs for a world, by default for any."""
+        self._console.print(f"[dim]{why}[/]")
         for host in [status.host for status in self._read_report().hosts]:
             self._job.wait_event(
                 "programs compiled ahead",
                 lambda event, host=host: (
-                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == host
+                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD
+                    and event.host == host
+                    and world in (None, event.detail["world"])
                 ),
                 RECOVERY_TIMEOUT_S,
             )
