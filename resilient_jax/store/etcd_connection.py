@@ -26,8 +26,9 @@ from resilient_jax.errors import (
 )
 from resilient_jax.store.etcd_messages import EtcdMessage, get_message_class
 from resilient_jax.transport.channel import is_task_cancelled
-from resilient_jax.transport.credentials import TlsFiles, channel_credentials
+from resilient_jax.transport.credentials import TlsFiles
 from resilient_jax.transport.grpc_options import INITIAL_BACKOFF_MS, MAX_BACKOFF_MS, GrpcOptions
+from resilient_jax.transport.renewed_channel import RenewedChannel
 
 ATTEMPT_TIMEOUT_S: Final = 1.0
 """Until another member is asked. A healthy cluster answers within 10 ms; while it elects a leader it does not."""
@@ -101,7 +102,7 @@ class EtcdConnection:
         """
         self.endpoints = endpoints
         self.is_closed = False
-        self._channels = [_open_channel(endpoint, tls) for endpoint in endpoints]
+        self._channels = [RenewedChannel(endpoint, tls, _make_options) for endpoint in endpoints]
         self._current = 0
         self._user = user
         self._token: str | None = None
@@ -173,7 +174,7 @@ class EtcdConnection:
             self.rotate(member)
             raise self._explain(error, member, WATCH.path) from error
         except asyncio.CancelledError as error:
-            if self.is_closed and not is_task_cancelled():
+            if not is_task_cancelled():
                 raise self._closed(WATCH.path) from error
             raise
         finally:
@@ -202,7 +203,7 @@ class EtcdConnection:
                     continue
                 raise failure from error
             except asyncio.CancelledError as error:
-                if self.is_closed and not is_task_cancelled():
+                if not is_task_cancelled():
                     raise self._closed(method.path) from error
                 raise
         raise AssertionError("the last round returns or raises")
@@ -235,7 +236,7 @@ class EtcdConnection:
         request: EtcdMessage = None,
         timeout_s: float | None = None,
     ) -> _Call:
-        channel = self._channels[member]
+        channel = self._channels[member].get()
         serialize = get_message_class(method.request).SerializeToString
         deserialize = get_message_class(method.response).FromString
         if method in _STREAMS:
@@ -269,11 +270,10 @@ class EtcdConnection:
         return PeerUnreachable(f"the connection to one of {', '.join(self.endpoints)} was closed ({path})")
 
 
-def _open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    if tls is None:
-        return grpc.aio.insecure_channel(endpoint, _OPTIONS)
-    names = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
-    return grpc.aio.secure_channel(endpoint, channel_credentials(tls), [*_OPTIONS, *names])
+def _make_options(server_name: str | None) -> GrpcOptions:
+    if server_name is None:
+        return _OPTIONS
+    return [*_OPTIONS, ("grpc.ssl_target_name_override", server_name)]
 
 
 async def _ask_for_progress(call: _Call, request: EtcdMessage) -> None:

@@ -26,6 +26,7 @@ from resilient_jax.transport.bulk_protocol import (
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import ERROR_CLASSES
+from resilient_jax.transport.renewed_files import RenewedFiles
 from resilient_jax.transport.server_address import parse_address
 
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -47,7 +48,9 @@ class BulkChannel:
         """
         self._address = address
         self._ticket = ticket
-        self._tls = make_client_context(credentials.tls) if credentials.tls is not None else None
+        self._tls = (
+            RenewedFiles(credentials.tls, make_client_context) if credentials.tls is not None else None
+        )
         self._server_name = credentials.tls.server_name if credentials.tls is not None else None
         self._lock = threading.Lock()  # guards the attributes below
         self._idle: list[socket.socket] = []
@@ -167,7 +170,7 @@ class BulkChannel:
             connection.connect(socket_address)
             if self._tls is not None:
                 plain = connection
-                connection = self._tls.wrap_socket(plain, server_hostname=self._server_name or host)
+                connection = self._tls.get().wrap_socket(plain, server_hostname=self._server_name or host)
                 self._activate(connection, replacing=plain)
             configure_socket(connection)
             send_all(connection, self._ticket, deadline_s)

@@ -30,6 +30,7 @@ from resilient_jax.transport.bulk_protocol import (
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.method import decode
+from resilient_jax.transport.renewed_files import RenewedFiles
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -93,7 +94,9 @@ class BulkServer(Generic[RequestT]):
         self._handler = handler
         self._checksum = checksum
         self._transform_sent = transform_sent
-        self._tls = make_server_context(credentials.tls) if credentials.tls is not None else None
+        self._tls = (
+            RenewedFiles(credentials.tls, make_server_context) if credentials.tls is not None else None
+        )
         self._changed = threading.Condition()  # guards the attributes below
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
@@ -179,7 +182,7 @@ class BulkServer(Generic[RequestT]):
         if self._tls is None:
             return accepted
         accepted.settimeout(ADMISSION_TIMEOUT_S)
-        connection = self._tls.wrap_socket(accepted, server_side=True)
+        connection = self._tls.get().wrap_socket(accepted, server_side=True)
         with self._changed:  # `wrap_socket` has detached `accepted`
             self._connections.remove(accepted)
             self._connections.add(connection)

@@ -10,10 +10,11 @@ import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
-from resilient_jax.transport.credentials import Credentials, channel_credentials
+from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import decode_error
 from resilient_jax.transport.grpc_options import channel_options
 from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, format_method_path
+from resilient_jax.transport.renewed_channel import RenewedChannel
 
 _EOF = cast(Any, grpc.aio).EOF  # missing in the type stubs
 
@@ -31,15 +32,8 @@ class Channel:
             ConfigError: a TLS file cannot be read.
         """
         self.address = address
-        self._is_closed = False
         self._metadata = ((TOKEN_METADATA_KEY, credentials.token),)
-        tls = credentials.tls
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, channel_options(None))
-        else:
-            self._channel = grpc.aio.secure_channel(
-                address, channel_credentials(tls), channel_options(tls.server_name)
-            )
+        self._connector = RenewedChannel(address, credentials.tls, channel_options)
 
     async def call(
         self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
@@ -54,7 +48,7 @@ class Channel:
         """
         assert not method.is_streaming, f"{method.name} streams: use stream()"
         path = format_method_path(service, method)
-        unary = self._channel.unary_unary(path)
+        unary = self._connector.get().unary_unary(path)
         try:
             data = await unary(encode(request), timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -62,7 +56,7 @@ class Channel:
         except grpc.aio.UsageError as error:
             raise self._closed(path) from error
         except asyncio.CancelledError as error:
-            if self._is_closed and not is_task_cancelled():
+            if not is_task_cancelled():
                 raise self._closed(path) from error
             raise
         return decode(cast(bytes, data), method.response, f"response to {path} from {self.address}")
@@ -87,7 +81,7 @@ class Channel:
         path = format_method_path(service, method)
         where = f"response to {path} from {self.address}"
         try:
-            call = self._channel.unary_stream(path)(
+            call = self._connector.get().unary_stream(path)(
                 encode(request), timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.UsageError as error:
@@ -98,7 +92,7 @@ class Channel:
         except grpc.aio.AioRpcError as error:
             raise self._ours(error, path, timeout_s) from error
         except asyncio.CancelledError as error:
-            if self._is_closed and not is_task_cancelled():
+            if not is_task_cancelled():
                 raise self._closed(path) from error
             raise
         finally:
@@ -107,8 +101,7 @@ class Channel:
 
     async def close(self) -> None:
         """End the connection and every call on it."""
-        self._is_closed = True
-        await self._channel.close()
+        await self._connector.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -135,6 +128,6 @@ class Channel:
 
 
 def is_task_cancelled() -> bool:
-    """Return whether this task was cancelled: gRPC raises CancelledError also when its channel is closed."""
+    """Return whether this task was cancelled: gRPC raises CancelledError also when a channel is closed or retired."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

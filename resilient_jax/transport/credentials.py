@@ -76,16 +76,15 @@ class Credentials:
         return None if tls is None else (str(tls.certificate), str(tls.key), str(tls.authority))
 
 
-def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """Return gRPC's credentials for a server that refuses clients without a certificate.
+def certificate_configuration(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    """Return what gRPC's servers take for a new connection.
 
     Raises:
         ConfigError: a file is missing or unreadable; the message names it.
     """
-    return grpc.ssl_server_credentials(
+    return grpc.ssl_server_certificate_configuration(
         [(_read_pem(tls.key, "key"), _read_pem(tls.certificate, "certificate"))],
         root_certificates=_read_pem(tls.authority, "authority"),
-        require_client_auth=True,
     )
 
 

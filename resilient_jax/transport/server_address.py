@@ -8,7 +8,8 @@ from collections.abc import Callable
 import grpc
 
 from resilient_jax.errors import AddressInUse, ConfigError, OperatorError, ResilientJaxError
-from resilient_jax.transport.credentials import Credentials, TlsFiles, server_credentials
+from resilient_jax.transport.credentials import Credentials, TlsFiles, certificate_configuration
+from resilient_jax.transport.renewed_files import RenewedFiles
 
 
 def bind_server(
@@ -28,7 +29,7 @@ def bind_server(
         OperatorError: the address cannot be bound, for another reason that the message names.
     """
     host, port = parse_address(address)
-    tls = server_credentials(credentials.tls) if credentials.tls is not None else None
+    tls = _make_server_credentials(credentials.tls) if credentials.tls is not None else None
     try:
         got = add_insecure_port(address) if tls is None else add_secure_port(address, tls)
     except RuntimeError as error:
@@ -36,6 +37,12 @@ def bind_server(
     if got == 0:
         raise _explain_bind_failure(host, port, address, credentials.tls)
     return f"{address.rpartition(':')[0]}:{got}"
+
+
+def _make_server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Return gRPC's credentials for a server that refuses clients without a certificate, and notices new files."""
+    files = RenewedFiles(tls, certificate_configuration)
+    return grpc.dynamic_ssl_server_credentials(files.get(), files.get, require_client_authentication=True)
 
 
 def parse_address(address: str) -> tuple[str, int]:

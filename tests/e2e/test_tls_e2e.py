@@ -20,7 +20,7 @@ ADDRESSES = {"host-0": "127.0.2.2", "host-1": "127.0.2.3"}
 
 def lay_out(authority: Authority, host: str, folder: Path) -> Path:
     """Return the folder that `--tls` expects, for one host."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     files = authority.sign(host, host=ADDRESSES[host])
     for source, name in (
         (files.certificate, "cert.pem"),
@@ -31,14 +31,29 @@ def lay_out(authority: Authority, host: str, folder: Path) -> Path:
     return folder
 
 
+def renew(old: Authority, new: Authority, folders: dict[str, Path]) -> None:
+    """Have all hosts trust both authorities, then show certificates of the new one, then trust that one alone."""
+    both = old.path.read_bytes() + new.path.read_bytes()
+    for folder in folders.values():
+        (folder / "ca.pem").write_bytes(both)
+    for host, folder in folders.items():
+        lay_out(new, host, folder)
+        (folder / "ca.pem").write_bytes(both)
+    for folder in folders.values():
+        (folder / "ca.pem").write_bytes(new.path.read_bytes())
+
+
 def worker_of(agent: HandStartedAgent) -> psutil.Process:
     children = psutil.Process(agent.process.pid).children(recursive=True)
     (found,) = [child for child in children if str(SCRIPT) in child.cmdline()]
     return found
 
 
-def test_a_worker_that_comes_back_fetches_the_state_under_tls(tmp_path: Path) -> None:
+def test_a_worker_that_comes_back_fetches_the_state_under_tls_with_renewed_certificates(
+    tmp_path: Path,
+) -> None:
     authority = Authority(tmp_path / "authority", "job")
+    folders = {host: tmp_path / f"tls-{host}" for host in ADDRESSES}
     (tmp_path / "job.toml").write_text(CONFIG)
     store = f"{ADDRESSES['host-0']}:{free_port()}"
     agents: dict[str, HandStartedAgent] = {}
@@ -48,13 +63,14 @@ def test_a_worker_that_comes_back_fetches_the_state_under_tls(tmp_path: Path) ->
                 *("--store", store, "--job", "secret", "--host-name", host, "--address", address),
                 *("--num-hosts", "2", "--devices-per-host", "1", "--platform", "cpu"),
                 *("--config", str(tmp_path / "job.toml"), "--run-dir", str(tmp_path / host)),
-                *("--tls", str(lay_out(authority, host, tmp_path / f"tls-{host}"))),
+                *("--tls", str(lay_out(authority, host, folders[host]))),
             ]
             serve = ["--serve-store"] if host == "host-0" else []
             agents[host] = HandStartedAgent(
                 [*words, *serve, str(SCRIPT), str(tmp_path)], tmp_path / f"{host}.out"
             )
         wait_until("training", lambda: newest_step(tmp_path) > 5, RECOVERY_S)
+        renew(authority, Authority(tmp_path / "new", "renewed"), folders)
         os.kill(worker_of(agents["host-1"]).pid, signal.SIGKILL)
         wait_until("a second worker's steps", lambda: count_of(tmp_path, "host-1") == 2, RECOVERY_S)
         (tmp_path / "stop").write_text(str(newest_step(tmp_path) + 20))

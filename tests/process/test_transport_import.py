@@ -36,7 +36,7 @@ from resilient_jax.transport import Channel, Credentials, Server
 async def main():
     credentials = Credentials("test-token")
     async with Server(credentials=credentials) as server, Channel(server.address, credentials) as channel:
-        channel._channel.get_state(try_to_connect=True)
+        channel._connector.get().get_state(try_to_connect=True)
         for _ in range(20):
             child = await asyncio.create_subprocess_exec(sys.executable, "-c", "", preexec_fn=lambda: None)
             assert await asyncio.wait_for(child.wait(), 30) == 0

@@ -1,14 +1,25 @@
 """Mutual TLS: a peer without a certificate of the job's authority is refused."""
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 
 import msgspec
 import pytest
 from authority import Authority
 
 from resilient_jax.errors import ConfigError, PeerUnreachable, Unauthenticated
-from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, SyncServer, TlsFiles
+from resilient_jax.transport import (
+    Channel,
+    Credentials,
+    Method,
+    Server,
+    SyncChannel,
+    SyncServer,
+    TlsFiles,
+    renewed_channel,
+)
 
 SERVICE = "test"
 WAIT_S = 10.0
@@ -21,8 +32,17 @@ class Number(msgspec.Struct):
 ECHO = Method("echo", Number, Number)
 
 
+COUNT = Method("count", Number, Number, is_streaming=True)
+
+
 async def echo(request):
     return request
+
+
+async def count(request):
+    for number in itertools.count():
+        yield Number(number)
+        await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -125,3 +145,73 @@ def test_the_error_names_a_damaged_tls_file(authority, tmp_path, role, content, 
     tls = dataclasses.replace(good, **{role: bad})
     with pytest.raises(ConfigError, match=f"cannot listen on .*: TLS {role} file {bad} {words}"):
         SyncServer(credentials=Credentials("token", tls)).start()
+
+
+def replace_files(files, by):
+    """Write the contents of other files, as a tool that renews certificates does, one after the other."""
+    for role in ("certificate", "key"):
+        getattr(files, role).write_bytes(getattr(by, role).read_bytes())
+
+
+def test_certificates_are_renewed_while_calls_and_streams_go_on(tmp_path):
+    """First both authorities are trusted, then the certificates are new, then the old authority is forgotten."""
+    old, new = Authority(tmp_path / "old", "old"), Authority(tmp_path / "new", "new")
+    server_files, client_files = old.sign("server"), old.sign("client")
+    stranger = old.sign("stranger")
+    both = old.path.read_bytes() + new.path.read_bytes()
+
+    async def main():
+        server = Server(credentials=Credentials("token", server_files))
+        server.add(SERVICE, {ECHO: echo, COUNT: count})
+        credentials = Credentials("token", client_files)
+        async with server, Channel(server.address, credentials) as channel:
+            async with contextlib.aclosing(channel.stream(SERVICE, COUNT, Number(0))) as counting:
+                assert await anext(counting) == Number(0)
+                server_files.authority.write_bytes(both)  # the clients' file, too: they share it
+                assert await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S) == Number(1)
+                for files, name in ((server_files, "server"), (client_files, "client")):
+                    renewed = new.sign(name)
+                    files.certificate.write_bytes(renewed.certificate.read_bytes())
+                    # In between key and certificate are no pair: what was read before is used.
+                    assert await channel.call(SERVICE, ECHO, Number(2), timeout_s=WAIT_S) == Number(2)
+                    async with Channel(server.address, credentials) as another:
+                        if files is server_files:
+                            await another.call(SERVICE, ECHO, Number(2), timeout_s=WAIT_S)
+                    files.key.write_bytes(renewed.key.read_bytes())
+                    assert await channel.call(SERVICE, ECHO, Number(3), timeout_s=WAIT_S) == Number(3)
+                server_files.authority.write_bytes(new.path.read_bytes())
+                assert await channel.call(SERVICE, ECHO, Number(4), timeout_s=WAIT_S) == Number(4)
+                assert await anext(counting) == Number(1), "a connection that exists is kept"
+            async with Channel(server.address, credentials) as fresh:
+                assert await fresh.call(SERVICE, ECHO, Number(5), timeout_s=WAIT_S) == Number(5)
+            known = TlsFiles(stranger.certificate, stranger.key, new.path)
+            async with Channel(server.address, Credentials("token", known)) as refused:
+                with pytest.raises(PeerUnreachable):
+                    await refused.call(SERVICE, ECHO, Number(6), timeout_s=2.0)
+
+    asyncio.run(main())
+
+
+def test_a_stream_of_a_channel_that_was_replaced_ends_as_a_lost_connection(authority, monkeypatch):
+    monkeypatch.setattr(renewed_channel, "RETIREMENT_S", 0.1)
+    server_files, client_files = authority.sign("server"), authority.sign("client")
+
+    async def main():
+        server = Server(credentials=Credentials("token", server_files))
+        server.add(SERVICE, {ECHO: echo, COUNT: count})
+        async with server, Channel(server.address, Credentials("token", client_files)) as channel:
+            counting = channel.stream(SERVICE, COUNT, Number(0))
+            await anext(counting)
+            waiting = asyncio.ensure_future(wait_for_end(counting))
+            replace_files(client_files, authority.sign("another"))
+            assert await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S) == Number(1)
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(PeerUnreachable):
+                    await waiting
+
+    asyncio.run(main())
+
+
+async def wait_for_end(responses):
+    async for _ in responses:
+        pass
