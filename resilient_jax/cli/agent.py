@@ -151,7 +151,7 @@ def agent(
     checked_platform = check_platform(platform)
     access = make_store_access(store, credentials, store_tls)
     _check_serving(access, serve_here=serve_store_here)
-    own_address = _find_address(_parse_store(store), store) if address is None else _check_address(address)
+    own_address = _choose_address(store, address)
     job_config = load_job_config(config, num_hosts)
     check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
     if topology is not None and not failure_domain:
@@ -308,6 +308,12 @@ def _check_host(name: str, expected_hosts: int) -> None:
         )
     if expected_hosts < 1:
         raise CallerError(f"--num-hosts: found {expected_hosts}, expected at least 1")
+
+
+def _choose_address(store: str, address: str | None) -> str:
+    """Return the address of this host that was given, or else the one that reaches the store."""
+    where = _parse_store(store)
+    return _find_address(where, store) if address is None else _check_address(address)
 
 
 def _check_address(address: str) -> str:
