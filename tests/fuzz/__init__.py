@@ -1,0 +1,1 @@
+"""Attacks on the ports of a running job; `python tests/fuzz --help`."""
