@@ -12,7 +12,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.run_directory import read_contact
 
 HOSTS = 2
-MESSAGES = 8_000
+MESSAGES = 100_000
 WARM_UP = 5_000
 """After so many all caches and pools of the processes have their size."""
 GROWTH_MIB = 24

@@ -31,7 +31,7 @@ from resilient_jax.transport.method import Method, format_method_path
 NUM_SLOW = 40
 """Connections that stay open, and send a byte now and then."""
 NUM_AT_ONCE = 32
-CALL_TIMEOUT_S = 2.0
+CALL_TIMEOUT_S = 0.3
 RAW_SHARE, WRONG_TOKEN_SHARE, MUTATED_SHARE = 0.6, 0.1, 0.2
 REFUSALS = frozenset(
     {
