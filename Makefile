@@ -29,7 +29,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
 	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --durations 10
 	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile --durations 10
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --durations 10
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff format --check

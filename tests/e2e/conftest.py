@@ -15,3 +15,26 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 folder = folder.parent  # the session's folder, which contains those of the pytest workers
             patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compile-cache"))
         yield
+
+
+LONGEST_FIRST = (
+    "chaos_e2e",
+    "step_e2e",
+    "kill_matrix",
+    "snapshots_e2e",
+    "hosts_that_differ",
+    "cleanup",
+    "membership_e2e",
+    "seat_standby_e2e",
+    "checkpoint_tier_e2e",
+    "fuzz_e2e",
+    "replace_e2e",
+    "standby_e2e",
+    "rejoin_e2e",
+)
+"""Files in the order of what they take; the others follow. Two at a time end together if the last ones are short."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
