@@ -32,6 +32,8 @@ from resilient_jax.transport.renewed_channel import RenewedChannel
 
 ATTEMPT_TIMEOUT_S: Final = 1.0
 """Until another member is asked. A healthy cluster answers within 10 ms; while it elects a leader it does not."""
+REPEATABLE_ATTEMPT_TIMEOUT_S: Final = 0.5
+"""The same of a request that may be carried out twice, such as a keep-alive, for which a lease waits."""
 RETRY_INTERVAL_S: Final = 0.05
 PROGRESS_INTERVAL_S: Final = 0.5
 """The interval in which a watch asks for a sign of life, which a stopped member does not give."""
@@ -126,14 +128,13 @@ class EtcdConnection:
         """
         request = get_message_class(method.request)(**fields)
         end_s = self._clock.monotonic_s() + timeout_s
+        attempt_s = REPEATABLE_ATTEMPT_TIMEOUT_S if is_repeatable else ATTEMPT_TIMEOUT_S
         attempts = 0
         while True:
             member = self._current
             left_s = end_s - self._clock.monotonic_s()
             try:
-                return await self._call_member(
-                    member, method, request, min(ATTEMPT_TIMEOUT_S, max(left_s, 0.1))
-                )
+                return await self._call_member(member, method, request, min(attempt_s, max(left_s, 0.1)))
             except PeerUnreachable as error:
                 self.rotate(member)
                 attempts += 1
