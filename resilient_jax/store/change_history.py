@@ -85,7 +85,7 @@ class ChangeHistory:
             prefix: "" for every key.
             from_revision: the first revision to read.
             max_bytes: the approximate limit; as a revision is never split, one may exceed it.
-            last_revision: the last revision to read; what is later was not told to anybody yet.
+            last_revision: the last revision to read; later ones are not in the journal yet.
 
         Returns:
             The events, and the revision from which to continue.

@@ -159,7 +159,12 @@ class EtcdConnection:
         """
         member = self._current
         request_class = get_message_class(WATCH.request)
-        call = self._open_call(member, WATCH, await self._metadata(member))
+        try:
+            metadata = await self._metadata(member)
+        except PeerUnreachable:
+            self.rotate(member)
+            raise
+        call = self._open_call(member, WATCH, metadata)
         asking: asyncio.Task[None] | None = None
         try:
             await call.write(request_class(create_request=fields))
@@ -173,6 +178,8 @@ class EtcdConnection:
             ) from error
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             self.rotate(member)
+            if self._has_forgotten_token(error):
+                raise PeerUnreachable(f"{self.endpoints[member]} has forgotten our token") from error
             raise self._explain(error, member, WATCH.path) from error
         except asyncio.CancelledError as error:
             if not is_task_cancelled():
@@ -197,12 +204,9 @@ class EtcdConnection:
             try:
                 return await self._exchange(member, method, request, metadata, timeout_s)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                failure = self._explain(error, member, method.path)
-                # A token is forgotten by a member that starts again, and after some minutes.
-                if isinstance(failure, Unauthenticated) and self._token is not None and not is_last:
-                    self._token = None
+                if self._has_forgotten_token(error) and not is_last:
                     continue
-                raise failure from error
+                raise self._explain(error, member, method.path) from error
             except asyncio.CancelledError as error:
                 if not is_task_cancelled():
                     raise self._closed(method.path) from error
@@ -257,6 +261,16 @@ class EtcdConnection:
             )
             self._token = (await self._call_member(member, AUTHENTICATE, request, ATTEMPT_TIMEOUT_S)).token
         return (_HAS_LEADER, ("token", cast(str, self._token)))
+
+    def _has_forgotten_token(self, error: Exception) -> bool:
+        """Return whether a member does not know our token any more, and forget it, too.
+
+        A member forgets tokens when it starts again, and those that it has not seen for some minutes.
+        """
+        if not isinstance(error, grpc.aio.AioRpcError) or "invalid auth token" not in (error.details() or ""):
+            return False
+        self._token = None
+        return True
 
     async def _read_within(self, call: _Call, timeout_s: float) -> EtcdMessage:
         async with asyncio.timeout(timeout_s):

@@ -4,10 +4,11 @@ Where etcd differs from the interface:
 - A lease lasts whole seconds, and at least one and a half times the cluster's election timeout; `grant` rounds up.
 - A change that was reported as failed may still be made later (its member was only slow), and then undo a newer one.
   So a change whose order matters is a transaction that compares the key's `mod_revision`.
-- The history is kept until it is compacted. Who changes something compacts it every `keep_revisions` revisions.
+- The history is kept until it is compacted. A client that changes something compacts it every `keep_revisions` of them.
 - `PutResponse` is made from the key's previous value.
 """
 
+import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -49,7 +50,7 @@ from resilient_jax.store.interface import (
     check_ttl,
 )
 from resilient_jax.store.transaction_store import TransactionStore
-from resilient_jax.store.watch_resumption import WatchProgress, resume_watch
+from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport.credentials import TlsFiles
 
 CALL_TIMEOUT_S: Final = 5.0
@@ -123,6 +124,7 @@ class EtcdStore(TransactionStore):
                 if on_progress is not None:
                     on_progress(elapsed_s, error)
                 if elapsed_s < timeout_s:
+                    await asyncio.sleep(RETRY_INTERVAL_S)
                     continue
                 raise StoreUnreachable(
                     f"no member of {self.address} answered for {elapsed_s:.1f} s (last: {error}). Check the addresses, "

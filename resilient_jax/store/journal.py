@@ -1,9 +1,9 @@
 """The journal of an embedded store: what it needs to go on after its process was killed or its machine was restarted.
 
 A file of frames. The first one has all keys and leases as of a revision, each other one what changed in one group of
-changes, which is read completely or not at all. A frame is on the disk (fdatasync) before anybody is told of its
-changes: neither who made them nor a watcher. A last frame that is incomplete was told to nobody, and is dropped; damage
-anywhere else is an error.
+changes, which is read completely or not at all. A frame is on the disk (fdatasync) before its changes are confirmed to
+the client that made them, and before a watcher sees them. A last frame that is incomplete was not confirmed, and is
+dropped; damage anywhere else is an error.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class StoreJournal:
         return cls(path, descriptor, size), records
 
     def begin(self, image: StoreImage) -> None:
-        """Write a new store, so that its id is known for good before anybody is told of it.
+        """Write a new store, so that its id is on the disk before a client is told of it.
 
         Raises:
             LogUnwritable: the disk does not take it.

@@ -90,7 +90,7 @@ class MemoryStore(TransactionStore):
 
     @property
     def revision(self) -> Revision:
-        """The revision of the last change that anybody was told of."""
+        """The revision of the last change that was confirmed."""
         return self._told_revision
 
     async def transaction(

@@ -282,7 +282,7 @@ class StoreStateMachine:
         )
 
     def replay(self, record: JournalRecord, now_s: float) -> None:
-        """Take in a record of the journal. Leases have all of their time again: until now nobody could renew them."""
+        """Take in a record of the journal. Leases have all of their time again: until now no host could renew them."""
         match record:
             case StoreImage():
                 self.history.begin(record.revision)

@@ -1,6 +1,6 @@
 """The contract of a `Store`, as functions: every implementation passes all of CHECKS.
 
-Each check gets a factory and opens a store of its own, which nobody else changes. Lease times are real and short, and
+Each check gets a factory and opens a store of its own, with no other client. Lease times are real and short, and
 every wait has a timeout: a check that hangs fails.
 
 Example:

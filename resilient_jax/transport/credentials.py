@@ -1,6 +1,7 @@
 """Credentials of a job: its token, and TLS certificates where they are configured."""
 
 import dataclasses
+import ssl
 from pathlib import Path
 from typing import Self
 
@@ -109,6 +110,24 @@ def check_pem_files(tls: TlsFiles) -> None:
     """
     for path, role in ((tls.key, "key"), (tls.certificate, "certificate"), (tls.authority, "authority")):
         _read_pem(path, role)
+
+
+def find_damaged_file(tls: TlsFiles) -> str | None:
+    """Return which file OpenSSL cannot use, and why, which gRPC hides; None if it can use all of them."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for role, path in (("certificate", tls.certificate), ("authority", tls.authority)):
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:
+            return f"TLS {role} file {path} is no valid PEM certificate ({error}). Copy or create it again"
+    try:
+        context.load_cert_chain(tls.certificate, tls.key, password="")  # None would prompt at the terminal
+    except OSError as error:
+        return (
+            f"TLS key file {tls.key} is no valid PEM key without a password, or not that of {tls.certificate} "
+            f"({error}). Copy or create it again"
+        )
+    return None
 
 
 def _read_pem(path: Path, role: str) -> bytes:

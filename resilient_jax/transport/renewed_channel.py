@@ -12,7 +12,7 @@ from resilient_jax.transport.grpc_options import GrpcOptions
 from resilient_jax.transport.renewed_files import RenewedFiles
 
 RETIREMENT_S: Final = 30.0
-"""How long calls that began before the files changed may still take; streams are resumed by who opened them."""
+"""How long calls that began before the files changed may still take; streams are resumed by their readers."""
 
 
 class RenewedChannel:

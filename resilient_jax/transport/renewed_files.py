@@ -5,13 +5,12 @@ being replaced just now, one after the other, do not fit each other for a moment
 """
 
 import logging
-import ssl
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from resilient_jax.errors import ConfigError
-from resilient_jax.transport.credentials import TlsFiles
+from resilient_jax.transport.credentials import TlsFiles, find_damaged_file
 
 T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
@@ -40,11 +39,12 @@ class RenewedFiles(Generic[T]):
             stamp = self._read_stamp()
             if stamp != self._stamp:
                 try:
-                    check_pair(self._tls)
+                    if (damage := find_damaged_file(self._tls)) is not None:
+                        raise ConfigError(damage)
                     self._value = self._make(self._tls)
                     self._stamp = stamp
-                except (ConfigError, OSError) as error:  # an ssl.SSLError is an OSError
-                    logger.debug("TLS files of %s do not fit: %s", self._tls.certificate, error)
+                except ConfigError as error:
+                    logger.debug("TLS files are not renewed: %s", error)
             return self._value
 
     def _read_stamp(self) -> Stamp:
@@ -56,14 +56,3 @@ class RenewedFiles(Generic[T]):
             except OSError:
                 stamp.append((0, 0, 0))
         return tuple(stamp)
-
-
-def check_pair(tls: TlsFiles) -> None:
-    """Check that key and certificate belong together, and that the authority's file has certificates.
-
-    Raises:
-        OSError: they do not.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.certificate, tls.key, password="")
-    context.load_verify_locations(tls.authority)

@@ -2,13 +2,17 @@
 
 import errno
 import socket
-import ssl
 from collections.abc import Callable
 
 import grpc
 
 from resilient_jax.errors import AddressInUse, ConfigError, OperatorError, ResilientJaxError
-from resilient_jax.transport.credentials import Credentials, TlsFiles, certificate_configuration
+from resilient_jax.transport.credentials import (
+    Credentials,
+    TlsFiles,
+    certificate_configuration,
+    find_damaged_file,
+)
 from resilient_jax.transport.renewed_files import RenewedFiles
 
 
@@ -83,24 +87,6 @@ def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | No
         return OperatorError(f"cannot listen on {address}: {error.strerror or error}")
     except UnicodeError as error:
         return OperatorError(f"cannot listen on {address}: {error}")
-    if tls is not None and (damage := _find_damaged_file(tls)) is not None:
+    if tls is not None and (damage := find_damaged_file(tls)) is not None:
         return ConfigError(f"cannot listen on {address}: {damage}")
     return OperatorError(f"cannot listen on {address}: gRPC could not bind it, a plain socket can; try again")
-
-
-def _find_damaged_file(tls: TlsFiles) -> str | None:
-    """Return which file OpenSSL cannot use, and why, which gRPC hides; None if it can use all of them."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for role, path in (("certificate", tls.certificate), ("authority", tls.authority)):
-        try:
-            context.load_verify_locations(path)
-        except OSError as error:
-            return f"TLS {role} file {path} is no valid PEM certificate ({error}). Copy or create it again"
-    try:
-        context.load_cert_chain(tls.certificate, tls.key, password="")  # None would prompt at the terminal
-    except OSError as error:
-        return (
-            f"TLS key file {tls.key} is no valid PEM key without a password, or not that of {tls.certificate} "
-            f"({error}). Copy or create it again"
-        )
-    return None

@@ -15,9 +15,9 @@ from resilient_jax.protocol.records import Generation
 
 pytestmark = needs_etcd
 HOSTS = 3
-CONFIG = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 8.0")
-"""Several times as long as an election, so that a host counts as alive through one on a busy machine, too."""
-AWAY_S = 10.0
+CONFIG = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 4.0")
+"""Several times as long as an election, so that a host counts as alive through one."""
+AWAY_S = 6.0
 
 
 @pytest.fixture(scope="module")

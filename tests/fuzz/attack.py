@@ -82,7 +82,7 @@ class Findings:
 
 
 def list_targets(report: JobReport, store: str) -> list[Target]:
-    """Return the methods of all gRPC servers of a job. Who holds the token may write the store: not tried."""
+    """Return the methods of all gRPC servers of a job. A process with the token may write the store: not tried."""
     services: list[tuple[str, str, Iterable[tuple[Method, bool]]]] = [
         (store, store_messages.SERVICE, [(m, False) for m in _methods_of(store_messages)])
     ]

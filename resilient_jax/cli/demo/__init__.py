@@ -100,26 +100,20 @@ class _Stage:
         self.recoveries: list[Recovery] = []
         self._directory = directory
         self._steps = steps
-        self._steps_of_act = STEPS
 
-    def make_command(self, settings: str | None = None, steps: int = STEPS) -> list[str]:
-        """Return the training script with its arguments, and with a file of settings in `configs`.
+    def choose_steps(self, default: int = STEPS) -> int:
+        """Return how many steps the user wants, or this default."""
+        return self._steps or default
 
-        Args:
-            settings: the name of that file.
-            steps: of the training, unless the user has said how many.
-        """
-        self._steps_of_act = self._steps or steps
-        script = [
-            str(find_bundled_file("examples/train_lm.py")),
-            "--steps",
-            str(self._steps_of_act),
-            "--digest",
-        ]
+    def make_command(self, steps: int, settings: str | None = None) -> list[str]:
+        """Return the training script with its arguments, and with a file of settings in `configs`."""
+        script = [str(find_bundled_file("examples/train_lm.py")), "--steps", str(steps), "--digest"]
         return script if settings is None else [*script, "--config", str(find_bundled_file(settings))]
 
-    def train(self, name: str, command: Sequence[str], run: Callable[[Scenario], None]) -> TrainingResult:
-        """Run a job under the faults of a scenario, and return the job's result."""
+    def train(
+        self, name: str, command: Sequence[str], steps: int, run: Callable[[Scenario], None]
+    ) -> TrainingResult:
+        """Run a job of so many steps under the faults of a scenario, and return the job's result."""
         directory = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
         config = directory / "job.toml"
@@ -129,7 +123,7 @@ class _Stage:
             num_hosts=NUM_HOSTS,
             run_directory=directory,
             options=["--devices-per-host", str(DEVICES_PER_HOST), "--config", str(config)],
-            on_report=ProgressPrinter(self.console, self._steps_of_act).show,
+            on_report=ProgressPrinter(self.console, steps).show,
             report_interval_s=REPORT_INTERVAL_S,
         ) as job:
             scenario = Scenario(job, self.console)
@@ -154,25 +148,27 @@ class _Stage:
 
 def _show_replicated_state(stage: _Stage) -> bool:
     stage.console.print("[bold]every host has the complete state[/]")
-    command = stage.make_command()
-    found = stage.train("replicated", command, Scenario.run_replicated_state)
+    steps = stage.choose_steps()
+    command = stage.make_command(steps)
+    found = stage.train("replicated", command, steps, Scenario.run_replicated_state)
     return stage.compare_weights(found, stage.train_again(command))
 
 
 def _show_sharded_state(stage: _Stage) -> bool:
     stage.console.print("[bold]each host has a quarter of the state, and parity of the other quarters[/]")
-    command = stage.make_command("configs/lm_tiny_fsdp.toml", SHARDED_STEPS)
-    found = stage.train("sharded", command, Scenario.run_sharded_state)
+    steps = stage.choose_steps(SHARDED_STEPS)
+    command = stage.make_command(steps, "configs/lm_tiny_fsdp.toml")
+    found = stage.train("sharded", command, steps, Scenario.run_sharded_state)
     return stage.compare_weights(found, stage.train_again(command))
 
 
 def _show_plan(stage: _Stage) -> bool:
     stage.console.print("[bold]a plan shards the state over the devices of each host[/]")
-    found = stage.train(
-        "planned", stage.make_command("configs/lm_tiny_planned.toml"), Scenario.run_planned_job
-    )
+    steps = stage.choose_steps()
+    command = stage.make_command(steps, "configs/lm_tiny_planned.toml")
+    found = stage.train("planned", command, steps, Scenario.run_planned_job)
     # Plans sum in different orders, and rounding errors grow with the steps.
-    expected = stage.train_again(stage.make_command())
+    expected = stage.train_again(stage.make_command(steps))
     stage.console.print(f"loss with kills {found.loss}; without plan and kills {expected.loss}")
     return abs(float(found.loss) - float(expected.loss)) <= LOSS_TOLERANCE * float(expected.loss)
 
