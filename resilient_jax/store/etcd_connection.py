@@ -170,6 +170,8 @@ class EtcdConnection:
             await call.write(request_class(create_request=fields))
             asking = asyncio.create_task(_ask_for_progress(call, request_class(progress_request={})))
             while (response := await self._read_within(call, SILENCE_LIMIT_S)) is not _EOF:
+                if response.canceled and self._forget_token(response.cancel_reason):
+                    raise PeerUnreachable(f"{self.endpoints[member]} does not know our token any more")
                 yield response
         except TimeoutError as error:
             self.rotate(member)
@@ -178,8 +180,6 @@ class EtcdConnection:
             ) from error
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             self.rotate(member)
-            if self._has_forgotten_token(error):
-                raise PeerUnreachable(f"{self.endpoints[member]} has forgotten our token") from error
             raise self._explain(error, member, WATCH.path) from error
         except asyncio.CancelledError as error:
             if not is_task_cancelled():
@@ -204,7 +204,8 @@ class EtcdConnection:
             try:
                 return await self._exchange(member, method, request, metadata, timeout_s)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                if self._has_forgotten_token(error) and not is_last:
+                details = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else ""
+                if self._forget_token(details) and not is_last:
                     continue
                 raise self._explain(error, member, method.path) from error
             except asyncio.CancelledError as error:
@@ -262,12 +263,9 @@ class EtcdConnection:
             self._token = (await self._call_member(member, AUTHENTICATE, request, ATTEMPT_TIMEOUT_S)).token
         return (_HAS_LEADER, ("token", cast(str, self._token)))
 
-    def _has_forgotten_token(self, error: Exception) -> bool:
-        """Return whether a member does not know our token any more, and forget it, too.
-
-        A member forgets tokens when it starts again, and those that it has not seen for some minutes.
-        """
-        if not isinstance(error, grpc.aio.AioRpcError) or "invalid auth token" not in (error.details() or ""):
+    def _forget_token(self, text: str) -> bool:
+        """Forget our token, and return True, if etcd's answer says that it knows it no more, after some minutes."""
+        if "invalid auth token" not in text:
             return False
         self._token = None
         return True
