@@ -4,38 +4,30 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from agent_parts import HOST, JOB, make_agent_settings, wait_until
 
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Seat
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, Versions
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.snapshot.process_priority import NICENESS
 from resilient_jax.store.interface import PutOp
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
-from resilient_jax.transport.credentials import Credentials
 
 pytestmark = pytest.mark.timeout(60)
-WAIT_S = 20.0
-HOST, OTHER, JOB = HostName("host-0"), HostName("host-1"), JobName("job")
-
-
-async def wait_until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110 - no event announces what is waited for
-            await asyncio.sleep(0.01)
+OTHER = HostName("host-1")
 
 
 class Agent:
@@ -45,19 +37,7 @@ class Agent:
         self._store = store
         script = work / "script.py"
         script.write_text("import time; time.sleep(600)")
-        settings = AgentSettings(
-            job=JOB,
-            host=HOST,
-            address="127.0.0.1",
-            command=(str(script),),
-            environment=dict(os.environ),
-            devices_per_host=None,
-            num_hosts=2,
-            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
-            credentials=Credentials("token"),
-            config=JobConfig(restart_backoff_s=0.0, standby="off"),
-            run_directory=None,
-        )
+        settings = make_agent_settings(script, JobConfig(restart_backoff_s=0.0, standby="off"), num_hosts=2)
         log = EventLog(None, HOST)
         context = AgentContext(settings=settings, store=store, clock=SystemClock(), log=log, print_line=print)
         self.snapshots = SnapshotServerProcess(settings, log, on_change=lambda: None, on_end=lambda: None)

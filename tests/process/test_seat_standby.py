@@ -9,26 +9,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from agent_parts import HOST, make_agent_settings
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.seat_standby import SeatStandby
 from resilient_jax.cluster.standby_schedule import MAX_RETRY_S, RETRY_S, SETTLING_S
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess, launch_script
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName
-from resilient_jax.protocol.records import Versions
+from resilient_jax.ids import GenerationNumber, Incarnation
 from resilient_jax.protocol.worker_messages import WorkerSettings
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.transport.credentials import Credentials
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 30.0
-HOST = HostName("host-0")
 GENERATION = GenerationNumber(1)
 SETTINGS = WorkerSettings(job="job", host=HOST, address="127.0.0.1", token="token", is_standby=True)
 WAITS = "import sys, time; print('ready', flush=True); time.sleep(60)"
@@ -47,19 +44,7 @@ class Agent:
         self.output_path = work / "host.log"
         self.output = WorkerOutput(HOST, self.output_path)
         self.log = EventLog(self._events, HOST)
-        settings = AgentSettings(
-            job=JobName("job"),
-            host=HOST,
-            address="127.0.0.1",
-            command=(str(self._script),),
-            environment=dict(os.environ),
-            devices_per_host=None,
-            num_hosts=1,
-            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
-            credentials=Credentials("token"),
-            config=JobConfig(standby="seat"),
-            run_directory=None,
-        )
+        settings = make_agent_settings(self._script, JobConfig(standby="seat"))
         context = AgentContext(
             settings=settings, store=store, clock=self.clock, log=self.log, print_line=print
         )

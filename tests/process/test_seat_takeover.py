@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from agent_parts import HOST, WAIT_S, make_agent_settings, wait_until
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
@@ -23,16 +23,13 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
-from resilient_jax.ids import GenerationNumber, HostName, JobName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, StandbyState, Versions, WorkerState
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, StandbyState, WorkerState
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.transport.credentials import Credentials
 
 pytestmark = pytest.mark.timeout(60)
-WAIT_S = 20.0
-HOST = HostName("host-0")
 GENERATION = GenerationNumber(1)
 MAX_RESTARTS = 2
 SCRIPT = """
@@ -55,12 +52,6 @@ while True:
 """
 
 
-async def wait_until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110 - no event announces what is waited for
-            await asyncio.sleep(0.01)
-
-
 class Agent:
     """The parts of an agent that keep a worker, and a clock that stands still."""
 
@@ -69,19 +60,7 @@ class Agent:
         script.write_text(SCRIPT)
         self.clock = ManualClock(1000.0)
         config = JobConfig(restart_backoff_s=0.0, standby="seat", max_restarts=MAX_RESTARTS)
-        settings = AgentSettings(
-            job=JobName("job"),
-            host=HOST,
-            address="127.0.0.1",
-            command=(str(script),),
-            environment=dict(os.environ),
-            devices_per_host=None,
-            num_hosts=2,
-            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
-            credentials=Credentials("token"),
-            config=config,
-            run_directory=None,
-        )
+        settings = make_agent_settings(script, config, num_hosts=2)
         self._events = work / "events.jsonl"
         self.log = EventLog(self._events, HOST)
         context = AgentContext(

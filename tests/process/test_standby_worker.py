@@ -8,25 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from agent_parts import HOST, make_agent_settings
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.standby_schedule import MAX_RETRY_S, SETTLING_S
 from resilient_jax.cluster.standby_worker import StandbyWorker
 from resilient_jax.cluster.worker_process import WorkerDescriptors
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import GenerationNumber, HostName, JobName
-from resilient_jax.protocol.records import StandbyState, Versions
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.records import StandbyState
 from resilient_jax.protocol.worker_messages import ImportsReported, WorkerSettings
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.transport.credentials import Credentials
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 30.0
-HOST = HostName("host-0")
 GENERATION = GenerationNumber(1)
 WORKER_SETTINGS = WorkerSettings(job="job", host=HOST, address="127.0.0.1", token="token")
 
@@ -40,19 +38,7 @@ class Agent:
         self._log_path = work / "events.jsonl"
         self.log = EventLog(self._log_path, HOST)
         (work / "script.py").write_text("import os; print('script:', os.environ.get('SET_BY_THE_SCRIPT'))")
-        settings = AgentSettings(
-            job=JobName("job"),
-            host=HOST,
-            address="127.0.0.1",
-            command=(str(work / "script.py"),),
-            environment=dict(os.environ),
-            devices_per_host=None,
-            num_hosts=1,
-            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
-            credentials=Credentials("token"),
-            config=JobConfig(),
-            run_directory=None,
-        )
+        settings = make_agent_settings(work / "script.py", JobConfig())
         context = AgentContext(
             settings=settings, store=store, clock=self.clock, log=self.log, print_line=print
         )
