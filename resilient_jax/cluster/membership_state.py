@@ -21,7 +21,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
@@ -364,16 +364,20 @@ def explain_snapshots(state: MembershipState) -> str:
 
 def get_snapshot_reports(state: MembershipState) -> ReportedStatuses:
     """Return what every snapshot server reports of this job's state, without snapshots that do not count any more."""
-    began, unreadable = state.generation.initial_generation, state.generation.unreadable_snapshots
     return {
-        host: (
-            status.snapshot_server.endpoint,
-            # Snapshots from before the job began anew are of another course of the training.
-            tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable),
-        )
+        host: (status.snapshot_server.endpoint, list_counted_snapshots(state.generation, status))
         for host, status in state.hosts.items()
         if status.snapshot_server is not None
     }
+
+
+def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[SnapshotStatus, ...]:
+    """Return the snapshots of this job's state that a host reports, without those that do not count any more."""
+    if status.snapshot_server is None:
+        return ()
+    # Snapshots from before the job began anew are of another course of the training.
+    began, unreadable = generation.initial_generation, generation.unreadable_snapshots
+    return tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable)
 
 
 def awaits_snapshot_report(status: HostStatus) -> bool:

@@ -187,7 +187,9 @@ def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> 
     return SnapshotStatus(
         id=SnapshotId(step, GenerationNumber(generation)),
         phase=SnapshotPhase.COMPLETE,
-        groups=(ParityGroup(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
+        group=ParityGroup(hosts=tuple(HostName(host) for host in hosts), parity=parity),
+        group_index=0,
+        num_groups=1,
         nbytes=1,
         wall_s=0.0,
     )

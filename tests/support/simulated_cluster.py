@@ -986,7 +986,9 @@ class ReplacingCluster(Cluster):
         made = SnapshotStatus(
             id=SnapshotId(worker.step, generation.number),
             phase=SnapshotPhase.COMPLETE,
-            groups=(ParityGroup(hosts=members, parity=len(members) - 1),),
+            group=ParityGroup(hosts=members, parity=len(members) - 1),
+            group_index=0,
+            num_groups=1,
             nbytes=1,
             wall_s=0.0,
         )
