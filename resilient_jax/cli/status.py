@@ -65,9 +65,10 @@ def describe_end(ended: EndedJob, now_s: float) -> str:
 
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives the loss of 2 of 6 hosts)"."""
+    group = snapshot.group
     return (
         f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
-        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {snapshot.group.parity} of {len(snapshot.group.hosts)} hosts)"
+        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {group.parity} of {len(group.hosts)} hosts)"
     )
 
 

@@ -13,24 +13,21 @@ import msgspec
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.membership import (
+from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_machine import (
     HostChanged,
     HostLeft,
-    MembershipCommand,
     MembershipEvent,
-    MembershipState,
-    PublishGeneration,
-    StartCoordinationService,
+    MembershipMachine,
     Tick,
-    handle,
-    make_initial_state,
 )
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import join_names
+from resilient_jax.cluster.membership_state import MembershipState, join_names
 from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
+from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.records import Generation, GenerationPhase, LeaderRecord, StateLoss
@@ -166,9 +163,10 @@ class _Term:
         self._published = generation
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
-        state = make_initial_state(generation, self._now())
-        hosts = {s.host: s for s in map(decode_host_status, records)}
-        state = MembershipState(generation=state.generation, hosts=hosts, phase_since_s=state.phase_since_s)
+        statuses = map(decode_host_status, records)
+        machine = MembershipMachine(
+            make_initial_state(generation, statuses, self._now()), self._leader._config
+        )
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
         try:
@@ -176,10 +174,11 @@ class _Term:
             # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
-                state, commands = handle(state, event, self._now(), self._leader._config)
+                commands = machine.handle(event, self._now())
                 for command in commands:
-                    await self._execute(command, state)
-                self._record_unseated(state)
+                    await self._execute(command, machine.state)
+                if commands or isinstance(event, Tick):
+                    self._record_unseated(machine.state)
                 event = await self._next(inbox, watching)
         finally:
             watching.cancel()

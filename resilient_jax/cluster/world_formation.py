@@ -187,9 +187,9 @@ def give_seats(
 
 def can_be_seated(generation: Generation, joiners: list[HostStatus]) -> bool:
     """Return whether hosts that have no seat yet may get and take one while others train."""
-    unseated = [status for status in joiners if find_seat(generation, status) is None]
-    has_seats = len(unseated) <= generation.num_seats - generation.next_seat
-    return has_seats and all(awaits_seat(generation, s) for s in joiners if s not in unseated)
+    seated = [status for status in joiners if find_seat(generation, status) is not None]
+    has_seats = len(joiners) - len(seated) <= generation.num_seats - generation.next_seat
+    return has_seats and all(awaits_seat(generation, status) for status in seated)
 
 
 def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Member, ...]:
@@ -197,7 +197,7 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
     return tuple(
         newcomer
         for newcomer in generation.newcomers
-        if is_newcomer_alive(state, newcomer) and newcomer not in generation.members
+        if is_newcomer_alive(state, newcomer) and generation.find_member(newcomer.host) != newcomer
     )
 
 

@@ -6,6 +6,7 @@ changes: each is complete, and a later one replaces an earlier one.
 """
 
 import enum
+import functools
 
 import msgspec
 
@@ -138,7 +139,7 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
     Attributes:
@@ -208,11 +209,19 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_member(self, host: HostName) -> Member | None:
         """Return this host's worker among the members, or None."""
-        return next((m for m in self.members if m.host == host), None)
+        return self._members_by_host.get(host)
 
     def find_newcomer(self, host: HostName, incarnation: Incarnation) -> Member | None:
         """Return this worker, or standby, of the host among the newcomers, or None."""
-        return next((m for m in self.newcomers if (m.host, m.incarnation) == (host, incarnation)), None)
+        return self._newcomers_by_worker.get((host, incarnation))
+
+    @functools.cached_property
+    def _members_by_host(self) -> dict[HostName, Member]:
+        return {m.host: m for m in self.members}
+
+    @functools.cached_property
+    def _newcomers_by_worker(self) -> dict[tuple[HostName, Incarnation], Member]:
+        return {(m.host, m.incarnation): m for m in self.newcomers}
 
 
 class WorkerState(enum.StrEnum):

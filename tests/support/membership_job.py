@@ -1,15 +1,12 @@
 """The membership machine with hosts that answer at once; a test makes some of them misbehave."""
 
 import msgspec
+from checked_membership import CheckedMachine
 
-from resilient_jax.cluster.membership import (
-    HostChanged,
-    PublishGeneration,
-    Tick,
-    handle,
-    make_initial_state,
-)
+from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_machine import HostChanged, Tick
+from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
@@ -34,12 +31,20 @@ class Job:
 
     def __init__(self, *names: str, **config) -> None:
         self.config = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **config})
-        self.state = make_initial_state(None, 0.0)
+        self.state = make_initial_state(None, (), 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
         self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
+
+    @property
+    def state(self) -> MembershipState:
+        return self.machine.state
+
+    @state.setter
+    def state(self, state: MembershipState) -> None:
+        self.machine = CheckedMachine(state, self.config)
 
     @property
     def generation(self) -> Generation:
@@ -58,8 +63,7 @@ class Job:
         return [(g.number, g.phase) for g in self.published]
 
     def give(self, event) -> None:
-        self.state, commands = handle(self.state, event, self.now_s, self.config)
-        for command in commands:
+        for command in self.machine.handle(event, self.now_s):
             if isinstance(command, PublishGeneration):
                 self.published.append(command.generation)
             else:

@@ -1,6 +1,6 @@
 """A cluster in which the leader's, the agents' and the workers' machines are the real ones, and time is a number.
 
-The machines and the store's core are those of the package (cluster/membership.py, cluster/generation_orders.py,
+The machines and the store's core are those of the package (cluster/membership_machine.py, cluster/generation_orders.py,
 worker/worker_protocol.py); their shells are small models. `Cluster.moves`, `time_moves` and `fault_moves` are what may
 happen next; the caller chooses.
 
@@ -20,6 +20,7 @@ import collections
 import dataclasses
 
 import msgspec
+from checked_membership import CheckedMachine
 
 from resilient_jax.cluster import generation_orders
 from resilient_jax.cluster.generation_orders import (
@@ -41,17 +42,9 @@ from resilient_jax.cluster.generation_orders import (
     StopOlderServices,
     WorkerChanged,
 )
-from resilient_jax.cluster.membership import (
-    HostChanged,
-    HostLeft,
-    MembershipEvent,
-    PublishGeneration,
-    Tick,
-    handle,
-    make_initial_state,
-)
+from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, MembershipEvent, Tick
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
     FailStandby,
@@ -234,7 +227,7 @@ class Term:
 
     token: Revision
     known: Revision
-    state: MembershipState
+    machine: CheckedMachine
     read: Revision
     pending: collections.deque[Generation]
     looked_s: float = -1.0
@@ -715,12 +708,10 @@ class Cluster:
         statuses = [
             msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(make_hosts_prefix(JOB))
         ]
-        state = dataclasses.replace(
-            make_initial_state(generation, self.now_s), hosts={s.host: s for s in statuses}
-        )
+        machine = CheckedMachine(make_initial_state(generation, statuses, self.now_s), self.config)
         known = stored.mod_revision if stored else Revision(0)
         read = Revision(self.store.revision + 1)
-        host.term = Term(result.revision, known, state, read, collections.deque())
+        host.term = Term(result.revision, known, machine, read, collections.deque())
         self.decide(host, host.term, Tick())
 
     def read_status(self, host: Host, term: Term) -> None:
@@ -733,8 +724,7 @@ class Cluster:
 
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
-        term.state, commands = handle(term.state, change, self.now_s, self.config)
-        for command in commands:
+        for command in term.machine.handle(change, self.now_s):
             if isinstance(command, PublishGeneration):
                 term.pending.append(command.generation)
             else:

@@ -1,0 +1,140 @@
+"""The membership machine `(event, now) -> commands`: applies the rules of `membership` when one may decide. Pure.
+
+To apply the rules costs a walk over all hosts; to take in an event must not, where each of thousands of hosts reports
+each phase of a generation. The commands are those of a machine that applies the rules after every event:
+- the counts of `membership_tally` say that most changes cannot matter yet (nine of ten members have joined the world);
+- the rules read the time only to compare it with fixed limits, so that as long as it passes none of these, and no
+  status changes, they decide what they decided before;
+- while all members train, of snapshots and steps only what the counts give matters.
+"""
+
+import bisect
+import dataclasses
+from typing import assert_never
+
+from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, decide
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.membership_tally import MembershipTally
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import GenerationPhase, HostStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostChanged:
+    """A host appeared, or its status changed."""
+
+    status: HostStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostLeft:
+    """A host's lease expired or was given back."""
+
+    host: HostName
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened, but time has passed: timeouts are looked at."""
+
+
+MembershipEvent = HostChanged | HostLeft | Tick
+
+
+class MembershipMachine:
+    """A leader's view of the job, from the stored records on."""
+
+    def __init__(self, state: MembershipState, config: MembershipConfig) -> None:
+        """Begin with the stored generation and statuses; the first event may be a `Tick`."""
+        self._config = config
+        self._hosts = dict(state.hosts)
+        self._limits_s = config.list_limits_s()
+        self._enter(dataclasses.replace(state, hosts=self._hosts))
+        self._is_changed = True
+
+    @property
+    def state(self) -> MembershipState:
+        """The present generation, and the newest status of each host, which changes with the next event."""
+        return self._state
+
+    def handle(self, event: MembershipEvent, now: float) -> tuple[MembershipCommand, ...]:
+        """Take in one event; return the shell's commands, in order.
+
+        Args:
+            event: the event.
+            now: the monotonic time in seconds.
+        """
+        self._take_in(event)
+        waited_s = now - self._state.phase_since_s
+        if not self._tally.may_decide(waited_s, self._config):
+            return ()
+        num_passed = bisect.bisect_left(self._limits_s, waited_s)
+        if self._is_changed or num_passed != self._num_passed or self._is_record_due(waited_s):
+            return self._decide(now)
+        # They would decide what they have decided before: to ask for a service, until it runs.
+        return self._repeated
+
+    def _take_in(self, event: MembershipEvent) -> None:
+        match event:
+            case HostChanged(status):
+                before = self._hosts.get(status.host)
+                self._hosts[status.host] = status
+                self._tally.look_at(status.host)
+                self._is_changed |= self._is_relevant(before, status)
+            case HostLeft(host):
+                if self._hosts.pop(host, None) is not None:
+                    self._tally.look_at(host)
+                    self._is_changed = True
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    def _is_relevant(self, before: HostStatus | None, status: HostStatus) -> bool:
+        """Return whether a rule may read what has changed, beside what is counted anyway."""
+        if before is None or _get_membership_part(before) != _get_membership_part(status):
+            return True
+        if self._state.generation.phase is GenerationPhase.ACTIVE:
+            return False
+        return (before.snapshots, before.step) != (status.snapshots, status.step)
+
+    def _is_record_due(self, waited_s: float) -> bool:
+        """Return whether the generation is to say something else of a state that the members have in common."""
+        generation, tally = self._state.generation, self._tally
+        if generation.phase is not GenerationPhase.ACTIVE:
+            return False
+        if generation.snapshot is not None and tally.is_snapshot_released():
+            return True
+        if tally.count_losses_left() != generation.losses_left:
+            return True
+        is_due = generation.progress == 0 or waited_s >= self._config.progress_interval_s
+        return is_due and tally.find_recoverable_step() > generation.progress
+
+    def _decide(self, now: float) -> tuple[MembershipCommand, ...]:
+        state, commands = decide(self._state, now, self._config)
+        if state is not self._state:
+            self._enter(state)
+        self._is_changed = False
+        self._num_passed = bisect.bisect_left(self._limits_s, now - state.phase_since_s)
+        self._repeated = tuple(c for c in commands if not isinstance(c, PublishGeneration))
+        return commands
+
+    def _enter(self, state: MembershipState) -> None:
+        self._state = state
+        self._tally = MembershipTally(state)
+        self._repeated: tuple[MembershipCommand, ...] = ()
+        self._num_passed = 0
+        """How many of the limits of time had passed when the rules were last applied."""
+
+
+def _get_membership_part(status: HostStatus) -> tuple[object, ...]:
+    """Return what decides of a host that is no snapshot, step or number for people."""
+    return (
+        status.worker,
+        status.standby,
+        status.services,
+        status.snapshot_server,
+        status.is_draining,
+        status.is_spare,
+    )
