@@ -39,7 +39,7 @@ class Fact(enum.Enum):
     WAITED_FOR = enum.auto()
     """The member has not reported for this number that it is idle."""
     COMPILING = enum.auto()
-    """The member cannot unwind now."""
+    """The member is waited for, and compiles: it cannot unwind now."""
     IDLE = enum.auto()
     PAUSED = enum.auto()
     """The member has answered the pause of this number."""
@@ -133,11 +133,12 @@ class MembershipTally:
     def _find_member_facts(self, member: Member, worker: WorkerStatus) -> list[Fact]:
         generation, report = self._state.generation, worker.report
         is_current = report.generation == generation.number
+        is_waited_for = not is_idle(worker) or report.generation < generation.number
         facts = {
             Fact.LIVE: True,
             Fact.DISRUPTIVE: find_disruption_by(generation, member, worker) is not None,
-            Fact.WAITED_FOR: not is_idle(worker) or report.generation < generation.number,
-            Fact.COMPILING: report.is_compiling,
+            Fact.WAITED_FOR: is_waited_for,
+            Fact.COMPILING: is_waited_for and report.is_compiling,
             Fact.IDLE: is_idle(worker),
             Fact.PAUSED: is_current and report.earliest_stop_step is not None,
             Fact.FORMED: is_current and report.has_formed,
