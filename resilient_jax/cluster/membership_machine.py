@@ -5,7 +5,7 @@ each phase of a generation. The commands are those of a machine that applies the
 - the counts of `membership_tally` say that most changes cannot matter yet (nine of ten members have joined the world);
 - the rules read the time only to compare it with fixed limits, so that as long as it passes none of these, and no
   status changes, they decide what they decided before;
-- while all members train, of snapshots and steps only what the counts give matters.
+- while all members train, of their reports only what the counts give matters.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.membership_tally import MembershipTally
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import GenerationPhase, HostStatus
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class MembershipMachine:
         if not self._tally.may_decide(waited_s, self._config):
             return ()
         num_passed = bisect.bisect_left(self._limits_s, waited_s)
-        if self._is_changed or num_passed != self._num_passed or self._is_record_due(waited_s):
+        is_changed = self._is_changed or num_passed != self._num_passed
+        if is_changed or self._tally.is_over() or self._is_record_due(waited_s):
             return self._decide(now)
         # They would decide what they have decided before: to ask for a service, until it runs.
         return self._repeated
@@ -93,11 +94,10 @@ class MembershipMachine:
 
     def _is_relevant(self, before: HostStatus | None, status: HostStatus) -> bool:
         """Return whether a rule may read what has changed, beside what is counted anyway."""
-        if before is None or _get_membership_part(before) != _get_membership_part(status):
+        generation = self._state.generation
+        if before is None or generation.phase is not GenerationPhase.ACTIVE:
             return True
-        if self._state.generation.phase is GenerationPhase.ACTIVE:
-            return False
-        return (before.snapshots, before.step) != (status.snapshots, status.step)
+        return _get_changing_part(generation, before) != _get_changing_part(generation, status)
 
     def _is_record_due(self, waited_s: float) -> bool:
         """Return whether the generation is to say something else of a state that the members have in common."""
@@ -128,13 +128,15 @@ class MembershipMachine:
         """How many of the limits of time had passed when the rules were last applied."""
 
 
-def _get_membership_part(status: HostStatus) -> tuple[object, ...]:
-    """Return what decides of a host that is no snapshot, step or number for people."""
+def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[object, ...]:
+    """Return what may lead to a change of members while all members train, beside what is counted."""
+    worker, standby = status.worker, status.standby
+    member = generation.find_member(status.host)
+    trains = worker is not None and member is not None and worker.incarnation == member.incarnation
     return (
-        status.worker,
-        status.standby,
+        worker.report.holds_state if worker is not None and trains else worker,
+        standby.worker if standby is not None else None,
         status.services,
-        status.snapshot_server,
         status.is_draining,
         status.is_spare,
     )

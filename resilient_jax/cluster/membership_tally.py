@@ -183,14 +183,10 @@ class MembershipTally:
             waited_s: since the last decision, in seconds.
             config: of the machine.
         """
-        counts, phase = self._counts, self._state.generation.phase
-        num_members = len(self._state.generation.members)
-        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST]:
+        if self.is_over():
             return True
-        # While members unwind, their reports still have the failure that they unwind because of.
-        if phase is not GenerationPhase.QUIESCE and (counts[Fact.DISRUPTIVE] or self._lacks_service()):
-            return True
-        match phase:
+        counts, num_members = self._counts, len(self._state.generation.members)
+        match self._state.generation.phase:
             case GenerationPhase.QUIESCE:
                 if counts[Fact.WAITED_FOR]:
                     return self._may_leave_out_late(waited_s, config)
@@ -205,6 +201,17 @@ class MembershipTally:
                 return counts[Fact.STEPPED] == num_members
             case GenerationPhase.FINISHED:
                 return False
+
+    def is_over(self) -> bool:
+        """Return whether the generation, or the job, must end now."""
+        generation, counts = self._state.generation, self._counts
+        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST]:
+            return True
+        # While members unwind, their reports still have the failure that they unwind because of.
+        if generation.phase is GenerationPhase.QUIESCE:
+            return False
+        is_done = generation.phase is GenerationPhase.ACTIVE and counts[Fact.DONE] == len(generation.members)
+        return is_done or bool(counts[Fact.DISRUPTIVE]) or self._lacks_service()
 
     def _lacks_service(self) -> bool:
         generation, counts = self._state.generation, self._counts

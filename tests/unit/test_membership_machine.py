@@ -1,6 +1,6 @@
 """The membership machine commands what its rules decide, applied after every event; and an event costs little.
 
-`CheckedMachine` compares both after each event. Here the events are random: sensible answers of the hosts, in any order,
+`CheckedMachine` compares both after each event. Here the events are random: sensible answers of hosts in any order,
 among changes of any part of a status, whether a host could report it or not.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from membership_job import Job, keep, server, sharded, snapshot, training
 
 from resilient_jax.cluster import membership_machine
-from resilient_jax.cluster.membership_machine import HostLeft, Tick
+from resilient_jax.cluster.membership_machine import HostLeft, MembershipMachine, Tick
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
@@ -158,3 +158,63 @@ def test_any_order_of_events_gives_the_commands_of_the_rules(seed):
             break
     for phase in {generation.phase for generation in job.published}:
         event(f"{phase}")
+
+
+def test_a_snapshot_is_released_by_the_first_report_of_a_newer_one():
+    job = sharded("abcd")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", "d", step=5)
+    job.form()
+    for name in "acd":
+        job.report(name, has_finished_step=True, step=6)
+    assert job.generation.snapshot is not None, "b's server has a part of it, and b does not train"
+    newer = snapshot(6, "acd", generation=job.generation.number)
+    keep(job, "acd", newer)
+    assert job.generation.snapshot is not None
+    before = job.generation.losses_left
+    keep(job, "a", msgspec.structs.replace(newer, phase=SnapshotPhase.COMMITTED))
+    assert job.generation.snapshot is None
+    assert job.generation.losses_left == before, "nothing else was to be recorded"
+
+
+def count_applications(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often the rules are applied from the start of a job that loses a host to its end."""
+    count = 0
+    apply = membership_machine.decide
+
+    def decide(*args):
+        nonlocal count
+        count += 1
+        return apply(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(membership_machine, "decide", decide)
+        patch.setattr("membership_job.CheckedMachine", MembershipMachine)
+        names = [f"host-{index}" for index in range(num_hosts)]
+        job = training(*names, step=1)
+        kept = snapshot(1, "x")
+        kept = msgspec.structs.replace(
+            kept, group=msgspec.structs.replace(kept.group, hosts=tuple(map(HostName, names)))
+        )
+        for name in names:
+            job.change(
+                name, snapshot_server=server(name), standby=StandbyStatus(state=StandbyState.READY, pid=3)
+            )
+        for step in (2, 3):
+            for name in names:
+                newer = msgspec.structs.replace(kept, id=msgspec.structs.replace(kept.id, step=step))
+                job.change(name, snapshots=(newer,), step=step)
+        job.give(HostLeft(HostName(names[1])))
+        job.acknowledge(*(name for name in names if name != names[1]), step=5)
+        assert job.phase is GenerationPhase.FORM
+        job.form()
+        job.train(6)
+        for name in job.members:
+            job.report(name, is_done=True)
+        assert job.phase is GenerationPhase.FINISHED
+        assert len(job.members) == num_hosts - 1
+    return count
+
+
+def test_how_often_the_rules_are_applied_does_not_grow_with_the_number_of_hosts(monkeypatch):
+    assert count_applications(48, monkeypatch) == count_applications(12, monkeypatch) < 20
