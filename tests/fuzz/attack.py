@@ -20,6 +20,8 @@ import msgspec
 import psutil
 
 from fuzz.messages import RAW, draw_bytes, draw_struct, mutations
+from resilient_jax.cluster import agent_messages
+from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVICE
 from resilient_jax.snapshot import messages as snapshot_messages
@@ -82,11 +84,17 @@ class Findings:
 
 
 def list_targets(report: JobReport, store: str) -> list[Target]:
-    """Return the methods of all gRPC servers of a job. A process with the token may write the store: not tried."""
+    """Return the methods of all gRPC servers of a job.
+
+    A process with the token may write the store, and have an agent kill its worker: that is not tried.
+    """
     services: list[tuple[str, str, Iterable[tuple[Method, bool]]]] = [
         (store, store_messages.SERVICE, [(m, False) for m in _methods_of(store_messages)])
     ]
     for host in report.hosts:
+        services.append(
+            (host.agent_endpoint, agent_messages.SERVICE, [(READ_LOG, True), (SEND_SIGNAL, False)])
+        )
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
             services.append((endpoint, SERVICE, [(FETCH_STATE, True)]))
