@@ -36,6 +36,9 @@ class EventKind(enum.StrEnum):
     """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"
     """An agent killed its worker. Detail: `pid`, `why`."""
+    SIGNAL_ORDERED = "signal.ordered"
+    """A command (`resilient-jax kill --store`) had an agent send a signal to processes of its host. Detail:
+    `component`, `signal`, `pids`."""
     STANDBY_STARTED = "standby.started"
     """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
     STANDBY_READY = "standby.ready"

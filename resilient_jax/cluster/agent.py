@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.agent_service import serve_agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.host_registration import HostRegistration
+from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode
@@ -23,6 +25,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.server import Server
+from resilient_jax.transport.server_address import parse_address
 
 PROGRESS_INTERVAL_S = 0.25
 """How often step and metrics are written to the store, for progress lines and tables."""
@@ -43,7 +47,7 @@ class Agent:
         directory = settings.run_directory
         self._settings = settings
         self._log = EventLog(
-            directory / f"{settings.host}.events.jsonl" if directory else None, settings.host
+            make_log_path(directory, settings.host, HostLog.EVENTS) if directory else None, settings.host
         )
         self._context = AgentContext(
             settings=settings,
@@ -53,6 +57,10 @@ class Agent:
             print_line=print_line,
         )
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
+        self._server = Server(
+            f"{settings.address}:0", credentials=settings.credentials, on_event=self._log.record_detail
+        )
+        serve_agent(self._server, self._context, self._make_status)
         self._early_outcome: JobOutcome | None = None
         """The outcome of a notice or an interrupt between the end of training and the end of the script."""
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
@@ -94,7 +102,8 @@ class Agent:
         self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
         tasks: list[asyncio.Task[None]] = []
         try:
-            # First, so that a host which the job does not let in starts no worker.
+            await self._server.start()
+            # Before the worker, so that a host which the job does not let in starts none.
             session = await self._registration.register("while it registered")
             if self._settings.is_spare:
                 self._context.print_line(
@@ -170,6 +179,7 @@ class Agent:
             agent_pid=os.getpid(),
             address=self._settings.address,
             versions=self._settings.versions,
+            port=parse_address(self._server.address)[1],
             is_draining=self._follower.is_leaving,
             is_spare=self._settings.is_spare,
             worker=self._supervisor.status,
@@ -229,5 +239,6 @@ class Agent:
         await self._services.close()
         await self._follower.close()
         await self._registration.close()
+        await self._server.stop()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()

@@ -416,6 +416,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: an id that is new with each start of the agent.
         agent_pid: the process id of the agent.
         address: the host's address for the others.
+        port: of the agent at that address, where commands ask for its logs, and order it to end processes.
         versions: the versions of what must be equal on all hosts.
         is_draining: whether the host leaves after a preemption notice.
         is_spare: whether the host was started as a spare: it takes part only in the place of another.
@@ -435,6 +436,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     agent_pid: int
     address: str
     versions: Versions
+    port: int = 0
     is_draining: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
@@ -445,6 +447,11 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     script: str = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
+
+    @property
+    def agent_endpoint(self) -> str:
+        """Where the agent listens, as host:port."""
+        return f"{self.address}:{self.port}"
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):

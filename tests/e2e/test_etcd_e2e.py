@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from agents import wait_until
+from agents import run_command, wait_until
 from etcd_cluster import EtcdCluster, needs_etcd
 from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.protocol.records import Generation
+from resilient_jax.transport.credentials import TOKEN_VARIABLE
 
 pytestmark = needs_etcd
 HOSTS = 3
@@ -67,10 +69,25 @@ def test_a_worker_and_the_leading_agent_die_while_a_member_is_away(
     leader = tiny.read_report().leader
     assert leader is not None
     other = next(member.host for member in generation_of(tiny).members if member.host != leader)
-    tiny.signal(JobComponent.WORKER, other, signal.SIGKILL)
+    kill_from_anywhere(tiny, other)
     tiny.signal(JobComponent.AGENT, leader, signal.SIGKILL)
     tiny.wait_training(HOSTS, before)
     cluster.restore()
+
+
+def kill_from_anywhere(tiny: TinyJob, host: str) -> None:
+    """Kill a worker as one does without the job's run folder; check that logs and events are read so, too."""
+    contact = read_contact(tiny.work / "run")
+    where, token = ("--store", contact.store, "--job", contact.job), {TOKEN_VARIABLE: contact.token}
+    code, said = run_command(["kill", *where, "worker", host], token)
+    assert code == 0, said
+    assert said.startswith(f"SIGKILL to worker on {host}: process ")
+    code, said = run_command(["events", *where, "--host", host], token)
+    assert code == 0, said
+    assert f" {host} signal.ordered component=worker signal=SIGKILL" in said
+    code, said = run_command(["logs", *where, "-n", "1"], token)
+    assert code == 0, said
+    assert f"[{host}] " in said
 
 
 def test_the_majority_is_away_and_training_goes_on_once_it_is_back(

@@ -87,7 +87,7 @@ def _running(monkeypatch):
     async def read_report(contact):
         return REPORT
 
-    monkeypatch.setattr(status, "choose_contact", lambda *where: None)
+    monkeypatch.setattr(status, "find_contact", lambda folder: None)
     monkeypatch.setattr(status, "read_job_report", read_report)
 
 
