@@ -76,13 +76,17 @@ class GenerationFollower:
         *,
         on_end: Callable[[JobOutcome], None],
         on_leave: Callable[[], None],
+        on_generation: Callable[[Generation], None],
     ) -> None:
-        """Call `on_end` when the job has ended, and `on_leave` when a host that leaves is not needed any more."""
+        """Call `on_end` when the job has ended, `on_leave` when a host that leaves is not needed any more, and
+        `on_generation` when a generation was read, and carried out.
+        """
         self._context = context
         self._supervisor = supervisor
         self._services = services
         self._on_end = on_end
         self._on_leave = on_leave
+        self._on_generation = on_generation
         self._state = OrdersState()
         self._config = OrdersConfig(
             host=context.settings.host,
@@ -142,12 +146,16 @@ class GenerationFollower:
         record = await self._context.store.get(key)
         revision = record.mod_revision if record else Revision(0)
         if record is not None:
-            await self._handle(GenerationRead(decode_generation(record)))
+            await self._carry_out_generation(decode_generation(record))
         async with contextlib.aclosing(self._context.store.watch(key, Revision(revision + 1))) as batches:
             async for batch in batches:
                 for event in batch:
                     if isinstance(event, PutEvent):
-                        await self._handle(GenerationRead(decode_generation(event.key_value)))
+                        await self._carry_out_generation(decode_generation(event.key_value))
+
+    async def _carry_out_generation(self, generation: Generation) -> None:
+        await self._handle(GenerationRead(generation))
+        self._on_generation(generation)
 
     async def _handle(self, event: OrdersEvent) -> None:
         worker, standby = self._supervisor.worker, self._supervisor.seat_standby.process

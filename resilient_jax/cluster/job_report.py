@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.redundancy import Redundancy, measure_redundancy
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError
@@ -20,7 +21,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All records of a job in the store, at one moment.
+    """A job at one moment: its records in the store, with the newer progress that its leader knows.
 
     Attributes:
         job: the job's name.
@@ -53,7 +54,7 @@ def make_credentials(contact: JobContact) -> Credentials:
 
 
 async def read_job_report(contact: JobContact) -> JobReport:
-    """Read a job's records.
+    """Read a job's records in the store, and how far its hosts are from its leader, if that answers.
 
     Raises:
         StoreUnreachable: the store does not answer.
@@ -67,11 +68,16 @@ async def read_job_report(contact: JobContact) -> JobReport:
         _, hosts = await store.range(make_hosts_prefix(job))
     decode = msgspec.msgpack.decode
     membership = decode(generation.value, type=Generation) if generation else None
+    leading = decode(leader.value, type=LeaderRecord) if leader else None
     statuses = tuple(decode(record.value, type=HostStatus) for record in hosts)
+    if leading is not None:
+        progress = await read_progress(leading.endpoint, make_credentials(contact))
+        newest = {report.host: report for report in progress}
+        statuses = tuple(add_progress(status, newest.get(status.host)) for status in statuses)
     return JobReport(
         job=contact.job,
         generation=membership,
-        leader=decode(leader.value, type=LeaderRecord).host if leader else None,
+        leader=leading.host if leading is not None else None,
         hosts=statuses,
         redundancy=_measure_redundancy(membership, statuses),
     )

@@ -7,30 +7,44 @@ they lead, at most one can write.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 import msgspec
 
-from resilient_jax.clock import Clock
+from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_machine import (
     HostChanged,
     HostLeft,
+    HostProgressed,
     MembershipEvent,
     MembershipMachine,
     Tick,
 )
 from resilient_jax.cluster.membership_state import MembershipState, join_names
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.progress_tree import ProgressTree
 from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
+from resilient_jax.cluster.stored_records import (
+    ENCODER,
+    decode_generation,
+    decode_host_status,
+    decode_leader_record,
+)
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, JobName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, GenerationPhase, LeaderRecord, StateLoss
+from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    HostStatus,
+    LeaderRecord,
+    StateLoss,
+)
 from resilient_jax.protocol.store_keys import (
     make_generation_key,
     make_hosts_prefix,
@@ -49,12 +63,10 @@ from resilient_jax.store.interface import (
     PutOp,
     RangeOp,
     RangeResponse,
-    Store,
     WatchEvent,
     require_absent,
     require_unchanged,
 )
-from resilient_jax.telemetry.event_log import EventLog
 
 FINISHED_RECORD_TTL_S = 3600.0
 """How long the records of a job that is over stay in a store that outlives the job: for agents that are late to read
@@ -72,24 +84,22 @@ class Leader:
 
     def __init__(
         self,
-        *,
-        store: Store,
-        job: JobName,
-        record: LeaderRecord,
+        context: AgentContext,
         config: MembershipConfig,
         services: CoordinationServices,
-        log: EventLog,
-        print_line: Callable[[str], None],
-        clock: Clock,
+        relay: ProgressRelay,
     ) -> None:
-        self._store = store
-        self._job = job
-        self._record = record
+        self._store = context.store
+        self._job = context.settings.job
+        self._record = LeaderRecord(
+            host=context.settings.host, agent_id=context.agent_id, endpoint=relay.endpoint
+        )
         self._config = config
         self._services = services
-        self._log = log
-        self._print_line = print_line
-        self._clock = clock
+        self._relay = relay
+        self._log = context.log
+        self._print_line = context.print_line
+        self._clock = context.clock
 
     async def campaign(self, lease: LeaseId) -> None:
         """Lead whenever no other agent does, until cancelled.
@@ -105,6 +115,7 @@ class Leader:
             # The key was created in this revision, which is therefore its create revision: the fencing token.
             token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
             if token is None:
+                self._follow(result.responses[0])
                 await self._wait_vacant(key, result.revision)
                 continue
             self._log.record(EventKind.LEADER_ELECTED, token=token)
@@ -119,6 +130,12 @@ class Leader:
         assert isinstance(found, RangeResponse), "the failure operation is a range"
         ours = [kv for kv in found.key_values if kv.lease == lease]
         return ours[0].create_revision if ours else None
+
+    def _follow(self, found: OperationResponse) -> None:
+        """Have progress reported to the leader that has this record."""
+        assert isinstance(found, RangeResponse), "the failure operation is a range"
+        for record in found.key_values:
+            self._relay.follow(decode_leader_record(record).endpoint)
 
     async def _wait_vacant(self, key: str, revision: Revision) -> None:
         if await self._store.get(key) is None:
@@ -152,6 +169,8 @@ class _Term:
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """The newest generation that this leader has read from the store or written to it."""
+        self._inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
+        self._tree = ProgressTree()
         self._unseated: list[HostName] = []
         """The spares that were last found to have no seat."""
 
@@ -163,12 +182,14 @@ class _Term:
         self._published = generation
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
-        statuses = map(decode_host_status, records)
+        statuses = [decode_host_status(record) for record in records]
+        for status in statuses:
+            self._add_to_tree(status)
+        self._leader._relay.lead(self._tree, self._on_progress)
         machine = MembershipMachine(
             make_initial_state(generation, statuses, self._now()), self._leader._config
         )
-        inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
-        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
+        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1)))
         try:
             # Not an event of the store: a new leader decides at once from what
             # it has read, also if nothing changes any more.
@@ -179,28 +200,37 @@ class _Term:
                     await self._execute(command, machine.state)
                 if commands or isinstance(event, Tick):
                     self._record_unseated(machine.state)
-                event = await self._next(inbox, watching)
+                event = await self._next(watching)
         finally:
             watching.cancel()
+            self._leader._relay.follow("")
 
-    async def _next(
-        self, inbox: "asyncio.Queue[MembershipEvent]", watching: "asyncio.Task[None]"
-    ) -> MembershipEvent:
+    async def _next(self, watching: "asyncio.Task[None]") -> MembershipEvent:
         # Without its watch a leader would decide about hosts as they were.
         if watching.done():
             watching.result()  # raises the error that ended the watch
-        return await wait_next_event(inbox)
+        return await wait_next_event(self._inbox)
 
-    async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
+    def _on_progress(self, progress: HostProgress) -> None:
+        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.step))
+
+    def _add_to_tree(self, status: HostStatus) -> None:
+        if status.host != self._leader._record.host:
+            self._tree.add(status.host, status.agent_endpoint)
+
+    async def _watch(self, prefix: str, revision: Revision) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
             async for batch in batches:
                 for event in batch:
-                    emit(self._to_membership_event(event, prefix))
+                    self._inbox.put_nowait(self._to_membership_event(event, prefix))
 
     def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
-            return HostChanged(decode_host_status(event.key_value))
+            status = decode_host_status(event.key_value)
+            self._add_to_tree(status)
+            return HostChanged(status)
         host = HostName(event.key.removeprefix(prefix))
+        self._tree.remove(host)
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
         return HostLeft(host)
 

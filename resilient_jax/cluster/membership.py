@@ -61,6 +61,7 @@ from resilient_jax.cluster.membership_state import (
     list_live_workers,
     list_replaced_workers,
     list_survivors,
+    owes_answer,
 )
 from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.cluster.rendezvous import Rendezvous, decide_to_wait
@@ -344,6 +345,9 @@ def _settle(
         )
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
+        return None
+    # A host that hangs answers no more, and soon has no lease.
+    if any(owes_answer(generation, status) for status in state.hosts.values()):
         return None
     kept = list_staying(state)
     joiners = choose_joiners(state, kept, config)

@@ -10,7 +10,10 @@ each phase of a generation. The commands are those of a machine that applies the
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 from typing import assert_never
+
+import msgspec
 
 from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, decide
 from resilient_jax.cluster.membership_config import MembershipConfig
@@ -35,11 +38,20 @@ class HostLeft:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostProgressed:
+    """A host's agent reported beside the store how many steps its worker has committed."""
+
+    host: HostName
+    agent_id: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing happened, but time has passed: timeouts are looked at."""
 
 
-MembershipEvent = HostChanged | HostLeft | Tick
+MembershipEvent = HostChanged | HostLeft | HostProgressed | Tick
 
 
 class MembershipMachine:
@@ -68,6 +80,7 @@ class MembershipMachine:
         self._take_in(event)
         waited_s = now - self._state.phase_since_s
         if not self._tally.may_decide(waited_s, self._config):
+            self._is_changed = True
             return ()
         num_passed = bisect.bisect_left(self._limits_s, waited_s)
         is_changed = self._is_changed or num_passed != self._num_passed
@@ -79,10 +92,10 @@ class MembershipMachine:
     def _take_in(self, event: MembershipEvent) -> None:
         match event:
             case HostChanged(status):
-                before = self._hosts.get(status.host)
-                self._hosts[status.host] = status
-                self._tally.look_at(status.host)
-                self._is_changed |= self._is_relevant(before, status)
+                self._replace(status)
+            case HostProgressed():
+                if (status := apply_progress(self._hosts, event)) is not None:
+                    self._replace(status)
             case HostLeft(host):
                 if self._hosts.pop(host, None) is not None:
                     self._tally.look_at(host)
@@ -91,6 +104,12 @@ class MembershipMachine:
                 pass
             case _:
                 assert_never(event)
+
+    def _replace(self, status: HostStatus) -> None:
+        before = self._hosts.get(status.host)
+        self._hosts[status.host] = status
+        self._tally.look_at(status.host)
+        self._is_changed |= self._is_relevant(before, status)
 
     def _is_relevant(self, before: HostStatus | None, status: HostStatus) -> bool:
         """Return whether a rule may read what has changed, beside what is counted anyway."""
@@ -104,7 +123,9 @@ class MembershipMachine:
         generation, tally = self._state.generation, self._tally
         if generation.phase is not GenerationPhase.ACTIVE:
             return False
-        if generation.snapshot is not None and tally.is_snapshot_released():
+        if generation.state_loss is not None or (
+            generation.snapshot is not None and tally.is_snapshot_released()
+        ):
             return True
         if tally.count_losses_left() != generation.losses_left:
             return True
@@ -115,8 +136,10 @@ class MembershipMachine:
         state, commands = decide(self._state, now, self._config)
         if state is not self._state:
             self._enter(state)
-        self._is_changed = False
-        self._num_passed = bisect.bisect_left(self._limits_s, now - state.phase_since_s)
+        waited_s = now - state.phase_since_s
+        # Where the counts close the way to a rule, it has not been applied yet to what else there is.
+        self._is_changed = not self._tally.may_decide(waited_s, self._config)
+        self._num_passed = bisect.bisect_left(self._limits_s, waited_s)
         self._repeated = tuple(c for c in commands if not isinstance(c, PublishGeneration))
         return commands
 
@@ -126,6 +149,14 @@ class MembershipMachine:
         self._repeated: tuple[MembershipCommand, ...] = ()
         self._num_passed = 0
         """How many of the limits of time had passed when the rules were last applied."""
+
+
+def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) -> HostStatus | None:
+    """Return the new status of a host that has made progress; None if it has not, or is another agent's by now."""
+    status = hosts.get(event.host)
+    if status is None or status.agent_id != event.agent_id or status.step >= event.step:
+        return None
+    return msgspec.structs.replace(status, step=event.step)
 
 
 def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[object, ...]:

@@ -402,6 +402,16 @@ def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[
     return tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable)
 
 
+def owes_answer(generation: Generation, status: HostStatus) -> bool:
+    """Return whether a host that does not train may have other snapshots than it had when it wrote its status."""
+    return (
+        generation.world > 0  # else there is no snapshot, and no generation in the store to answer
+        and status.snapshot_server is not None
+        and status.generation < generation.number
+        and generation.find_member(status.host) is None
+    )
+
+
 def awaits_snapshot_report(status: HostStatus) -> bool:
     """Return whether the worker has reported a snapshot that its host's server has yet to report."""
     reported = status.worker.report.snapshot if status.worker is not None else None

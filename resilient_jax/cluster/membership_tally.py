@@ -18,6 +18,7 @@ from resilient_jax.cluster.membership_state import (
     is_idle,
     is_joiner,
     is_unreplaced,
+    owes_answer,
 )
 from resilient_jax.cluster.redundancy import RedundancyTally
 from resilient_jax.ids import HostName
@@ -50,8 +51,8 @@ class Fact(enum.Enum):
     DONE = enum.auto()
     HOLDS_COPY = enum.auto()
     """A live member has the complete state."""
-    OWES_SNAPSHOT_REPORT = enum.auto()
-    """The member reports a snapshot that the host's server has yet to report."""
+    OWES_REPORT = enum.auto()
+    """The host may have a snapshot that its status does not have yet."""
     HAS_NEW_SNAPSHOT = enum.auto()
     """It is a member's host, with a committed snapshot of this generation."""
     IS_LEFT_SOURCE = enum.auto()
@@ -152,7 +153,8 @@ class MembershipTally:
         generation, host = self._state.generation, status.host
         joins = is_joiner(generation, status, self._dropped.get(host))
         facts = {
-            Fact.OWES_SNAPSHOT_REPORT: is_member and awaits_snapshot_report(status),
+            Fact.OWES_REPORT: owes_answer(generation, status)
+            or (is_member and awaits_snapshot_report(status)),
             Fact.HAS_NEW_SNAPSHOT: is_member
             and any(
                 s.id.generation == generation.number and s.phase is SnapshotPhase.COMMITTED
@@ -231,7 +233,7 @@ class MembershipTally:
         generation, counts = self._state.generation, self._counts
         if generation.attempts > config.max_collective_retries:
             return True
-        if counts[Fact.OWES_SNAPSHOT_REPORT]:
+        if counts[Fact.OWES_REPORT]:
             return False
         if generation.members or waited_s > config.start_timeout_s:
             return True

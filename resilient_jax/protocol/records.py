@@ -418,17 +418,18 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         address: the host's address for the others.
         port: of the agent at that address, where commands ask for its logs, and order it to end processes.
         versions: the versions of what must be equal on all hosts.
+        generation: the newest generation that the agent had read when it wrote this.
         is_draining: whether the host leaves after a preemption notice.
         is_spare: whether the host was started as a spare: it takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
-        snapshots: the snapshots that are complete on this host.
+        snapshots: the snapshots that were complete on this host when this was written. While members train, newer ones
+            of the same generation are in `HostProgress` only.
         standby: the process that waits to replace the worker; None: none runs.
         script: the digest of the script with which the worker was let in; empty before.
-        metrics: the metrics that the worker last reported, by name.
-        step: the step that the worker last reported, refreshed a few times a second; for progress lines, not for
-            decisions.
+        metrics: the metrics that the worker had last reported, by name.
+        step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
     """
 
     host: HostName
@@ -437,6 +438,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     versions: Versions
     port: int = 0
+    generation: GenerationNumber = GenerationNumber(0)
     is_draining: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
@@ -455,10 +457,17 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token."""
+    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token.
+
+    Attributes:
+        host: its host.
+        agent_id: its id.
+        endpoint: where it listens, as host:port.
+    """
 
     host: HostName
     agent_id: str
+    endpoint: str
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

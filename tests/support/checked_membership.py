@@ -7,8 +7,10 @@ from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_machine import (
     HostChanged,
     HostLeft,
+    HostProgressed,
     MembershipEvent,
     MembershipMachine,
+    apply_progress,
 )
 from resilient_jax.cluster.membership_state import MembershipState
 
@@ -37,4 +39,6 @@ def handle_plainly(
         hosts[event.status.host] = event.status
     elif isinstance(event, HostLeft):
         hosts.pop(event.host, None)
+    elif isinstance(event, HostProgressed) and (status := apply_progress(hosts, event)) is not None:
+        hosts[event.host] = status
     return decide(dataclasses.replace(state, hosts=hosts), now, config)

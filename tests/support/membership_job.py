@@ -6,7 +6,7 @@ from checked_membership import CheckedMachine
 from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_machine import HostChanged, Tick
-from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.membership_state import MembershipState, owes_answer
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
@@ -29,7 +29,8 @@ VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
-    def __init__(self, *names: str, **config) -> None:
+    def __init__(self, *names: str, do_agents_answer: bool = True, **config) -> None:
+        self.do_agents_answer = do_agents_answer
         self.config = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **config})
         self.state = make_initial_state(None, (), 0.0)
         self.now_s = 0.0
@@ -68,6 +69,14 @@ class Job:
                 self.published.append(command.generation)
             else:
                 self.asked.append(command)
+        if self.do_agents_answer:
+            self.answer()
+
+    def answer(self) -> None:
+        """Have the agents of hosts that do not train answer the generation."""
+        for status in list(self.state.hosts.values()):
+            if owes_answer(self.generation, status):
+                self.change(status.host, generation=self.generation.number)
 
     def status(self, name: str) -> HostStatus:
         worker = WorkerStatus(incarnation=Incarnation(1), pid=1)

@@ -53,6 +53,7 @@ from resilient_jax.cluster.standby_orders import (
     TakeOver,
 )
 from resilient_jax.cluster.state_loss import StateLossPolicy
+from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
@@ -257,6 +258,7 @@ class Host:
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
         self.snapshots: tuple[SnapshotStatus, ...] = ()
+        self.written: HostStatus | None = None  # what is in the store
         self.standby: Worker | None = None
         self.standby_seen: WorkerStatus | None = None
         self.start_worker()
@@ -279,7 +281,14 @@ class Host:
         self.seen = WorkerStatus(incarnation=self.worker.incarnation, pid=1, report=self.worker.report)
         self.touched = True
 
+    @property
+    def has_due_snapshots(self) -> bool:
+        return self.written is not None and are_snapshots_due(
+            self.orders.generation, self.written, self.status()
+        )
+
     def status(self) -> HostStatus:
+        generation = self.orders.generation
         return HostStatus(
             host=self.name,
             agent_id=self.name,
@@ -287,6 +296,7 @@ class Host:
             address=self.name,
             versions=VERSIONS,
             is_draining=self.draining,
+            generation=generation.number if generation is not None else GenerationNumber(0),
             is_spare=self.is_spare,
             worker=self.seen,
             standby=StandbyStatus(state=StandbyState.STARTING, pid=2, worker=self.standby_seen)
@@ -381,7 +391,7 @@ class Cluster:
             return
         if self.store.get(make_host_key(JOB, host.name)) is None:
             yield 2, lambda: self.lose_session(host)
-        elif host.touched:
+        elif host.touched or host.has_due_snapshots:
             yield 3, lambda: self.publish(host)
         if self.has_news(host):
             yield 3, lambda: self.read_generation(host)
@@ -667,10 +677,12 @@ class Cluster:
         host.read = Revision(self.store.revision + 1)
         if (stored := self.read_stored()) is not None:
             self.tell(host, GenerationRead(stored))
+            host.touched |= host.written is not None and is_answer_due(stored, host.written)
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
-        self.store.transaction((), (PutOp(make_host_key(JOB, host.name), encode(host.status()), host.lease),))
+        host.written = host.status()
+        self.store.transaction((), (PutOp(make_host_key(JOB, host.name), encode(host.written), host.lease),))
         host.touched = False
 
     def lose_session(self, host: Host) -> None:
@@ -690,6 +702,7 @@ class Cluster:
         assert isinstance(found, PutEvent)
         generation = msgspec.msgpack.decode(found.key_value.value, type=Generation)
         self.tell(host, GenerationRead(generation))
+        host.touched |= host.written is not None and is_answer_due(generation, host.written)
 
     def leave(self, host: Host) -> None:
         self.kill_host(host)
@@ -983,7 +996,7 @@ class ReplacingCluster(Cluster):
             wall_s=0.0,
         )
         host = self.hosts[worker.host]
-        host.snapshots, host.touched = (*host.snapshots[-1:], made), True
+        host.snapshots = (*host.snapshots[-1:], made)
 
     def check_form(self, old: Generation, new: Generation) -> None:
         """Check that a world that was left by force passes no worker on to the next."""
