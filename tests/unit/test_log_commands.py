@@ -10,13 +10,21 @@ from resilient_jax.cli.events import format_event, merge_events
 from resilient_jax.cli.job_contact import RemoteJob, choose_job
 from resilient_jax.cli.kill import KillTarget, parse_target
 from resilient_jax.cli.log_printer import list_notes
-from resilient_jax.cli.log_sources import LogRound
+from resilient_jax.cli.log_sources import LogRound, is_over
 from resilient_jax.cli.logs import format_output
-from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cli.options import read_versions
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, Unauthenticated
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    HostStatus,
+    JobOutcome,
+    JobOutcomeKind,
+)
 from resilient_jax.telemetry.log_reader import LogPart
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
 
@@ -156,6 +164,16 @@ def test_if_no_host_answers_that_is_an_error_that_names_some() -> None:
 def test_a_part_that_was_cut_is_named() -> None:
     found = LogRound(parts={"a": LogPart(is_cut=True)}, silent={}, is_over=False)
     assert list_notes(found, {}, is_first=True) == ["host a: only the last 256 KiB of its log"]
+
+
+def test_following_ends_when_the_job_has_ended_or_has_no_host() -> None:
+    host = HostStatus(host=HostName("a"), agent_id="", agent_pid=1, address="", versions=read_versions())
+    training = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE)
+    outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
+    ended = msgspec.structs.replace(training, phase=GenerationPhase.FINISHED, outcome=outcome)
+    cases = [((host,), None), ((host,), training), ((host,), ended), ((), training)]
+    reports = [JobReport(job="lm", generation=found, leader=None, hosts=hosts) for hosts, found in cases]
+    assert [is_over(report) for report in reports] == [False, False, True, True]
 
 
 # The run folder.
