@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from benchmarks.control.command import control
 from benchmarks.erasure.command import erasure
 from benchmarks.plan.command import plan
 from benchmarks.resilience.command import resilience
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure. Each benchmark prints tables, and one line of JSON last.",
 )
-for command in (stall, step, erasure, snapshot, plan, resilience):
+for command in (stall, step, erasure, snapshot, plan, resilience, control):
     app.command(command.__name__)(command)
 
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from benchmarks.paths import COMMAND, REPOSITORY
 
-BENCHMARKS = ("stall", "step", "erasure", "snapshot", "plan", "resilience")
+BENCHMARKS = ("stall", "step", "erasure", "snapshot", "plan", "resilience", "control")
 
 
 def test_every_benchmark_is_a_command() -> None:

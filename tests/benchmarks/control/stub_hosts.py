@@ -1,0 +1,116 @@
+"""Hosts whose workers do at once what a generation asks for: the statuses that their agents report. Pure."""
+
+from typing import Final
+
+import msgspec
+
+from resilient_jax.cluster.world_formation import StartCoordinationService
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.protocol.records import (
+    CoordinationServiceStatus,
+    Generation,
+    GenerationPhase,
+    HostStatus,
+    Member,
+    SeatId,
+    SnapshotServerStatus,
+    Versions,
+    WorkerReport,
+    WorkerState,
+    WorkerStatus,
+)
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+
+VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")
+GROUP_HOSTS: Final = 8
+"""Hosts of a parity group."""
+SNAPSHOT_BYTES: Final = 1 << 30
+
+
+def make_host_name(index: int) -> HostName:
+    """Return the name of a host."""
+    return HostName(f"host-{index:04d}")
+
+
+def make_idle_status(index: int, port: int = 0) -> HostStatus:
+    """Return the status of a host whose worker is ready to join; its agent listens at `port`."""
+    host = make_host_name(index)
+    report = WorkerReport(state=WorkerState.IDLE, endpoint=f"127.0.0.1:{40_000 + index}")
+    return HostStatus(
+        host=host,
+        agent_id=f"{index:032x}",
+        agent_pid=1000 + index,
+        address="127.0.0.1",
+        port=port,
+        versions=VERSIONS,
+        worker=WorkerStatus(incarnation=Incarnation(1), pid=2000 + index, report=report),
+        snapshot_server=SnapshotServerStatus(endpoint=f"127.0.0.1:{50_000 + index}", pid=3000 + index),
+        script="0" * 64,
+    )
+
+
+def change_report(status: HostStatus, **changes: object) -> HostStatus:
+    """Return the status with these fields of the worker's report changed."""
+    worker = status.worker
+    assert worker is not None, "every stub host has a worker"
+    report = msgspec.structs.replace(worker.report, **changes)
+    return msgspec.structs.replace(status, worker=msgspec.structs.replace(worker, report=report))
+
+
+def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
+    """Return the status of a host whose worker has done what this generation asks for; the same if it is nothing."""
+    status = msgspec.structs.replace(status, generation=generation.number)
+    member, number = generation.find_member(status.host), generation.number
+    if member is None:
+        return status
+    match generation.phase:
+        case GenerationPhase.QUIESCE:
+            return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
+        case GenerationPhase.FORM:
+            return _form(status, generation, member)
+        case GenerationPhase.ACTIVE:
+            step = max(status.step, generation.step) + 1
+            status = change_report(status, has_finished_step=True, holds_state=True, step=step)
+            return msgspec.structs.replace(status, step=step)
+        case _:
+            return status
+
+
+def _form(status: HostStatus, generation: Generation, member: Member) -> HostStatus:
+    return change_report(
+        status,
+        state=WorkerState.RUNNING,
+        generation=generation.number,
+        has_formed=True,
+        has_finished_step=False,
+        world=generation.world,
+        seat=SeatId(generation.world, member.seat),
+        step=generation.step,
+    )
+
+
+def serve_world(status: HostStatus, asked: StartCoordinationService) -> HostStatus:
+    """Return the status of a host that also runs this coordination service."""
+    service = CoordinationServiceStatus(
+        world=asked.world,
+        num_processes=asked.num_processes,
+        num_seats=asked.num_seats,
+        address=f"127.0.0.1:{60_000 + asked.world}",
+        pid=1,
+    )
+    return msgspec.structs.replace(status, services=(*status.services, service))
+
+
+def make_snapshot(index: int, num_hosts: int, step: int, generation: int) -> SnapshotStatus:
+    """Return a committed snapshot of host `index`, in groups of `GROUP_HOSTS` hosts with one parity shard."""
+    group = index // GROUP_HOSTS
+    members = range(group * GROUP_HOSTS, min(num_hosts, (group + 1) * GROUP_HOSTS))
+    return SnapshotStatus(
+        id=SnapshotId(step, GenerationNumber(generation)),
+        phase=SnapshotPhase.COMMITTED,
+        group=ParityGroup(hosts=tuple(map(make_host_name, members)), parity=1),
+        group_index=group,
+        num_groups=-(-num_hosts // GROUP_HOSTS),
+        nbytes=SNAPSHOT_BYTES,
+        wall_s=0.0,
+    )
