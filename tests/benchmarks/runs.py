@@ -54,6 +54,7 @@ def run_job(
     cache: Path | None = None,
     config: str = "",
     devices_per_host: int = 1,
+    options: Sequence[str] = (),
 ) -> Iterator[LocalJob]:
     """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain.
 
@@ -64,6 +65,7 @@ def run_job(
         cache: of compiled programs; None: one in the job's run directory, which is empty at first.
         config: further lines of the job's configuration.
         devices_per_host: of the job.
+        options: further ones of `launch`.
     """
     work.mkdir(parents=True, exist_ok=True)
     config_file = work / "job.toml"
@@ -72,7 +74,7 @@ def run_job(
         command,
         num_hosts=num_hosts,
         run_directory=work / "run",
-        options=["--devices-per-host", str(devices_per_host), "--config", str(config_file)],
+        options=["--devices-per-host", str(devices_per_host), "--config", str(config_file), *options],
         environment=script_environment()
         | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}),
     ) as job:

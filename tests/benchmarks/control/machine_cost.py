@@ -8,6 +8,7 @@ import msgspec
 
 from benchmarks.control.stub_hosts import (
     answer_generation,
+    change_report,
     make_host_name,
     make_idle_status,
     make_snapshot,
@@ -170,5 +171,5 @@ def _make_round(job: _TimedJob, num_hosts: int, number: int) -> dict[str, list[M
         taken = make_snapshot(index, num_hosts, step, generation)
         with_snapshot = msgspec.structs.replace(status, step=step, snapshots=(taken,))
         found["snapshot"].append(job.change(with_snapshot))
-        found["report"].append(job.change(answer_generation(with_snapshot, job.generation)))
+        found["report"].append(job.change(change_report(with_snapshot, step=step)))
     return found

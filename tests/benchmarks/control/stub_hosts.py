@@ -69,9 +69,7 @@ def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
         case GenerationPhase.FORM:
             return _form(status, generation, member)
         case GenerationPhase.ACTIVE:
-            step = max(status.step, generation.step) + 1
-            status = change_report(status, has_finished_step=True, holds_state=True, step=step)
-            return msgspec.structs.replace(status, step=step)
+            return _finish_first_step(status, generation)
         case _:
             return status
 
@@ -87,6 +85,14 @@ def _form(status: HostStatus, generation: Generation, member: Member) -> HostSta
         seat=SeatId(generation.world, member.seat),
         step=generation.step,
     )
+
+
+def _finish_first_step(status: HostStatus, generation: Generation) -> HostStatus:
+    if status.worker is not None and status.worker.report.has_finished_step:
+        return status
+    step = max(status.step, generation.step) + 1
+    status = change_report(status, has_finished_step=True, holds_state=True, step=step)
+    return msgspec.structs.replace(status, step=step)
 
 
 def serve_world(status: HostStatus, asked: StartCoordinationService) -> HostStatus:

@@ -1,0 +1,213 @@
+"""An agent whose worker is a stub: the real registration, candidacy, reports of progress and watch, in few processes.
+
+What an agent has beside: a worker process, a snapshot server and a coordination service, which are never started here.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+import msgspec
+
+from benchmarks.control.stub_hosts import (
+    VERSIONS,
+    answer_generation,
+    make_host_name,
+    make_idle_status,
+    serve_world,
+)
+from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.leader import Leader
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.store_session import StoreSession
+from resilient_jax.cluster.stored_records import decode_generation
+from resilient_jax.cluster.world_formation import StartCoordinationService
+from resilient_jax.config import JobConfig
+from resilient_jax.ids import JobName, Revision, WorldId
+from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.store_keys import make_generation_key
+from resilient_jax.store.interface import KeyValue, PutEvent, Store
+from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.server import Server
+from resilient_jax.transport.server_address import parse_address
+
+CREDENTIALS: Final = Credentials("test-token")
+"""Of `tests/process/serve_store.py`."""
+JOB: Final = JobName("control")
+LEASE_TTL_S: Final = 60.0
+"""Twenty times the default: thousands of agents of one machine would spend its cores on renewals."""
+PATIENCE_S: Final = 600.0
+"""Timeouts of the membership: a machine that is busy with thousands of agents must not lose one by them."""
+
+OnRead = Callable[[Generation, int], None]
+"""Called with each generation that an agent has read, and the bytes of what it read."""
+
+
+class SimulatedAgent:
+    """One host. `register` it, then `run` it until it is cancelled."""
+
+    def __init__(
+        self, index: int, num_hosts: int, store: Store, on_read: OnRead, *, reports_progress: bool
+    ) -> None:
+        """Make the agent of host `index`; if not `reports_progress`, another reports in its place."""
+        self.step = 0
+        self._status = make_idle_status(index)
+        self._store = store
+        self._on_read = on_read
+        context = _make_context(index, num_hosts, store)
+        self._server = Server(credentials=CREDENTIALS)
+        make_relay = ProgressRelay if reports_progress else _SilentRelay
+        self._reports_progress = reports_progress
+        self._relay = make_relay(context, self._server, self.make_progress)
+        self._session = StoreSession(store, JOB, LEASE_TTL_S, context.clock, lambda: self._status)
+        self._make_leader = functools.partial(
+            Leader, context, _make_membership_config(num_hosts), _StubServices(context, self._serve_world)
+        )
+
+    async def register(self) -> None:
+        """Put the host's status into the store."""
+        if self._reports_progress:
+            await self._server.start()
+            port = parse_address(self._server.address)[1]
+            self._status = msgspec.structs.replace(self._status, port=port)
+        await self._session.open()
+
+    async def run(self) -> None:
+        """Renew the lease, write changes of the status, follow generations, lead or follow a leader, and report."""
+        leader = self._make_leader(self._relay)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._session.keep_alive())
+            tasks.create_task(self._session.publish_changes())
+            tasks.create_task(self._follow())
+            tasks.create_task(leader.campaign(self._session.lease))
+            if self._reports_progress:
+                tasks.create_task(self._relay.run())
+
+    async def leave(self) -> None:
+        """Have the others see at once that the host is gone; `run` must have ended."""
+        await self._store.revoke(self._session.lease)  # `close` waits for a second only
+
+    def change_status(self, status: HostStatus) -> None:
+        """Have another status written."""
+        self._status = status
+        self._session.mark_changed()
+
+    @property
+    def status(self) -> HostStatus:
+        """The present status."""
+        return self._status
+
+    async def _follow(self) -> None:
+        async with contextlib.aclosing(follow_generations(self._store)) as generations:
+            async for generation, nbytes in generations:
+                self._on_read(generation, nbytes)
+                status = answer_generation(self._status, generation)
+                is_changed = status.worker != self._status.worker
+                self._status = status
+                if is_changed:
+                    self._session.mark_changed()
+
+    def _serve_world(self, asked: StartCoordinationService) -> None:
+        self.change_status(serve_world(self._status, asked))
+
+    def make_progress(self) -> HostProgress:
+        """Return how far the host is."""
+        status = self._status
+        return HostProgress(
+            host=status.host, agent_id=status.agent_id, sequence=self.step, step=max(self.step, status.step)
+        )
+
+
+async def follow_generations(store: Store) -> AsyncGenerator[tuple[Generation, int], None]:
+    """Yield the stored generation and each later one, with the bytes of the records that were read for it."""
+    key = make_generation_key(JOB)
+    revision, records = await store.range(key)
+    for record in records:
+        yield _decode(record), _count_bytes(record)
+    async with contextlib.aclosing(store.watch(key, Revision(revision + 1))) as batches:
+        async for batch in batches:
+            for event in batch:
+                if isinstance(event, PutEvent):
+                    yield _decode(event.key_value), _count_bytes(event.key_value)
+
+
+def _count_bytes(record: KeyValue) -> int:
+    return len(record.key) + len(record.value)
+
+
+_DECODED: dict[Revision, Generation] = {}
+
+
+def _decode(record: KeyValue) -> Generation:
+    """Decode a generation once for all agents of this process: real agents do that at the same time."""
+    if record.mod_revision not in _DECODED:
+        _DECODED.clear()
+        _DECODED[record.mod_revision] = decode_generation(record)
+    return _DECODED[record.mod_revision]
+
+
+class _SilentRelay(ProgressRelay):
+    """The relay of an agent that does not listen, and reports nothing."""
+
+    @property
+    def endpoint(self) -> str:
+        return "127.0.0.1:1"
+
+
+class _StubServices(CoordinationServices):
+    """Coordination services that run as soon as they are asked for."""
+
+    def __init__(self, context: AgentContext, on_start: Callable[[StartCoordinationService], None]) -> None:
+        super().__init__(context.settings.address, context.log, lambda: None)
+        self._on_start = on_start
+        self._started: set[tuple[WorldId, int]] = set()
+
+    def start_standby(self) -> None:
+        """Start nothing."""
+
+    def start(self, world: WorldId, num_processes: int, num_seats: int) -> None:
+        """Report that the service runs."""
+        if (world, num_processes) not in self._started:
+            self._started.add((world, num_processes))
+            self._on_start(StartCoordinationService(world, num_processes, num_seats))
+
+
+def _make_context(index: int, num_hosts: int, store: Store) -> AgentContext:
+    host = make_host_name(index)
+    return AgentContext(
+        settings=AgentSettings(
+            job=JOB,
+            host=host,
+            address="127.0.0.1",
+            command=("stub",),
+            environment={"JAX_PLATFORMS": "cpu"},
+            devices_per_host=None,
+            num_hosts=num_hosts,
+            versions=VERSIONS,
+            credentials=CREDENTIALS,
+            config=JobConfig(),
+            run_directory=None,
+        ),
+        store=store,
+        clock=SystemClock(),
+        log=EventLog(None, host),
+        print_line=lambda line: None,
+        agent_id=make_idle_status(index).agent_id,
+    )
+
+
+def _make_membership_config(num_hosts: int) -> MembershipConfig:
+    return MembershipConfig(
+        num_hosts=num_hosts,
+        start_timeout_s=PATIENCE_S,
+        quiesce_timeout_s=PATIENCE_S,
+        forming_timeout_s=PATIENCE_S,
+    )

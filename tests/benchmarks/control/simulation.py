@@ -1,0 +1,164 @@
+"""A leader with agents simulated in a few processes, over the real transport and the embedded store."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+import psutil
+
+from benchmarks.control.agent_messages import (
+    AgentsMessage,
+    AgentsOrder,
+    AllRead,
+    LoseLast,
+    Lost,
+    Register,
+    Registered,
+    Train,
+)
+from benchmarks.control.figures import PartResult, Samples
+from benchmarks.control.line_process import LineProcess
+from benchmarks.paths import JOBS, TESTS
+from resilient_jax.cluster.progress_tree import FANOUT
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.records import GenerationPhase
+
+AGENT_PROCESSES: Final = 2
+LIMIT_S: Final = 300.0
+"""For each thing that is waited for."""
+TRAIN_S: Final = 10.0
+"""For how long the leader's share of a core is measured."""
+
+_DECODER: msgspec.json.Decoder[AgentsMessage] = msgspec.json.Decoder(AgentsMessage)
+MessageT = TypeVar("MessageT", Registered, Lost)
+
+
+class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What one job of some size took.
+
+    Attributes:
+        form_s: seconds from the registration of the last host until every agent has read that all train.
+        shrink_s: from the return of a lease until every agent has read the generation without that host.
+        shrink_active_s: the same until every agent has read that its members train.
+        host_bytes: that each host has read of generations for it.
+        leader_cpu: the share of a core of the leader's process while all make a step a second.
+        store_cpu: the same of the store's process.
+    """
+
+    form_s: float
+    shrink_s: float
+    shrink_active_s: float
+    host_bytes: float
+    leader_cpu: float
+    store_cpu: float
+
+
+def measure_simulations(sizes: Sequence[int], rounds: int, work: Path) -> PartResult:
+    """Return the figures of jobs of these sizes, each formed, trained and shrunk `rounds` times."""
+    samples: Samples = {}
+    missing: dict[str, str] = {}
+    for size in sizes:
+        try:
+            jobs = [run_simulation(size, work / f"{size}-{number}") for number in range(rounds)]
+        except InternalError as error:
+            missing[f"{size} simulated agents"] = str(error)
+            continue
+        for name in ("form_s", "shrink_s", "shrink_active_s", "leader_cpu", "store_cpu"):
+            samples[f"{name}_{size}"] = [getattr(job, name) for job in jobs]
+        samples[f"bytes_per_host_change_{size}"] = [job.host_bytes for job in jobs]
+    return PartResult(samples=samples, missing=missing)
+
+
+def run_simulation(num_hosts: int, work: Path) -> SimulatedJob:
+    """Form a job, have it train, and lose a host.
+
+    Raises:
+        InternalError: a process failed, or something took longer than `LIMIT_S`.
+    """
+    with _start_processes(num_hosts, work) as (store, leader, others):
+        agents = (leader, *others)
+        # First the leader, then the agents that collect reports: so they get the places of the tree for that.
+        for up_to, processes in ((1, agents[:1]), (1 + FANOUT, agents[1:2]), (num_hosts - 1, others)):
+            for process in processes:
+                _send(process, Register(up_to=up_to))
+            for process in processes:
+                _wait_message(process, Registered)
+        _send(others[-1], Register(up_to=num_hosts))
+        began_s = _wait_message(others[-1], Registered).at_s
+        formed = [_wait_read(process, 0, GenerationPhase.ACTIVE) for process in agents]
+        leader_cpu, store_cpu = _measure_training(agents, leader, store)
+        _send(others[-1], LoseLast())
+        lost_s = _wait_message(others[-1], Lost).at_s
+        number = formed[0].number + 1
+        first = [_wait_read(process, number) for process in agents]
+        active = [_wait_read(process, number, GenerationPhase.ACTIVE) for process in agents]
+        before, after = formed[-1].bytes_read, active[-1].bytes_read
+    return SimulatedJob(
+        form_s=max(found.at_s for found in formed) - began_s,
+        shrink_s=max(found.at_s for found in first) - lost_s,
+        shrink_active_s=max(found.at_s for found in active) - lost_s,
+        host_bytes=after - before,
+        leader_cpu=leader_cpu,
+        store_cpu=store_cpu,
+    )
+
+
+@contextlib.contextmanager
+def _start_processes(
+    num_hosts: int, work: Path
+) -> Iterator[tuple[LineProcess, LineProcess, Sequence[LineProcess]]]:
+    """Start the store, the leader alone in a process, and the other agents."""
+    work.mkdir(parents=True)
+    bounds = [1 + (num_hosts - 1) * part // AGENT_PROCESSES for part in range(AGENT_PROCESSES + 1)]
+    with contextlib.ExitStack() as owned:
+        script = str(TESTS / "process" / "serve_store.py")
+        store = owned.enter_context(LineProcess([script, "127.0.0.1:0"], work / "store"))
+        address = store.read_line(time.monotonic() + LIMIT_S).decode().strip()
+
+        def start(first: int, last: int) -> LineProcess:
+            command = [str(JOBS / "control_agents.py"), address, *map(str, (num_hosts, first, last))]
+            return owned.enter_context(LineProcess(command, work / f"agents-{first}"))
+
+        yield store, start(0, 1), [start(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _measure_training(
+    agents: Sequence[LineProcess], leader: LineProcess, store: LineProcess
+) -> tuple[float, float]:
+    """Return the shares of a core of the leader and of the store while all hosts make a step a second."""
+    for process in agents:
+        _send(process, Train())
+    time.sleep(TRAIN_S / 2)
+    watched = [psutil.Process(process.pid) for process in (leader, store)]
+    before = [sum(process.cpu_times()[:2]) for process in watched]
+    began_s = time.monotonic()
+    time.sleep(TRAIN_S)
+    passed_s = time.monotonic() - began_s
+    after = [sum(process.cpu_times()[:2]) for process in watched]
+    leader_cpu, store_cpu = ((end - start) / passed_s for start, end in zip(before, after, strict=True))
+    return leader_cpu, store_cpu
+
+
+def _send(process: LineProcess, order: AgentsOrder) -> None:
+    process.send_line(msgspec.json.encode(order).decode())
+
+
+def _wait_message(process: LineProcess, kind: type[MessageT]) -> MessageT:
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        message = _DECODER.decode(process.read_line(deadline_s))
+        if isinstance(message, kind):
+            return message
+
+
+def _wait_read(process: LineProcess, number: int, phase: GenerationPhase | None = None) -> AllRead:
+    """Return the first message that all agents have read this generation or a later one, in this phase or any."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        message = _DECODER.decode(process.read_line(deadline_s))
+        if isinstance(message, AllRead) and message.number >= number and phase in (None, message.phase):
+            return message
