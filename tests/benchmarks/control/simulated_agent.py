@@ -6,7 +6,7 @@ What an agent has beside: a worker process, a snapshot server and a coordination
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Final
 
 import msgspec
@@ -30,6 +30,7 @@ from resilient_jax.cluster.store_session import StoreSession
 from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.config import JobConfig
+from resilient_jax.errors import PeerError
 from resilient_jax.ids import JobName, Revision, WorldId
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key
@@ -46,6 +47,9 @@ LEASE_TTL_S: Final = 60.0
 """Twenty times the default: thousands of agents of one machine would spend its cores on renewals."""
 PATIENCE_S: Final = 600.0
 """Timeouts of the membership: a machine that is busy with thousands of agents must not lose one by them."""
+
+RETRY_INTERVAL_S: Final = 0.1
+"""As agents wait after a fault of the store."""
 
 OnRead = Callable[[Generation, int], None]
 """Called with each generation that an agent has read, and the bytes of what it read."""
@@ -86,8 +90,8 @@ class SimulatedAgent:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._session.keep_alive())
             tasks.create_task(self._session.publish_changes())
-            tasks.create_task(self._follow())
-            tasks.create_task(leader.campaign(self._session.lease))
+            tasks.create_task(_retry_after_faults(self._follow))
+            tasks.create_task(_retry_after_faults(lambda: leader.campaign(self._session.lease)))
             if self._reports_progress:
                 tasks.create_task(self._relay.run())
 
@@ -137,6 +141,15 @@ async def follow_generations(store: Store) -> AsyncGenerator[tuple[Generation, i
             for event in batch:
                 if isinstance(event, PutEvent):
                     yield _decode(event.key_value), _count_bytes(event.key_value)
+
+
+async def _retry_after_faults(work: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Run `work` again after a fault of the store, as `host_registration` does."""
+    while True:
+        try:
+            await work()
+        except PeerError:
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 def _count_bytes(record: KeyValue) -> int:
