@@ -46,12 +46,14 @@ class AllRead(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         phase: the phase.
         at_s: the monotonic time of the last of them.
         bytes_read: that each has read of generations since it registered; the mean.
+        newest_bytes: of them, what the last to read this generation has read for it.
     """
 
     number: int
     phase: GenerationPhase
     at_s: float
     bytes_read: float
+    newest_bytes: int
 
 
 AgentsMessage = Registered | Lost | AllRead

@@ -8,13 +8,23 @@ import msgspec
 
 from benchmarks.control.machine_cost import MachineCost, MachineMeasurements
 
+PLOTTED: Final = (
+    ("microseconds of the leader for an event", ("event_us", "plain_event_us")),
+    ("processor seconds of decisions", ("form_cpu_s", "shrink_cpu_s", "plain_form_cpu_s")),
+    ("seconds until every agent knows", ("form_s", "shrink_active_s", "form_s_etcd", "shrink_active_s_etcd")),
+    ("bytes", ("generation_bytes", "bytes_per_host_change")),
+)
+"""The title of each panel, and the names of its figures without the number of hosts."""
 AIMS: Final = {
     "event_us_64": "below 200, and",
     "event_us_4096": "within 2 times",
     "form_s_4096": "2.0",
     "shrink_s_4096": "1.0",
     "leader_cpu_1024": "0.2",
-    "bytes_per_host_change": "2048",
+    "bytes_per_host_change_1024": "2048",
+    "form_s_etcd_4096": "2.0",
+    "shrink_s_etcd_4096": "1.0",
+    "leader_cpu_etcd_1024": "0.2",
     "real_agents": "64",
     "etcd_kill_gap_s": "1.0",
 }
@@ -55,6 +65,36 @@ def summarize(samples: Sequence[float]) -> Figure:
         low, *_, high = statistics.quantiles(samples, n=20, method="inclusive")
     median, low, high = (float(f"{value:.4g}") for value in (statistics.median(samples), low, high))
     return Figure(median=median, low=low, high=high, n=len(samples))
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures that grow with the hosts: the number of hosts and the figure, by the figure's name."""
+
+    title: str
+    lines: dict[str, list[tuple[int, Figure]]]
+
+
+class PlotData(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plot shows."""
+
+    panels: list[Panel]
+
+
+def make_plot_data(figures: Mapping[str, Figure]) -> PlotData:
+    """Return what is plotted of these figures."""
+    by_name: dict[str, list[tuple[int, Figure]]] = {}
+    for key, figure in figures.items():
+        name, _, size = key.rpartition("_")
+        if size.isdigit():
+            by_name.setdefault(name, []).append((int(size), figure))
+    lines = [
+        (
+            title,
+            {name: sorted(by_name[name], key=lambda found: found[0]) for name in names if name in by_name},
+        )
+        for title, names in PLOTTED
+    ]
+    return PlotData(panels=[Panel(title=title, lines=found) for title, found in lines if found])
 
 
 def summarize_all(parts: Iterable[PartResult]) -> dict[str, Figure]:

@@ -1,5 +1,6 @@
 """A script in a process of its own that is given lines and answers with lines."""
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -16,12 +17,19 @@ from resilient_jax.errors import InternalError
 
 
 class LineProcess:
-    """A running script. Enter it to start, leave it to kill."""
+    """A running script. Enter it to start; leave it to end its standard input, and to kill it."""
 
-    def __init__(self, command: Sequence[str], errors: Path) -> None:
-        """Run a script with its arguments; `errors` is the file for its standard error."""
+    def __init__(self, command: Sequence[str], errors: Path, end_grace_s: float = 0.0) -> None:
+        """Run a script.
+
+        Args:
+            command: the script with its arguments.
+            errors: the file for its standard error.
+            end_grace_s: how long it may take to end by itself before it is killed.
+        """
         self._command = command
         self._errors = errors
+        self._end_grace_s = end_grace_s
         self._lines: queue.Queue[bytes] = queue.Queue()
 
     def __enter__(self) -> Self:
@@ -39,6 +47,11 @@ class LineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._process.stdin is not None, "started with a pipe"
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._end_grace_s)
         self._process.kill()
         self._process.wait()
 

@@ -1,6 +1,7 @@
 """A leader with agents simulated in a few processes, over the real transport and the embedded store."""
 
 import contextlib
+import enum
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,17 @@ LIMIT_S: Final = 300.0
 TRAIN_S: Final = 10.0
 """For how long the leader's share of a core is measured."""
 
+
+class StoreKind(enum.StrEnum):
+    """Which store the agents share."""
+
+    EMBEDDED = "embedded"
+    ETCD = "etcd"
+    """A cluster of three members on this machine."""
+
+
+ETCD_END_GRACE_S: Final = 20.0
+
 _DECODER: msgspec.json.Decoder[AgentsMessage] = msgspec.json.Decoder(AgentsMessage)
 MessageT = TypeVar("MessageT", Registered, Lost)
 
@@ -57,29 +69,30 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     store_cpu: float
 
 
-def measure_simulations(sizes: Sequence[int], rounds: int, work: Path) -> PartResult:
+def measure_simulations(kind: StoreKind, sizes: Sequence[int], rounds: int, work: Path) -> PartResult:
     """Return the figures of jobs of these sizes, each formed, trained and shrunk `rounds` times."""
+    suffix = "" if kind is StoreKind.EMBEDDED else f"_{kind}"
     samples: Samples = {}
     missing: dict[str, str] = {}
     for size in sizes:
         try:
-            jobs = [run_simulation(size, work / f"{size}-{number}") for number in range(rounds)]
+            jobs = [run_simulation(kind, size, work / f"{size}-{number}") for number in range(rounds)]
         except InternalError as error:
-            missing[f"{size} simulated agents"] = str(error)
+            missing[f"{size} simulated agents, {kind} store"] = str(error)
             continue
         for name in ("form_s", "shrink_s", "shrink_active_s", "leader_cpu", "store_cpu"):
-            samples[f"{name}_{size}"] = [getattr(job, name) for job in jobs]
-        samples[f"bytes_per_host_change_{size}"] = [job.host_bytes for job in jobs]
+            samples[f"{name}{suffix}_{size}"] = [getattr(job, name) for job in jobs]
+        samples[f"bytes_per_host_change{suffix}_{size}"] = [job.host_bytes for job in jobs]
     return PartResult(samples=samples, missing=missing)
 
 
-def run_simulation(num_hosts: int, work: Path) -> SimulatedJob:
+def run_simulation(kind: StoreKind, num_hosts: int, work: Path) -> SimulatedJob:
     """Form a job, have it train, and lose a host.
 
     Raises:
         InternalError: a process failed, or something took longer than `LIMIT_S`.
     """
-    with _start_processes(num_hosts, work) as (store, leader, others):
+    with _start_processes(kind, num_hosts, work) as (store, leader, others):
         agents = (leader, *others)
         # First the leader, then the agents that collect reports: so they get the places of the tree for that.
         for up_to, processes in ((1, agents[:1]), (1 + FANOUT, agents[1:2]), (num_hosts - 1, others)):
@@ -96,12 +109,12 @@ def run_simulation(num_hosts: int, work: Path) -> SimulatedJob:
         number = formed[0].number + 1
         first = [_wait_read(process, number) for process in agents]
         active = [_wait_read(process, number, GenerationPhase.ACTIVE) for process in agents]
-        before, after = formed[-1].bytes_read, active[-1].bytes_read
     return SimulatedJob(
         form_s=max(found.at_s for found in formed) - began_s,
         shrink_s=max(found.at_s for found in first) - lost_s,
         shrink_active_s=max(found.at_s for found in active) - lost_s,
-        host_bytes=after - before,
+        # Of a process that has lost no host.
+        host_bytes=active[1].bytes_read - first[1].bytes_read + first[1].newest_bytes,
         leader_cpu=leader_cpu,
         store_cpu=store_cpu,
     )
@@ -109,14 +122,13 @@ def run_simulation(num_hosts: int, work: Path) -> SimulatedJob:
 
 @contextlib.contextmanager
 def _start_processes(
-    num_hosts: int, work: Path
+    kind: StoreKind, num_hosts: int, work: Path
 ) -> Iterator[tuple[LineProcess, LineProcess, Sequence[LineProcess]]]:
     """Start the store, the leader alone in a process, and the other agents."""
     work.mkdir(parents=True)
     bounds = [1 + (num_hosts - 1) * part // AGENT_PROCESSES for part in range(AGENT_PROCESSES + 1)]
     with contextlib.ExitStack() as owned:
-        script = str(TESTS / "process" / "serve_store.py")
-        store = owned.enter_context(LineProcess([script, "127.0.0.1:0"], work / "store"))
+        store = owned.enter_context(_make_store_process(kind, work))
         address = store.read_line(time.monotonic() + LIMIT_S).decode().strip()
 
         def start(first: int, last: int) -> LineProcess:
@@ -126,6 +138,15 @@ def _start_processes(
         yield store, start(0, 1), [start(first, last) for first, last in itertools.pairwise(bounds)]
 
 
+def _make_store_process(kind: StoreKind, work: Path) -> LineProcess:
+    if kind is StoreKind.EMBEDDED:
+        return LineProcess([str(TESTS / "process" / "serve_store.py"), "127.0.0.1:0"], work / "store")
+    data = work / "etcd"
+    data.mkdir()
+    # Its members are processes of its own, which it ends.
+    return LineProcess([str(JOBS / "control_etcd_cluster.py"), str(data)], work / "store", ETCD_END_GRACE_S)
+
+
 def _measure_training(
     agents: Sequence[LineProcess], leader: LineProcess, store: LineProcess
 ) -> tuple[float, float]:
@@ -133,14 +154,19 @@ def _measure_training(
     for process in agents:
         _send(process, Train())
     time.sleep(TRAIN_S / 2)
-    watched = [psutil.Process(process.pid) for process in (leader, store)]
-    before = [sum(process.cpu_times()[:2]) for process in watched]
+    before = [_read_cpu_s(process.pid) for process in (leader, store)]
     began_s = time.monotonic()
     time.sleep(TRAIN_S)
     passed_s = time.monotonic() - began_s
-    after = [sum(process.cpu_times()[:2]) for process in watched]
+    after = [_read_cpu_s(process.pid) for process in (leader, store)]
     leader_cpu, store_cpu = ((end - start) / passed_s for start, end in zip(before, after, strict=True))
     return leader_cpu, store_cpu
+
+
+def _read_cpu_s(pid: int) -> float:
+    """Return the processor seconds of a process and of those that it has started."""
+    process = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
 
 
 def _send(process: LineProcess, order: AgentsOrder) -> None:

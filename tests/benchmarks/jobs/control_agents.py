@@ -126,7 +126,8 @@ class AgentsProcess:
         self._readers[key] += 1
         if self._readers[key] == self._num_agents:
             each = self._bytes_read / self._num_agents
-            send(AllRead(number=key[0], phase=key[1], at_s=time.monotonic(), bytes_read=each))
+            now_s = time.monotonic()
+            send(AllRead(number=key[0], phase=key[1], at_s=now_s, bytes_read=each, newest_bytes=nbytes))
 
 
 async def connect_store(address: str) -> Store:
