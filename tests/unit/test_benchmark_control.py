@@ -6,7 +6,8 @@ import sys
 import msgspec
 import pytest
 from benchmarks import command_line
-from benchmarks.control.figures import PartResult, make_line, summarize, summarize_all
+from benchmarks.control.decision_gaps import EtcdMeasurements, list_gaps
+from benchmarks.control.figures import PartResult, make_line, make_plot_data, summarize, summarize_all
 from benchmarks.control.machine_cost import measure_machine
 from checked_membership import CheckedMachine
 
@@ -27,6 +28,23 @@ def test_the_line_of_json_has_each_median_under_its_key_and_the_cause_of_what_is
     assert (line["form_s_64"], line["n"]) == (2.0, {"form_s_64": 3})
     assert line["spread"] == {"form_s_64": (1.0, 4.0)}
     assert line["missing"] == {"etcd": "not installed"}
+
+
+def test_a_gap_is_the_longest_time_without_a_decision_after_a_kill_also_one_that_does_not_end():
+    published_s = [0.5, 1.5, 2.5, 3.0, 3.2, 5.0, 5.1]
+    measured = EtcdMeasurements(published_s=published_s, killed_s=[3.1, 5.5], watched_s=2.0)
+    after, before = list_gaps(measured)
+    assert after == pytest.approx([1.8, 2.4])
+    assert before == pytest.approx([1.0])
+
+
+def test_the_plot_has_the_figures_of_one_name_in_the_order_of_the_hosts():
+    samples = {"form_s_256": [2.0], "form_s_64": [1.0], "form_s_etcd_64": [3.0], "real_agents": [64.0]}
+    (panel,) = make_plot_data(summarize_all([PartResult(samples=samples)])).panels
+    assert {name: [size for size, _ in line] for name, line in panel.lines.items()} == {
+        "form_s": [64, 256],
+        "form_s_etcd": [64],
+    }
 
 
 def test_the_machine_is_measured_on_a_job_that_trains_and_loses_a_host():

@@ -82,7 +82,14 @@ class SimulatedAgent:
             await self._server.start()
             port = parse_address(self._server.address)[1]
             self._status = msgspec.structs.replace(self._status, port=port)
-        await self._session.open()
+        while True:
+            try:
+                await self._session.open()
+                return
+            except PeerError:  # the store is busy; an agent registers anew
+                await asyncio.sleep(RETRY_INTERVAL_S)
+                with contextlib.suppress(PeerError):
+                    await self._store.revoke(self._session.lease)
 
     async def run(self) -> None:
         """Renew the lease, write changes of the status, follow generations, lead or follow a leader, and report."""
