@@ -38,6 +38,7 @@ from resilient_jax.cluster.stored_records import (
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -46,6 +47,7 @@ from resilient_jax.protocol.records import (
     StateLoss,
 )
 from resilient_jax.protocol.store_keys import (
+    make_change_key,
     make_generation_key,
     make_hosts_prefix,
     make_job_key,
@@ -166,6 +168,7 @@ class _Term:
         self._token = token
         self._store = leader._store
         self._generation_key = make_generation_key(leader._job)
+        self._change_key = make_change_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """The newest generation that this leader has read from the store or written to it."""
@@ -255,7 +258,11 @@ class _Term:
                     self._known_revision,
                 ),
             ],
-            [PutOp(self._generation_key, ENCODER.encode(generation), lease)],
+            [
+                PutOp(self._generation_key, ENCODER.encode(generation), lease),
+                # What the agents watch.
+                PutOp(self._change_key, ENCODER.encode(describe_change(self._published, generation)), lease),
+            ],
         )
         if not result.succeeded:
             raise _LeadershipLost
