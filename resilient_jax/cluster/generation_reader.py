@@ -21,11 +21,10 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
         JoinRefused: what is stored is no generation.
     """
     key = make_generation_key(job)
-    record = await store.get(key)
-    known = decode_generation(record) if record is not None else None
+    revision, records = await store.range(key)
+    known = decode_generation(records[0]) if records else None
     if known is not None:
         yield known
-    revision = record.mod_revision if record is not None else Revision(0)
     async with contextlib.aclosing(store.watch(make_change_key(job), Revision(revision + 1))) as batches:
         async for batch in batches:
             for event in batch:
