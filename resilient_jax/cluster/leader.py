@@ -12,6 +12,7 @@ import msgspec
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.dead_hosts import DeadHostFinder
 from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.membership_machine import (
@@ -22,7 +23,7 @@ from resilient_jax.cluster.membership_machine import (
     MembershipMachine,
     Tick,
 )
-from resilient_jax.cluster.membership_state import MembershipState, join_names
+from resilient_jax.cluster.membership_state import MembershipState, join_names, list_late_members
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
@@ -99,6 +100,7 @@ class Leader:
         self._config = config
         self._services = services
         self._relay = relay
+        self._dead_hosts = DeadHostFinder(context)
         self._log = context.log
         self._print_line = context.print_line
         self._clock = context.clock
@@ -109,6 +111,12 @@ class Leader:
         Raises:
             ResilientJaxError: the store cannot be reached.
         """
+        try:
+            await self._campaign(lease)
+        finally:
+            await self._dead_hosts.close()
+
+    async def _campaign(self, lease: LeaseId) -> None:
         key = make_leader_key(self._job)
         while True:
             result = await self._store.transaction(
@@ -136,8 +144,11 @@ class Leader:
     def _follow(self, found: OperationResponse) -> None:
         """Have progress reported to the leader that has this record."""
         assert isinstance(found, RangeResponse), "the failure operation is a range"
-        for record in found.key_values:
-            self._relay.follow(decode_leader_record(record).endpoint)
+        if not found.key_values:
+            return
+        leading = decode_leader_record(found.key_values[0])
+        agent = (leading.host, leading.agent_id, leading.endpoint)
+        self._relay.follow(leading.endpoint, on_refused=lambda: self._dead_hosts.look_at([agent]))
 
     async def _wait_vacant(self, key: str, revision: Revision) -> None:
         if await self._store.get(key) is None:
@@ -203,10 +214,12 @@ class _Term:
                     await self._execute(command, machine.state)
                 if commands or isinstance(event, Tick):
                     self._record_unseated(machine.state)
+                    late = list_late_members(machine.state)
+                    self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
                 event = await self._next(watching)
         finally:
             watching.cancel()
-            self._leader._relay.follow("")
+            self._leader._relay.follow("", on_refused=lambda: None)
 
     async def _next(self, watching: "asyncio.Task[None]") -> MembershipEvent:
         # Without its watch a leader would decide about hosts as they were.
