@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ OTHER = HostName("host-1")
 
 
 @contextlib.contextmanager
-def listening() -> "contextlib.AbstractContextManager[int]":
+def listening() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -68,9 +68,8 @@ def test_a_port_that_no_process_has_ends_the_lease(tmp_path: Path) -> None:
         async with running(tmp_path, port) as (finder, store):
             key = make_host_key(JOB, OTHER)
             finder.look_at([(OTHER, "one", f"127.0.0.1:{port}")])
-            async with asyncio.timeout(20):
-                while await store.get(key) is not None:
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: not finder._looks)
+            assert await store.get(key) is None
         assert [e.kind for e in read_events(tmp_path / "events")] == [EventKind.HOST_FOUND_DEAD]
 
     asyncio.run(run())
