@@ -13,9 +13,20 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
-from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import (
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.progress_tree import ProgressTree
+from resilient_jax.cluster.stored_records import (
+    ENCODER,
+    decode_generation,
+    decode_host_status,
+    decode_leader_record,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
+from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
     HostProgressed,
@@ -23,22 +34,11 @@ from resilient_jax.cluster.membership_machine import (
     MembershipMachine,
     Tick,
 )
-from resilient_jax.cluster.membership_state import MembershipState, join_names, list_late_members
-from resilient_jax.cluster.progress_messages import HostProgress
-from resilient_jax.cluster.progress_relay import ProgressRelay
-from resilient_jax.cluster.progress_tree import ProgressTree
-from resilient_jax.cluster.redundancy import measure_redundancy
-from resilient_jax.cluster.spare_hosts import list_unseated, list_used
-from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.cluster.stored_records import (
-    ENCODER,
-    decode_generation,
-    decode_host_status,
-    decode_leader_record,
-)
-from resilient_jax.cluster.world_formation import StartCoordinationService
-from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.membership.redundancy import measure_redundancy
+from resilient_jax.membership.rules import MembershipCommand, PublishGeneration, make_initial_state
+from resilient_jax.membership.spare_hosts import list_unseated, list_used
+from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.records import (
     Generation,

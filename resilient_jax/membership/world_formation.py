@@ -5,7 +5,8 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import (
+from resilient_jax.ids import HostName, Seat, WorldId
+from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
     find_seat,
@@ -16,8 +17,7 @@ from resilient_jax.cluster.membership_state import (
     list_services,
     list_unseated_standbys,
 )
-from resilient_jax.cluster.state_loss import explain_state_loss
-from resilient_jax.ids import HostName, Seat, WorldId
+from resilient_jax.membership.state_loss import explain_state_loss
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
