@@ -27,9 +27,9 @@ The rules, from which the code below follows:
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
-may matter to one of them. facts.py interprets
-the statuses, spare_hosts.py chooses the members, rendezvous.py says whether to wait for more, world_formation.py builds
-the next world, and state_loss.py decides what follows the loss of a state.
+may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
+whether to wait for more, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a
+state.
 """
 
 import dataclasses
