@@ -44,7 +44,9 @@ class Seats:
         everyone(list(self.workers.values()), "end", is_intact=is_intact)
 
     def add_up(self) -> list[float]:
-        return [found["total"] for found in everyone(list(self.workers.values()), "reduce")]
+        found = everyone(list(self.workers.values()), "reduce")
+        assert all("total" in one for one in found), found
+        return [one["total"] for one in found]
 
     def leave(self, seat: int) -> Worker:
         """Have a member leave the world between two generations; return it."""
