@@ -38,7 +38,9 @@ class Seats:
 
     def begin(self) -> list[dict]:
         """Begin a generation of the present members; return what JAX counts in each."""
-        return everyone(list(self.workers.values()), "begin", members=sorted(self.workers))
+        found = everyone(list(self.workers.values()), "begin", members=sorted(self.workers))
+        assert all("error" not in one for one in found), found
+        return found
 
     def end(self, *, is_intact: bool) -> None:
         everyone(list(self.workers.values()), "end", is_intact=is_intact)
