@@ -36,6 +36,9 @@ class EventKind(enum.StrEnum):
     """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"
     """An agent killed its worker. Detail: `pid`, `why`."""
+    SIGNAL_ORDERED = "signal.ordered"
+    """A command (`resilient-jax kill --store`) had an agent send a signal to processes of its host. Detail:
+    `component`, `signal`, `pids`."""
     STANDBY_STARTED = "standby.started"
     """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
     STANDBY_READY = "standby.ready"
@@ -66,6 +69,9 @@ class EventKind(enum.StrEnum):
     """This host's agent no longer leads: another revision or leader was found in the store."""
     HOST_LOST = "host.lost"
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
+    HOST_FOUND_DEAD = "host.found_dead"
+    """No process listens any more where a host's agent did, so this host's agent ended its lease before its time.
+    Detail: `dead` (the host)."""
     HOST_DRAINING = "host.draining"
     """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
     HOST_SPARE_USED = "host.spare_used"

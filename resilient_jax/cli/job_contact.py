@@ -1,5 +1,6 @@
 """How a command finds the job that it is about: by its run folder on this machine, or by its store."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,7 @@ from resilient_jax.store.etcd_address import is_etcd_address
 from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE
 
 RunDirectoryArgument = Annotated[
-    Path,
-    typer.Argument(help="Run folder of a job, which `launch` prints first.", metavar="RUN_DIR"),
+    Path | None, typer.Argument(help="Run folder of a job on this machine.", metavar="[RUN_DIR]")
 ]
 StoreOption = Annotated[
     str | None, typer.Option(help="Instead of a folder, with --job: the store of the job's agents.")
@@ -21,17 +21,56 @@ StoreOption = Annotated[
 JobOption = Annotated[str | None, typer.Option(help="Name of the job, as its agents have it.")]
 
 
-def choose_contact(
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteJob:
+    """A job by its store, as the command line names it.
+
+    Attributes:
+        store: the address of the store of the job's agents.
+        job: the job's name.
+        tls: the folder with certificates for our own traffic.
+        store_tls: the folder with certificates for an etcd cluster.
+    """
+
+    store: str
+    job: str
+    tls: Path | None
+    store_tls: Path | None
+
+    def make_contact(self, *, calls_agents: bool) -> JobContact:
+        """Return how to reach the job.
+
+        Args:
+            calls_agents: whether its agents are called, too, which want the token; etcd knows none.
+
+        Raises:
+            Unauthenticated: the environment has no token.
+        """
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token and not calls_agents and is_etcd_address(self.store):
+            token = "unused"
+        if not token:
+            raise Unauthenticated(MISSING_TOKEN)
+        return JobContact(
+            job=self.job,
+            store=self.store,
+            token=token,
+            launcher_pid=os.getpid(),
+            tls=str(self.tls or ""),
+            store_tls=str(self.store_tls or ""),
+        )
+
+
+def choose_job(
     run_directory: Path | None, store: str | None, job: str | None, tls: Path | None, store_tls: Path | None
-) -> JobContact:
-    """Return how to reach a job: by its run folder, or anywhere by its store and name.
+) -> Path | RemoteJob:
+    """Return by what a command finds a job: the run folder, or anywhere the store and the job's name.
 
     Raises:
-        CallerError: both or neither were given, or no job runs in the folder.
-        Unauthenticated: the store is an embedded one, and the environment has no token.
+        CallerError: both or neither were given.
     """
     if run_directory is not None and store is None and job is None:
-        return find_contact(run_directory)
+        return run_directory
     if run_directory is not None or store is None or job is None:
         found = [
             name
@@ -42,17 +81,7 @@ def choose_contact(
             f"found {' and '.join(found) or 'neither a run folder nor a store'}, expected either the run folder of a "
             "job on this machine, which `launch` prints first, or --store and --job as its agents have them"
         )
-    token = os.environ.get(TOKEN_VARIABLE, "") or ("unused" if is_etcd_address(store) else "")
-    if not token:
-        raise Unauthenticated(MISSING_TOKEN)
-    return JobContact(
-        job=job,
-        store=store,
-        token=token,
-        launcher_pid=os.getpid(),
-        tls=str(tls or ""),
-        store_tls=str(store_tls or ""),
-    )
+    return RemoteJob(store=store, job=job, tls=tls, store_tls=store_tls)
 
 
 def find_contact(run_directory: Path) -> JobContact:

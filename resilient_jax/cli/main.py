@@ -1,4 +1,4 @@
-"""The command line: `resilient-jax demo | doctor | launch | agent | status | kill | chaos | plan`."""
+"""The command line `resilient-jax`: `COMMANDS` lists what it can do."""
 
 import dataclasses
 import importlib
@@ -30,6 +30,8 @@ COMMANDS = {
     "launch": CommandSpec("resilient_jax.cli.launch", TRAIN),
     "agent": CommandSpec("resilient_jax.cli.agent", TRAIN),
     "status": CommandSpec("resilient_jax.cli.status", OBSERVE),
+    "logs": CommandSpec("resilient_jax.cli.logs", OBSERVE),
+    "events": CommandSpec("resilient_jax.cli.events", OBSERVE),
     "kill": CommandSpec("resilient_jax.cli.kill", OBSERVE),
     "chaos": CommandSpec("resilient_jax.cli.chaos", OBSERVE),
     "plan": CommandSpec("resilient_jax.cli.plan", PLAN),

@@ -13,7 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from resilient_jax.cli.console import open_console
-from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_contact
+from resilient_jax.cli.job_contact import (
+    JobOption,
+    RunDirectoryArgument,
+    StoreOption,
+    choose_job,
+    find_contact,
+)
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
@@ -28,9 +34,7 @@ MIN_WIDTH = 110
 
 
 def status(
-    run_dir: Annotated[
-        Path | None, typer.Argument(help="Run folder of a job on this machine.", metavar="[RUN_DIR]")
-    ] = None,
+    run_dir: RunDirectoryArgument = None,
     store: StoreOption = None,
     job: JobOption = None,
     tls: TlsOption = None,
@@ -43,10 +47,12 @@ def status(
 
     Example: resilient-jax status --store etcd://a:2379,b:2379,c:2379 --job lm
     """
-    if run_dir is not None and (ended := read_ended_job(run_dir)) is not None:
+    chosen = choose_job(run_dir, store, job, tls, store_tls)
+    if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
         print_line(msgspec.json.encode(ended).decode() if json_output else describe_end(ended, time.time()))
         return
-    report = asyncio.run(read_job_report(choose_contact(run_dir, store, job, tls, store_tls)))
+    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    report = asyncio.run(read_job_report(contact))
     with open_console() as console:
         if json_output:
             sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -65,10 +71,10 @@ def describe_end(ended: EndedJob, now_s: float) -> str:
 
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives the loss of 2 of 6 hosts)"."""
-    weakest = min(snapshot.groups, key=lambda group: group.parity)
+    group = snapshot.group
     return (
         f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
-        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {weakest.parity} of {len(weakest.hosts)} hosts)"
+        f"{snapshot.nbytes / 2**20:.1f} MiB, survives the loss of {group.parity} of {len(group.hosts)} hosts)"
     )
 
 

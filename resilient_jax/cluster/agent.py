@@ -12,20 +12,34 @@ from collections.abc import Callable
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.agent_service import serve_agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.host_registration import HostRegistration
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    HostStatus,
+    JobOutcome,
+    JobOutcomeKind,
+)
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.server import Server
+from resilient_jax.transport.server_address import parse_address
 
-PROGRESS_INTERVAL_S = 0.25
-"""How often step and metrics are written to the store, for progress lines and tables."""
+ANSWER_DELAY_S = 0.5
+"""Time after the end of a generation in which a member's worker should stop; its report takes new snapshots along."""
 DRAIN_GRACE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
@@ -43,7 +57,7 @@ class Agent:
         directory = settings.run_directory
         self._settings = settings
         self._log = EventLog(
-            directory / f"{settings.host}.events.jsonl" if directory else None, settings.host
+            make_log_path(directory, settings.host, HostLog.EVENTS) if directory else None, settings.host
         )
         self._context = AgentContext(
             settings=settings,
@@ -53,6 +67,10 @@ class Agent:
             print_line=print_line,
         )
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
+        self._server = Server(
+            f"{settings.address}:0", credentials=settings.credentials, on_event=self._log.record_detail
+        )
+        serve_agent(self._server, self._context, self._make_status)
         self._early_outcome: JobOutcome | None = None
         """The outcome of a notice or an interrupt between the end of training and the end of the script."""
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
@@ -73,9 +91,16 @@ class Agent:
             self._services,
             on_end=self._end,
             on_leave=self._leave,
+            on_generation=self._on_generation,
         )
+        self._relay = ProgressRelay(self._context, self._server, self._make_progress)
         self._registration = HostRegistration(
-            self._context, self._supervisor, self._services, self._follower, self._make_status
+            self._context,
+            self._supervisor,
+            self._services,
+            self._follower,
+            self._relay,
+            self._make_status,
         )
 
     async def run(self) -> JobOutcome:
@@ -94,7 +119,8 @@ class Agent:
         self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
         tasks: list[asyncio.Task[None]] = []
         try:
-            # First, so that a host which the job does not let in starts no worker.
+            await self._server.start()
+            # Before the worker, so that a host which the job does not let in starts none.
             session = await self._registration.register("while it registered")
             if self._settings.is_spare:
                 self._context.print_line(
@@ -104,7 +130,7 @@ class Agent:
             tasks = [
                 loop.create_task(self._supervise_worker()),
                 loop.create_task(self._registration.stay_registered(session)),
-                loop.create_task(self._publish_progress()),
+                loop.create_task(self._relay.run()),
             ]
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
@@ -164,12 +190,15 @@ class Agent:
 
     def _make_status(self) -> HostStatus:
         step, metrics = self._supervisor.progress
+        generation = self._follower.generation
         return HostStatus(
             host=self._settings.host,
             agent_id=self._context.agent_id,
             agent_pid=os.getpid(),
             address=self._settings.address,
             versions=self._settings.versions,
+            port=parse_address(self._server.address)[1],
+            generation=generation.number if generation is not None else GenerationNumber(0),
             is_draining=self._follower.is_leaving,
             is_spare=self._settings.is_spare,
             worker=self._supervisor.status,
@@ -185,13 +214,32 @@ class Agent:
     def _mark_changed(self) -> None:
         self._registration.mark_changed()
 
-    async def _publish_progress(self) -> None:
-        published = self._supervisor.progress
-        while True:
-            await asyncio.sleep(PROGRESS_INTERVAL_S)
-            if self._supervisor.progress != published:
-                published = self._supervisor.progress
-                self._mark_changed()
+    def _make_progress(self) -> HostProgress:
+        step, metrics = self._supervisor.progress
+        return HostProgress(
+            host=self._settings.host,
+            agent_id=self._context.agent_id,
+            step=step,
+            metrics=metrics,
+            snapshots=self._snapshots.snapshots,
+        )
+
+    def _on_generation(self, generation: Generation) -> None:
+        """Bring the status in the store up to date when a generation has ended."""
+        session = self._registration.session
+        if session is None or session.written is None:
+            return
+        if is_answer_due(generation, session.written):
+            self._mark_changed()
+        elif generation.phase is not GenerationPhase.ACTIVE:
+            asyncio.get_running_loop().call_later(ANSWER_DELAY_S, self._write_due_snapshots)
+
+    def _write_due_snapshots(self) -> None:
+        session = self._registration.session
+        if session is None or session.written is None:
+            return  # all is written when the host registers
+        if are_snapshots_due(self._follower.generation, session.written, self._make_status()):
+            self._mark_changed()
 
     # The worker.
 
@@ -205,7 +253,7 @@ class Agent:
 
     def _on_snapshots_changed(self) -> None:
         self._supervisor.on_snapshots_changed()
-        self._mark_changed()
+        self._write_due_snapshots()
 
     def _on_snapshots_lost(self) -> None:
         """End the worker: its connection to the snapshot server ended, and only a new worker gets another."""
@@ -229,5 +277,6 @@ class Agent:
         await self._services.close()
         await self._follower.close()
         await self._registration.close()
+        await self._server.stop()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()

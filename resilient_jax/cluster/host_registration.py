@@ -9,13 +9,14 @@ from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
+from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import HoldTraining, LeaseRenewed
 
@@ -37,6 +38,7 @@ class HostRegistration:
         supervisor: WorkerSupervisor,
         services: CoordinationServices,
         follower: GenerationFollower,
+        relay: ProgressRelay,
         make_status: Callable[[], HostStatus],
     ) -> None:
         self.session: StoreSession | None = None
@@ -44,6 +46,7 @@ class HostRegistration:
         self._supervisor = supervisor
         self._services = services
         self._follower = follower
+        self._relay = relay
         self._make_status = make_status
 
     def mark_changed(self) -> None:
@@ -88,7 +91,7 @@ class HostRegistration:
     async def _use_session(self, session: StoreSession) -> str:
         """Run everything that needs a session; return the reason for the session's end."""
         loop = asyncio.get_running_loop()
-        leader = _make_leader(self._context, self._services)
+        leader = _make_leader(self._context, self._services, self._relay)
         tasks = [
             loop.create_task(session.keep_alive()),
             loop.create_task(session.publish_changes()),
@@ -141,13 +144,11 @@ class HostRegistration:
         return decode_generation(record) if record is not None else None
 
 
-def _make_leader(context: AgentContext, services: CoordinationServices) -> Leader:
+def _make_leader(context: AgentContext, services: CoordinationServices, relay: ProgressRelay) -> Leader:
     settings, config = context.settings, context.settings.config
     return Leader(
-        store=context.store,
-        job=settings.job,
-        record=LeaderRecord(host=settings.host, agent_id=context.agent_id),
-        config=MembershipConfig(
+        context,
+        MembershipConfig(
             num_hosts=settings.num_hosts,
             min_hosts=config.min_hosts,
             start_timeout_s=config.start_timeout_s,
@@ -160,10 +161,8 @@ def _make_leader(context: AgentContext, services: CoordinationServices) -> Leade
             spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
             replaces_workers=settings.replaces_workers,
         ),
-        services=services,
-        log=context.log,
-        print_line=context.print_line,
-        clock=context.clock,
+        services,
+        relay,
     )
 
 

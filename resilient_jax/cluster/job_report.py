@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.redundancy import Redundancy, measure_redundancy
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError
@@ -20,7 +21,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All records of a job in the store, at one moment.
+    """A job at one moment: its records in the store, with the newer progress that its leader knows.
 
     Attributes:
         job: the job's name.
@@ -47,27 +48,36 @@ class JobComponent(enum.StrEnum):
     HOST = "host"
 
 
+def make_credentials(contact: JobContact) -> Credentials:
+    """Return what a command presents to the processes of a job."""
+    return Credentials(contact.token, TlsFiles.in_folder(Path(contact.tls)) if contact.tls else None)
+
+
 async def read_job_report(contact: JobContact) -> JobReport:
-    """Read a job's records.
+    """Read a job's records in the store, and how far its hosts are from its leader, if that answers.
 
     Raises:
         StoreUnreachable: the store does not answer.
     """
     job = JobName(contact.job)
-    tls = TlsFiles.in_folder(Path(contact.tls)) if contact.tls else None
     store_tls = Path(contact.store_tls) if contact.store_tls else None
-    access = make_store_access(contact.store, Credentials(contact.token, tls), store_tls)
+    access = make_store_access(contact.store, make_credentials(contact), store_tls)
     async with await access.connect(CONNECT_TIMEOUT_S) as store:
         generation = await store.get(make_generation_key(job))
         leader = await store.get(make_leader_key(job))
         _, hosts = await store.range(make_hosts_prefix(job))
     decode = msgspec.msgpack.decode
     membership = decode(generation.value, type=Generation) if generation else None
+    leading = decode(leader.value, type=LeaderRecord) if leader else None
     statuses = tuple(decode(record.value, type=HostStatus) for record in hosts)
+    if leading is not None:
+        progress = await read_progress(leading.endpoint, make_credentials(contact))
+        newest = {report.host: report for report in progress}
+        statuses = tuple(add_progress(status, newest.get(status.host)) for status in statuses)
     return JobReport(
         job=contact.job,
         generation=membership,
-        leader=decode(leader.value, type=LeaderRecord).host if leader else None,
+        leader=leading.host if leading is not None else None,
         hosts=statuses,
         redundancy=_measure_redundancy(membership, statuses),
     )
@@ -81,32 +91,48 @@ def _measure_redundancy(generation: Generation | None, hosts: tuple[HostStatus, 
 
 
 def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator[int]:
-    """Yield the processes of a component; for a host the agent first, then all that the agent runs.
+    """Yield the processes of a component, see `find_hosts` and `list_pids`.
 
     Raises:
         CallerError: the job has no such host.
     """
-    name = report.leader if host == "leader" else host
-    found = next((h for h in report.hosts if h.host == name), None)
+    for status in find_hosts(report, component, host):
+        yield from list_pids(status, component)
+
+
+def find_hosts(report: JobReport, component: JobComponent, host: str) -> list[HostStatus]:
+    """Return the hosts that a command means by `host` when it is about a component.
+
+    That is one, or for `leader` the host of the leading agent; but for the coordination services of `leader` all hosts
+    that run one.
+
+    Raises:
+        CallerError: the job has no such host.
+    """
     if component is JobComponent.COORDINATION_SERVICE and host == "leader":
-        yield from (service.pid for h in report.hosts for service in h.services)
-        return
-    if found is None:
+        return [h for h in report.hosts if h.services]
+    name = report.leader if host == "leader" else host
+    found = [h for h in report.hosts if h.host == name]
+    if not found:
         known = ", ".join(h.host for h in report.hosts) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}, or leader")
-    worker = [found.worker.pid] if found.worker is not None and found.worker.exit_code is None else []
-    standby = [found.standby.pid] if found.standby is not None else []
-    server = [found.snapshot_server.pid] if found.snapshot_server is not None else []
+    return found
+
+
+def list_pids(status: HostStatus, component: JobComponent) -> list[int]:
+    """Return the processes of a component on one host; of a host the agent first, then all that the agent runs."""
+    services = [service.pid for service in status.services]
+    worker = [status.worker.pid] if status.worker is not None and status.worker.exit_code is None else []
+    standby = [status.standby.pid] if status.standby is not None else []
+    server = [status.snapshot_server.pid] if status.snapshot_server is not None else []
     match component:
         case JobComponent.WORKER:
-            yield from worker
+            return worker
         case JobComponent.AGENT:
-            yield found.agent_pid
+            return [status.agent_pid]
         case JobComponent.COORDINATION_SERVICE:
-            yield from (service.pid for service in found.services)
+            return services
         case JobComponent.SNAPSHOT_SERVER:
-            yield from server
+            return server
         case JobComponent.HOST:
-            yield found.agent_pid
-            yield from (*worker, *standby, *server)
-            yield from (service.pid for service in found.services)
+            return [status.agent_pid, *worker, *standby, *server, *services]

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
+from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import (
     EndedJob,
@@ -27,11 +28,11 @@ from resilient_jax.cluster.run_directory import (
     write_contact,
     write_ended_job,
 )
-from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
+from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
-from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix
+from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
@@ -44,6 +45,8 @@ EVENT_LOG_FILE = "launcher.events.jsonl"
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""
 WATCH_RETRY_INTERVAL_S = 0.1
+PROGRESS_INTERVAL_S = 0.25
+"""How often the leader is asked how far the hosts are."""
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
@@ -147,6 +150,7 @@ class Launcher:
         self.view = JobView()
         self.agents: dict[HostName, ChildProcess] = {}
         self.address = ""
+        self._leader_endpoint = ""
 
     @property
     def credentials(self) -> Credentials:
@@ -170,15 +174,18 @@ class Launcher:
             )
             # Once the store answers: from now on other commands find the job.
             write_contact(directory, contact)
-            watching = asyncio.create_task(self._watch(store))
+            watching = [
+                asyncio.create_task(self._watch(store)),
+                asyncio.create_task(self._follow_progress()),
+            ]
             try:
                 outcome = await self._run_hosts()
                 write_ended_job(directory, self._make_end(outcome))
                 return outcome
             finally:
-                watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watching
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
                 remove_contact(directory, contact)
                 log.close()
 
@@ -371,9 +378,22 @@ class Launcher:
             self.view.generation = decode_generation(event.key_value)
         elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
             self.view.update_host(decode_host_status(event.key_value))
+        elif isinstance(event, PutEvent) and event.key == make_leader_key(job):
+            self._leader_endpoint = decode_leader_record(event.key_value).endpoint
         elif not isinstance(event, PutEvent):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)
+
+    async def _follow_progress(self) -> None:
+        """Ask the leader how far the hosts are, a few times a second."""
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            if not self._leader_endpoint:
+                continue
+            for progress in await read_progress(self._leader_endpoint, self._credentials):
+                if (status := self.view.hosts.get(progress.host)) is not None:
+                    self.view.update_host(add_progress(status, progress))
+            self._on_change(self.view)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""

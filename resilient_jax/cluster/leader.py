@@ -7,34 +7,48 @@ they lead, at most one can write.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 import msgspec
 
-from resilient_jax.clock import Clock
+from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.membership import (
+from resilient_jax.cluster.dead_hosts import DeadHostFinder
+from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_machine import (
     HostChanged,
     HostLeft,
-    MembershipCommand,
+    HostProgressed,
     MembershipEvent,
-    MembershipState,
-    PublishGeneration,
-    StartCoordinationService,
+    MembershipMachine,
     Tick,
-    handle,
-    make_initial_state,
 )
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import join_names
+from resilient_jax.cluster.membership_state import MembershipState, join_names, list_late_members
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.progress_tree import ProgressTree
 from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_host_status
+from resilient_jax.cluster.stored_records import (
+    ENCODER,
+    decode_generation,
+    decode_host_status,
+    decode_leader_record,
+)
+from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, JobName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, GenerationPhase, LeaderRecord, StateLoss
+from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.protocol.generation_change import describe_change
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    HostStatus,
+    LeaderRecord,
+    StateLoss,
+)
 from resilient_jax.protocol.store_keys import (
+    make_change_key,
     make_generation_key,
     make_hosts_prefix,
     make_job_key,
@@ -52,12 +66,10 @@ from resilient_jax.store.interface import (
     PutOp,
     RangeOp,
     RangeResponse,
-    Store,
     WatchEvent,
     require_absent,
     require_unchanged,
 )
-from resilient_jax.telemetry.event_log import EventLog
 
 FINISHED_RECORD_TTL_S = 3600.0
 """How long the records of a job that is over stay in a store that outlives the job: for agents that are late to read
@@ -75,24 +87,23 @@ class Leader:
 
     def __init__(
         self,
-        *,
-        store: Store,
-        job: JobName,
-        record: LeaderRecord,
+        context: AgentContext,
         config: MembershipConfig,
         services: CoordinationServices,
-        log: EventLog,
-        print_line: Callable[[str], None],
-        clock: Clock,
+        relay: ProgressRelay,
     ) -> None:
-        self._store = store
-        self._job = job
-        self._record = record
+        self._store = context.store
+        self._job = context.settings.job
+        self._record = LeaderRecord(
+            host=context.settings.host, agent_id=context.agent_id, endpoint=relay.endpoint
+        )
         self._config = config
         self._services = services
-        self._log = log
-        self._print_line = print_line
-        self._clock = clock
+        self._relay = relay
+        self._dead_hosts = DeadHostFinder(context)
+        self._log = context.log
+        self._print_line = context.print_line
+        self._clock = context.clock
 
     async def campaign(self, lease: LeaseId) -> None:
         """Lead whenever no other agent does, until cancelled.
@@ -100,6 +111,12 @@ class Leader:
         Raises:
             ResilientJaxError: the store cannot be reached.
         """
+        try:
+            await self._campaign(lease)
+        finally:
+            await self._dead_hosts.close()
+
+    async def _campaign(self, lease: LeaseId) -> None:
         key = make_leader_key(self._job)
         while True:
             result = await self._store.transaction(
@@ -108,6 +125,7 @@ class Leader:
             # The key was created in this revision, which is therefore its create revision: the fencing token.
             token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
             if token is None:
+                self._follow(result.responses[0])
                 await self._wait_vacant(key, result.revision)
                 continue
             self._log.record(EventKind.LEADER_ELECTED, token=token)
@@ -122,6 +140,15 @@ class Leader:
         assert isinstance(found, RangeResponse), "the failure operation is a range"
         ours = [kv for kv in found.key_values if kv.lease == lease]
         return ours[0].create_revision if ours else None
+
+    def _follow(self, found: OperationResponse) -> None:
+        """Have progress reported to the leader that has this record."""
+        assert isinstance(found, RangeResponse), "the failure operation is a range"
+        if not found.key_values:
+            return
+        leading = decode_leader_record(found.key_values[0])
+        agent = (leading.host, leading.agent_id, leading.endpoint)
+        self._relay.follow(leading.endpoint, on_refused=lambda: self._dead_hosts.look_at([agent]))
 
     async def _wait_vacant(self, key: str, revision: Revision) -> None:
         if await self._store.get(key) is None:
@@ -152,9 +179,12 @@ class _Term:
         self._token = token
         self._store = leader._store
         self._generation_key = make_generation_key(leader._job)
+        self._change_key = make_change_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """The newest generation that this leader has read from the store or written to it."""
+        self._inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
+        self._tree = ProgressTree()
         self._unseated: list[HostName] = []
         """The spares that were last found to have no seat."""
 
@@ -166,42 +196,57 @@ class _Term:
         self._published = generation
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
-        state = make_initial_state(generation, self._now())
-        hosts = {s.host: s for s in map(decode_host_status, records)}
-        state = MembershipState(generation=state.generation, hosts=hosts, phase_since_s=state.phase_since_s)
-        inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
-        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
+        statuses = [decode_host_status(record) for record in records]
+        for status in statuses:
+            self._add_to_tree(status)
+        self._leader._relay.lead(self._tree, self._on_progress)
+        machine = MembershipMachine(
+            make_initial_state(generation, statuses, self._now()), self._leader._config
+        )
+        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1)))
         try:
             # Not an event of the store: a new leader decides at once from what
             # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
-                state, commands = handle(state, event, self._now(), self._leader._config)
+                commands = machine.handle(event, self._now())
                 for command in commands:
-                    await self._execute(command, state)
-                self._record_unseated(state)
-                event = await self._next(inbox, watching)
+                    await self._execute(command, machine.state)
+                if commands or isinstance(event, Tick):
+                    self._record_unseated(machine.state)
+                    late = list_late_members(machine.state)
+                    self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
+                event = await self._next(watching)
         finally:
             watching.cancel()
+            self._leader._relay.follow("", on_refused=lambda: None)
 
-    async def _next(
-        self, inbox: "asyncio.Queue[MembershipEvent]", watching: "asyncio.Task[None]"
-    ) -> MembershipEvent:
+    async def _next(self, watching: "asyncio.Task[None]") -> MembershipEvent:
         # Without its watch a leader would decide about hosts as they were.
         if watching.done():
             watching.result()  # raises the error that ended the watch
-        return await wait_next_event(inbox)
+        return await wait_next_event(self._inbox)
 
-    async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
+    def _on_progress(self, progress: HostProgress) -> None:
+        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.step))
+
+    def _add_to_tree(self, status: HostStatus) -> None:
+        if status.host != self._leader._record.host:
+            self._tree.add(status.host, status.agent_endpoint)
+
+    async def _watch(self, prefix: str, revision: Revision) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
             async for batch in batches:
                 for event in batch:
-                    emit(self._to_membership_event(event, prefix))
+                    self._inbox.put_nowait(self._to_membership_event(event, prefix))
 
     def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
-            return HostChanged(decode_host_status(event.key_value))
+            status = decode_host_status(event.key_value)
+            self._add_to_tree(status)
+            return HostChanged(status)
         host = HostName(event.key.removeprefix(prefix))
+        self._tree.remove(host)
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
         return HostLeft(host)
 
@@ -226,7 +271,11 @@ class _Term:
                     self._known_revision,
                 ),
             ],
-            [PutOp(self._generation_key, ENCODER.encode(generation), lease)],
+            [
+                PutOp(self._generation_key, ENCODER.encode(generation), lease),
+                # What the agents watch.
+                PutOp(self._change_key, ENCODER.encode(describe_change(self._published, generation)), lease),
+            ],
         )
         if not result.succeeded:
             raise _LeadershipLost

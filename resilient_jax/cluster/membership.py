@@ -1,4 +1,4 @@
-"""The membership machine: which hosts are members, and what happens next. Pure: no socket, clock or randomness.
+"""The rules of membership: which hosts are members, and what happens next. Pure: no socket, clock or randomness.
 
 The rules, from which the code below follows:
 
@@ -26,17 +26,19 @@ The rules, from which the code below follows:
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 
-The machine reads only statuses (levels), so a new leader restarts it from the store. membership_state.py interprets
+The rules read only statuses (levels), so a new leader goes on from the store. `membership_machine` has them applied
+when a change may matter to one of them. membership_state.py interprets
 the statuses, spare_hosts.py chooses the members, rendezvous.py says whether to wait for more, world_formation.py builds
 the next world, and state_loss.py decides what follows the loss of a state.
 """
 
 import dataclasses
-from typing import Final, assert_never
+from collections.abc import Iterable
+from typing import assert_never
 
 import msgspec
 
-from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
 from resilient_jax.cluster.membership_state import (
     Disruption,
     MembershipState,
@@ -59,6 +61,7 @@ from resilient_jax.cluster.membership_state import (
     list_live_workers,
     list_replaced_workers,
     list_survivors,
+    owes_answer,
 )
 from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.cluster.rendezvous import Rendezvous, decide_to_wait
@@ -76,7 +79,7 @@ from resilient_jax.cluster.world_formation import (
     give_seats,
 )
 from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -87,33 +90,6 @@ from resilient_jax.protocol.records import (
     StateLoss,
     WorkerStatus,
 )
-
-ALL_LATE_FACTOR: Final = 4
-"""Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
-LAST_COPY_FACTOR: Final = 2
-"""How many times longer it is where the others have the last copy of the state."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostChanged:
-    """A host appeared, or its status changed."""
-
-    status: HostStatus
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostLeft:
-    """A host's lease expired or was given back."""
-
-    host: HostName
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tick:
-    """Nothing happened, but time has passed: timeouts are looked at."""
-
-
-MembershipEvent = HostChanged | HostLeft | Tick
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,16 +106,18 @@ FIRST_GENERATION = Generation(
 )
 
 
-def make_initial_state(generation: Generation | None, now: float) -> MembershipState:
-    """Return the state from which a new leader starts: the stored generation, or the first one."""
-    return MembershipState(generation=generation or FIRST_GENERATION, hosts={}, phase_since_s=now)
+def make_initial_state(
+    generation: Generation | None, statuses: Iterable[HostStatus], now: float
+) -> MembershipState:
+    """Return the state from which a new leader starts: the stored statuses and generation, or the first one."""
+    hosts = {status.host: status for status in statuses}
+    return MembershipState(generation=generation or FIRST_GENERATION, hosts=hosts, phase_since_s=now)
 
 
-def handle(
-    state: MembershipState, event: MembershipEvent, now: float, config: MembershipConfig
+def decide(
+    state: MembershipState, now: float, config: MembershipConfig
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
-    """Take in one event; return the new state and the shell's commands, in order."""
-    state = _apply_event(state, event)
+    """Decide what follows from the statuses of all hosts; return the new state and the shell's commands, in order."""
     commands: list[MembershipCommand] = []
     while (transition := _next_transition(state, now, config)) is not None:
         # Nothing in the state changes by it: the machine goes on when a status shows that the service runs.
@@ -152,19 +130,6 @@ def handle(
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
     return state, tuple(commands)
-
-
-def _apply_event(state: MembershipState, event: MembershipEvent) -> MembershipState:
-    match event:
-        case HostChanged(status):
-            return dataclasses.replace(state, hosts={**state.hosts, status.host: status})
-        case HostLeft(host):
-            left = {name: status for name, status in state.hosts.items() if name != host}
-            return dataclasses.replace(state, hosts=left)
-        case Tick():
-            return state
-        case _:
-            assert_never(event)
 
 
 def _next_transition(
@@ -380,6 +345,9 @@ def _settle(
         )
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
+        return None
+    # A host that hangs answers no more, and soon has no lease.
+    if any(owes_answer(generation, status) for status in state.hosts.values()):
         return None
     kept = list_staying(state)
     joiners = choose_joiners(state, kept, config)

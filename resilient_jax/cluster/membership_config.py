@@ -1,8 +1,14 @@
 """The timeouts and limits of the membership machine."""
 
 import dataclasses
+from typing import Final
 
 from resilient_jax.cluster.state_loss import StateLossPolicy
+
+ALL_LATE_FACTOR: Final = 4
+"""Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
+LAST_COPY_FACTOR: Final = 2
+"""How many times longer it is where the others have the last copy of the state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +40,19 @@ class MembershipConfig:
     """Of each new world."""
     replaces_workers: bool = False
     """Whether collectives cannot be broken off (rule 8 of `membership`)."""
+
+    def list_limits_s(self) -> list[float]:
+        """Return all times since the last decision, ascending, after which a rule may decide something else."""
+        limits = {
+            self.start_timeout_s,
+            self.regroup_grace_s,
+            self.state_loss_grace_s,
+            self.quiesce_timeout_s,
+            self.quiesce_timeout_s * LAST_COPY_FACTOR,
+            self.quiesce_timeout_s * ALL_LATE_FACTOR,
+            self.last_copy_grace_s,
+            self.compile_timeout_s,
+            self.forming_timeout_s,
+            self.checkpoint_poll_timeout_s,
+        }
+        return sorted(limits)

@@ -21,7 +21,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
@@ -90,6 +90,31 @@ def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
     return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
 
 
+def list_late_members(state: MembershipState) -> list[HostStatus]:
+    """Return the members' hosts that the others wait for in the present phase."""
+    generation = state.generation
+    late: list[HostStatus] = []
+    for member in generation.members:
+        status, worker = state.hosts.get(member.host), find_worker(state, member)
+        if status is None or worker is None:
+            continue
+        is_current = worker.report.generation >= generation.number
+        match generation.phase:
+            case GenerationPhase.QUIESCE:
+                has_answered = is_current and is_idle(worker)
+            case GenerationPhase.PAUSE:
+                has_answered = is_current
+            case GenerationPhase.BOUNDARY:
+                has_answered = is_idle(worker)
+            case GenerationPhase.FORM:
+                has_answered = is_current and worker.report.has_formed
+            case GenerationPhase.ACTIVE | GenerationPhase.FINISHED:
+                has_answered = True
+        if not has_answered:
+            late.append(status)
+    return late
+
+
 def list_survivors(state: MembershipState) -> tuple[Member, ...]:
     """Return the members whose worker is alive."""
     return tuple(m for m in state.generation.members if find_worker(state, m) is not None)
@@ -102,13 +127,17 @@ def is_idle(worker: WorkerStatus) -> bool:
 
 def count_unreplaced(state: MembershipState) -> int:
     """Return how many hosts have a live worker of a world that was left, which their standby may yet replace."""
-    dropped = {(d.host, d.incarnation) for d in state.generation.dropped_workers}
-    return sum(
-        w is not None
-        and w.is_alive
-        and (w.report.state is WorkerState.RUNNING or (host, w.incarnation) in dropped)
-        for host, w in ((host, status.worker) for host, status in state.hosts.items())
-    )
+    dropped = {d.host: d for d in state.generation.dropped_workers}
+    return sum(is_unreplaced(status, dropped.get(host)) for host, status in state.hosts.items())
+
+
+def is_unreplaced(status: HostStatus, dropped: DroppedWorker | None) -> bool:
+    """Return whether a host has a live worker of a world that was left, such as the one that was dropped."""
+    worker = status.worker
+    if worker is None or not worker.is_alive:
+        return False
+    is_dropped = dropped is not None and dropped.incarnation == worker.incarnation
+    return is_dropped or worker.report.state is WorkerState.RUNNING
 
 
 def is_draining(state: MembershipState, host: HostName) -> bool:
@@ -146,26 +175,34 @@ def is_on_its_way(status: HostStatus) -> bool:
 
 def list_joiners(state: MembershipState) -> list[HostStatus]:
     """Return the hosts whose worker is idle and not a member, by name."""
-    seated = {(m.host, m.incarnation) for m in list_survivors(state)}
+    generation = state.generation
+    dropped = {d.host: d for d in generation.dropped_workers}
     return [
         status
         for host, status in sorted(state.hosts.items())
-        if status.worker is not None
-        and status.worker.is_alive
-        and is_idle(status.worker)
-        and not status.is_draining
-        and (host, status.worker.incarnation) not in seated
-        and not _owes_answer(state.generation, host, status.worker)
+        if is_joiner(generation, status, dropped.get(host))
     ]
 
 
-def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -> bool:
-    """Return whether this worker was dropped, and its report may be older than the order that sent it training."""
-    return any(
-        dropped.host == host
+def is_joiner(generation: Generation, status: HostStatus, dropped: DroppedWorker | None) -> bool:
+    """Return whether a host's worker is idle and not a member.
+
+    Args:
+        generation: the present one.
+        status: of the host.
+        dropped: the worker of this host that was left out, if there is one: it may have been sent training by an order
+            that is newer than its report.
+    """
+    worker = status.worker
+    if worker is None or not worker.is_alive or not is_idle(worker) or status.is_draining:
+        return False
+    member = generation.find_member(status.host)
+    if member is not None and member.incarnation == worker.incarnation:
+        return False
+    return not (
+        dropped is not None
         and dropped.incarnation == worker.incarnation
         and worker.report.generation < dropped.required_generation
-        for dropped in generation.dropped_workers
     )
 
 
@@ -193,10 +230,11 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
     # In FORM all answered this number before they were sent in; else this number is what they owe an answer to.
     answer = GenerationNumber(generation.number + (generation.phase is GenerationPhase.FORM))
     found = {d.host: d for d in generation.dropped_workers}
+    stay = set(members)
     for member in generation.members:
         status = state.hosts.get(member.host)
         worker = status.worker if status else None
-        if member not in members and worker is not None and worker.incarnation == member.incarnation:
+        if member not in stay and worker is not None and worker.incarnation == member.incarnation:
             found[member.host] = DroppedWorker(
                 host=member.host, incarnation=member.incarnation, required_generation=answer
             )
@@ -228,28 +266,30 @@ def has_service(state: MembershipState) -> bool:
 def find_user_error(state: MembershipState) -> JobOutcome | None:
     """Return the user's own error, from any worker; None if there is none."""
     # By name, so that each leader would name the same host.
-    for host, status in sorted(state.hosts.items()):
-        worker = status.worker
-        if worker is None:
-            continue
-        failure = worker.report.failure
-        code = worker.exit_code
-        if code is not None and code > 0 and code != RESTART_EXIT_CODE:
-            text = worker.error or (failure.text if failure else "")
-            return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=text)
-        if code == 0 and not worker.report.is_done:
-            text = "the script ended before rj.run(...) had returned; call rj.run(train) in it"
-            return JobOutcome(
-                kind=JobOutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
-            )
-        if (
-            failure is not None
-            and failure.kind is WorkerFailureKind.USER
-            and code is None
-            and not worker.is_unresponsive
-        ):
-            return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=failure.text)
-    return None
+    found = (find_user_error_on(status) for _, status in sorted(state.hosts.items()))
+    return next((outcome for outcome in found if outcome is not None), None)
+
+
+def find_user_error_on(status: HostStatus) -> JobOutcome | None:
+    """Return the user's own error from one host's worker; None if there is none."""
+    worker = status.worker
+    if worker is None:
+        return None
+    failure, code = worker.report.failure, worker.exit_code
+    if code is not None and code > 0 and code != RESTART_EXIT_CODE:
+        text = worker.error or (failure.text if failure else "")
+    elif code == 0 and not worker.report.is_done:
+        code, text = (
+            int(ExitCode.USAGE),
+            "the script ended before rj.run(...) had returned; call rj.run(train) in it",
+        )
+    elif failure is not None and failure.kind is WorkerFailureKind.USER and code is None:
+        if worker.is_unresponsive:
+            return None
+        code, text = 1, failure.text
+    else:
+        return None
+    return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=status.host, message=text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,25 +310,32 @@ def find_disruption(state: MembershipState) -> Disruption | None:
     if lost:
         return Disruption(f"lost {join_names(lost)}")
     for member, worker in zip(generation.members, list_live_workers(state), strict=True):
-        failure = worker.report.failure
-        # In FORM, a joiner may still carry the failure of a generation it was in long ago.
-        is_old = generation.phase is GenerationPhase.FORM and worker.report.generation < generation.number
-        if failure is not None and not is_old and failure.kind is WorkerFailureKind.COLLECTIVE:
-            return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
-        if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
-            return Disruption(
-                f"{member.host} could not read the snapshot",
-                member.host,
-                failure.text,
-                unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
-            )
-        if _stopped_early(generation, worker):
-            return Disruption(f"{member.host} stopped training (it lost the store)")
+        if (disruption := find_disruption_by(generation, member, worker)) is not None:
+            return disruption
     cliques_pending = generation.phase is GenerationPhase.FORM or (
         generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
     )
     if cliques_pending and not has_service(state):
         return Disruption("lost the coordination service before the world was complete")
+    return None
+
+
+def find_disruption_by(generation: Generation, member: Member, worker: WorkerStatus) -> Disruption | None:
+    """Return why the members cannot continue because of this one, whose worker lives; None if they can."""
+    failure = worker.report.failure
+    # In FORM, a joiner may still carry the failure of a generation it was in long ago.
+    is_old = generation.phase is GenerationPhase.FORM and worker.report.generation < generation.number
+    if failure is not None and not is_old and failure.kind is WorkerFailureKind.COLLECTIVE:
+        return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
+    if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
+        return Disruption(
+            f"{member.host} could not read the snapshot",
+            member.host,
+            failure.text,
+            unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
+        )
+    if _stopped_early(generation, worker):
+        return Disruption(f"{member.host} stopped training (it lost the store)")
     return None
 
 
@@ -364,16 +411,30 @@ def explain_snapshots(state: MembershipState) -> str:
 
 def get_snapshot_reports(state: MembershipState) -> ReportedStatuses:
     """Return what every snapshot server reports of this job's state, without snapshots that do not count any more."""
-    began, unreadable = state.generation.initial_generation, state.generation.unreadable_snapshots
     return {
-        host: (
-            status.snapshot_server.endpoint,
-            # Snapshots from before the job began anew are of another course of the training.
-            tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable),
-        )
+        host: (status.snapshot_server.endpoint, list_counted_snapshots(state.generation, status))
         for host, status in state.hosts.items()
         if status.snapshot_server is not None
     }
+
+
+def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[SnapshotStatus, ...]:
+    """Return the snapshots of this job's state that a host reports, without those that do not count any more."""
+    if status.snapshot_server is None:
+        return ()
+    # Snapshots from before the job began anew are of another course of the training.
+    began, unreadable = generation.initial_generation, generation.unreadable_snapshots
+    return tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable)
+
+
+def owes_answer(generation: Generation, status: HostStatus) -> bool:
+    """Return whether a host that does not train may have other snapshots than it had when it wrote its status."""
+    return (
+        generation.world > 0  # else there is no snapshot, and no generation in the store to answer
+        and status.snapshot_server is not None
+        and status.generation < generation.number
+        and generation.find_member(status.host) is None
+    )
 
 
 def awaits_snapshot_report(status: HostStatus) -> bool:

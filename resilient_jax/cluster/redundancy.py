@@ -1,25 +1,28 @@
 """How many more hosts may be lost before the committed state is. Pure.
 
 The state outlives the loss of a set of hosts if a member outside of the set has a complete copy, or if what the other
-hosts have of the newest snapshot is enough to rebuild it. The measure is the largest n such that the state outlives the
-loss of any n hosts, each with its agent, worker and snapshot server:
+hosts have of a snapshot is enough to rebuild it. The measure is the largest n such that the state outlives the loss of
+any n hosts, each with its agent, worker and snapshot server:
 
     n = copies + min over groups of max(0, spare + 1 - copies in the group) - 1
 
 Copies are the members with a complete state, and `spare` is how many of a group's hosts that have the snapshot may be
 lost. The state is lost with the fewest hosts when all copies are, and with them one more of a group than it can spare.
-Without a snapshot the minimum is 0, without copies `copies` is.
+Without a snapshot the minimum is 0, without copies `copies` is. Of several snapshots the safest counts.
+
+Each of thousands of hosts reports each snapshot, so `RedundancyTally` keeps counts by group: a report costs the same
+with any number of hosts.
 """
 
-from collections.abc import Iterator, Set
+import collections
+from collections.abc import Mapping
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import MembershipState, find_worker, get_snapshot_reports
-from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerStatus
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
-from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot
+from resilient_jax.cluster.membership_state import MembershipState, find_worker, list_counted_snapshots
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 
 class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +32,7 @@ class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
         losses: how many more hosts may be lost, whichever they are. 0: the next loss may be that of the state.
         step: the number of committed steps in that state.
         copies: how many members have a complete state.
-        snapshot: the newest snapshot that can be rebuilt from the hosts' memory; None: there is none.
+        snapshot: the safest snapshot that can be rebuilt from the hosts' memory; None: there is none.
     """
 
     losses: int
@@ -40,16 +43,7 @@ class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_redundancy(state: MembershipState) -> Redundancy | None:
     """Return the redundancy of the committed state; None if no host has a state, or enough of one."""
-    copies = {member.host: worker.report.step for member, worker in _list_copies(state)}
-    plan = choose_snapshot(_complete_reports(get_snapshot_reports(state)))
-    if not copies and plan is None:
-        return None
-    return Redundancy(
-        losses=count_survivable_losses(copies.keys(), plan),
-        step=max(copies.values()) if copies else plan.id.step if plan is not None else 0,
-        copies=len(copies),
-        snapshot=plan.id if plan is not None else None,
-    )
+    return RedundancyTally(state).measure()
 
 
 def count_losses_left(state: MembershipState) -> int | None:
@@ -66,71 +60,177 @@ def is_last_copy_without(state: MembershipState, members: tuple[Member, ...]) ->
     )
 
 
-def count_survivable_losses(copies: Set[HostName], snapshot: SnapshotPlan | None) -> int:
-    """Return the largest n such that the state outlives the loss of any n hosts.
+class _HostShare(msgspec.Struct, frozen=True):
+    """What one host has of the state: the step of its complete copy, if it has one, and its snapshots."""
 
-    Args:
-        copies: hosts that have a complete state in their worker.
-        snapshot: that can be rebuilt from its sources; None if there is none.
-
-    Returns:
-        n; -1 if there is neither a copy nor a snapshot.
-    """
-    if snapshot is None:
-        return len(copies) - 1
-    sources = {source.host for source in snapshot.sources}
-    # The hosts to be lost beside all copies until one group cannot be rebuilt.
-    more = [
-        max(0, group.parity - sum(host not in sources or host in copies for host in group.hosts) + 1)
-        for group in snapshot.groups
-    ]
-    return len(copies) + min(more, default=0) - 1
+    copy_step: int | None = None
+    snapshots: tuple[SnapshotStatus, ...] = ()
 
 
-def _list_copies(state: MembershipState) -> Iterator[tuple[Member, WorkerStatus]]:
-    """Yield the members whose live worker has all of the state that the generation resumed from, or of a later step.
-
-    None where the loss of one worker costs all.
-    """
-    generation = state.generation
-    if not generation.keeps_workers:
-        return
-    for member in generation.members:
-        worker = find_worker(state, member)
-        if worker is None or not worker.report.holds_state or worker.report.step < generation.step:
-            continue
-        if not _is_receiving(generation, member, worker):
-            yield member, worker
+_NOTHING = _HostShare()
 
 
-def _is_receiving(generation: Generation, member: Member, worker: WorkerStatus) -> bool:
-    """Return whether a member gives up what it has for the state that it fetches now."""
-    if generation.phase is not GenerationPhase.FORM or member.host not in generation.receivers:
-        return False
-    return not (worker.report.has_formed and worker.report.generation == generation.number)
+class _Coverage:
+    """Which hosts of which groups have one snapshot, counted by group."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[int, ParityGroup], int] = {}
+        """The number of holders of each group of which there is one."""
+        self._copies: dict[tuple[int, ParityGroup], int] = {}
+        """How many of them have a complete copy of the state, too."""
+        self._spares: collections.Counter[int] = collections.Counter()
+        """How many groups can spare so many further hosts; below 0: cannot be rebuilt."""
+        self._spares_beside_copies: collections.Counter[int] = collections.Counter()
+        """The same if all holders that have a complete copy were lost."""
+        self._num_groups: collections.Counter[int] = collections.Counter()
+        """How many holders report that the snapshot has so many groups."""
+
+    @property
+    def is_rebuildable(self) -> bool:
+        """Whether every group has enough of its hosts."""
+        return self._num_groups.keys() == {len(self._holders)} and min(self._spares) >= 0
+
+    @property
+    def smallest_spare(self) -> int:
+        """How many hosts of the weakest group may be lost beside all that have a copy; below 0: these are too many."""
+        return min(self._spares_beside_copies)
+
+    def count(self, status: SnapshotStatus, *, has_copy: bool, change: int) -> None:
+        """Count a host in (`change` is 1) or out (-1)."""
+        key = (status.group_index, status.group)
+        _add(self._num_groups, status.num_groups, change)
+        holders, copies = self._holders.pop(key, 0), self._copies.pop(key, 0)
+        if holders:
+            self._count_group(status.group, holders, copies, -1)
+        holders += change
+        copies += change if has_copy else 0
+        if holders:
+            self._holders[key], self._copies[key] = holders, copies
+            self._count_group(status.group, holders, copies, 1)
+
+    def _count_group(self, group: ParityGroup, holders: int, copies: int, change: int) -> None:
+        spare = group.parity - (len(group.hosts) - holders)
+        _add(self._spares, spare, change)
+        _add(self._spares_beside_copies, spare - copies, change)
 
 
-def _complete_reports(reports: ReportedStatuses) -> ReportedStatuses:
-    """Return the reports with each committed snapshot also on hosts that have yet to report it.
+def _add(counter: "collections.Counter[int]", key: int, change: int) -> None:
+    counter[key] += change
+    if not counter[key]:
+        del counter[key]
 
-    Hosts report one after the other, and a snapshot is committed only once all hosts of its groups have it; a server
-    that reports another snapshot of that generation has been there all the time. Else the measure would fall and rise
-    with every snapshot.
-    """
-    committed = {
-        status.id: status
-        for _, statuses in reports.values()
-        for status in statuses
-        if status.phase is SnapshotPhase.COMMITTED
-    }
-    newest = committed[max(committed)] if committed else None
-    if newest is None:
-        return reports
-    filled = dict(reports)
-    for group in newest.groups:
-        for host in group.hosts:
-            endpoint, statuses = reports.get(host, ("", ()))
-            is_there = any(status.id.generation == newest.id.generation for status in statuses)
-            if is_there and all(status.id != newest.id for status in statuses):
-                filled[host] = (endpoint, (*statuses, newest))
-    return filled
+
+class RedundancyTally:
+    """The redundancy of a generation's state, kept up to date as hosts change."""
+
+    def __init__(self, state: MembershipState) -> None:
+        """Count all hosts; once more for each new generation, whose members the copies are."""
+        self._state = state
+        self._members = {member.host: member for member in state.generation.members}
+        self._receivers = set(state.generation.receivers)
+        self._shares: dict[HostName, _HostShare] = {}
+        self._copies: collections.Counter[int] = collections.Counter()
+        """How many hosts have a complete state of each step."""
+        self._kept: dict[SnapshotId, _Coverage] = collections.defaultdict(_Coverage)
+        """By snapshot, the hosts that report it."""
+        self._present: dict[GenerationNumber, _Coverage] = collections.defaultdict(_Coverage)
+        """By generation, the hosts that report any snapshot of it."""
+        self._reports: collections.Counter[SnapshotId] = collections.Counter()
+        self._committed: collections.Counter[SnapshotId] = collections.Counter()
+        """How many hosts report each snapshot, and how many as committed."""
+        for host in state.hosts:
+            self.look_at(host)
+
+    @property
+    def is_any_committed(self) -> bool:
+        """Whether a host reports a committed snapshot."""
+        return bool(self._committed)
+
+    @property
+    def is_any_rebuildable(self) -> bool:
+        """Whether a snapshot can be rebuilt from the hosts that have reported it."""
+        return any(coverage.is_rebuildable for coverage in self._kept.values())
+
+    def look_at(self, host: HostName) -> None:
+        """Count a host again, after its status has changed, appeared or disappeared."""
+        status = self._state.hosts.get(host)
+        share = self._describe(host, status) if status is not None else _NOTHING
+        before = self._shares.pop(host, _NOTHING)
+        if share != before:
+            self._count(before, -1)
+            self._count(share, 1)
+        if share != _NOTHING:
+            self._shares[host] = share
+
+    def _describe(self, host: HostName, status: HostStatus) -> _HostShare:
+        snapshots = tuple(
+            snapshot
+            for snapshot in list_counted_snapshots(self._state.generation, status)
+            if host in snapshot.group.hosts
+        )
+        member = self._members.get(host)
+        worker = find_worker(self._state, member) if member is not None else None
+        has_copy = worker is not None and self._has_copy(host, worker)
+        return _HostShare(worker.report.step if worker is not None and has_copy else None, snapshots)
+
+    def _has_copy(self, host: HostName, worker: WorkerStatus) -> bool:
+        """Return whether a member's worker has all of the state that the generation resumed from, or of a later step.
+
+        None has where the loss of one worker costs all.
+        """
+        generation, report = self._state.generation, worker.report
+        if not (generation.keeps_workers and report.holds_state) or report.step < generation.step:
+            return False
+        # A receiver gives up what it has for the state that it fetches now.
+        is_receiving = generation.phase is GenerationPhase.FORM and host in self._receivers
+        return not is_receiving or (report.has_formed and report.generation == generation.number)
+
+    def _count(self, share: _HostShare, change: int) -> None:
+        has_copy = share.copy_step is not None
+        if share.copy_step is not None:
+            _add(self._copies, share.copy_step, change)
+        for status in share.snapshots:
+            self._kept[status.id].count(status, has_copy=has_copy, change=change)
+            self._reports[status.id] += change
+            if status.phase is SnapshotPhase.COMMITTED:
+                self._committed[status.id] += change
+            if not self._committed[status.id]:
+                del self._committed[status.id]
+            if not self._reports[status.id]:
+                del self._kept[status.id], self._reports[status.id]
+        for generation, status in {status.id.generation: status for status in share.snapshots}.items():
+            self._present[generation].count(status, has_copy=has_copy, change=change)
+
+    def measure(self) -> Redundancy | None:
+        """Return the redundancy of the committed state; None if no host has a state, or enough of one."""
+        copies = self._copies.total()
+        found = self._list_candidates()
+        if not copies and not found:
+            return None
+        # The hosts to be lost beside all copies until one group cannot be rebuilt.
+        more, snapshot = max(
+            ((max(0, coverage.smallest_spare + 1), id) for id, coverage in found.items()), default=(0, None)
+        )
+        return Redundancy(
+            losses=copies + more - 1,
+            step=max(self._copies) if copies else snapshot.step if snapshot is not None else 0,
+            copies=copies,
+            snapshot=snapshot,
+        )
+
+    def _list_candidates(self) -> Mapping[SnapshotId, _Coverage]:
+        """Return the snapshots that training may resume from, newest first, down to one that is committed.
+
+        Hosts report one after the other, and a snapshot is committed only once all hosts of its groups have it; a host
+        that reports another snapshot of that generation has been there all the time. Else the measure would fall and
+        rise with every snapshot.
+        """
+        newest = max(self._committed, default=None)
+        found: dict[SnapshotId, _Coverage] = {}
+        for id in sorted(self._kept, reverse=True):
+            coverage = self._present[id.generation] if id == newest else self._kept[id]
+            if coverage.is_rebuildable:
+                found[id] = coverage
+            if found and id in self._committed:
+                break
+        return found

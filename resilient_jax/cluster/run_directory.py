@@ -1,6 +1,7 @@
 """The directory of one job on one machine: logs, events, how to reach the job, and how it ended."""
 
 import contextlib
+import enum
 import fcntl
 import itertools
 import os
@@ -17,6 +18,26 @@ CONTACT_FILE = "job.json"
 END_FILE = "job_end.json"
 LOCK_FILE = "launcher.lock"
 """Stays in the directory: if it were removed, two launchers could each lock a file of that name."""
+
+
+class HostLog(enum.StrEnum):
+    """A log of a host in the run folder of its agent; the value is what the file's name has after the host's."""
+
+    EVENTS = "events.jsonl"
+    """The events, one JSON object a line."""
+    OUTPUT = "log"
+    """All that the host's workers print."""
+
+
+def make_log_path(directory: Path, host: str, log: HostLog) -> Path:
+    """Return where an agent writes a log of its host."""
+    return directory / f"{host}.{log}"
+
+
+def find_logs(directory: Path, log: HostLog) -> dict[str, Path]:
+    """Return the files of this log in a run folder by host, in order of the hosts' names."""
+    ending = f".{log}"
+    return {path.name.removesuffix(ending): path for path in sorted(directory.glob(f"*{ending}"))}
 
 
 class JobContact(msgspec.Struct, frozen=True, kw_only=True):

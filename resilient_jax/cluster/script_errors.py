@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.errors import MessageError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
@@ -21,7 +22,7 @@ def read_script_errors(directory: Path, hosts: Iterable[HostName], since_s: floa
     errors: dict[HostName, str] = {}
     for host in hosts:
         with contextlib.suppress(OSError, MessageError):  # a full disk or a damaged log hides no outcome
-            for event in read_events(directory / f"{host}.events.jsonl"):
+            for event in read_events(make_log_path(directory, host, HostLog.EVENTS)):
                 if event.kind is EventKind.SCRIPT_FAILED and event.wall_s >= since_s:
                     errors[host] = str(event.detail["error"])
     return errors

@@ -101,10 +101,11 @@ def choose_joiners(
     generation = state.generation
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
     seated = [status for status in admitted if has_taken_seat(generation, status)]
+    unseated = [status for status in admitted if not has_taken_seat(generation, status)]
     if (
         (kept or config.replaces_workers)  # else those that have a seat would wait for those that have none
         and can_change_in_place(state, kept, seated)
-        and can_be_seated(generation, [status for status in admitted if status not in seated])
+        and can_be_seated(generation, unseated)
         and len(kept) + len(seated) >= config.min_hosts
         # Else a host without a seat may have the state.
         and find_state_origin(state, kept, seated).exists

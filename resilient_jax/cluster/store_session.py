@@ -59,6 +59,8 @@ class StoreSession:
         self._written_revision = Revision(0)
         """The `mod_revision` of the status that we know to be in the store."""
         self.lease = LeaseId(0)
+        self.written: HostStatus | None = None
+        """The status that is in the store."""
 
     async def open(self) -> None:
         """Register the host.
@@ -76,13 +78,14 @@ class StoreSession:
         # A predecessor that was killed keeps the name until its lease ends: wait that long, not longer.
         deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
         while True:
+            status = self._status()
             result = await self._store.transaction(
                 [require_absent(key)],
-                [PutOp(key, ENCODER.encode(self._status()), self.lease)],
+                [PutOp(key, ENCODER.encode(status), self.lease)],
                 [RangeOp(key)],
             )
             if result.succeeded:
-                self._written_revision = result.revision
+                self._written_revision, self.written = result.revision, status
                 return
             if self._clock.monotonic_s() > deadline_s:
                 raise JoinRefused(_name_taken(status.host, result.responses[0]))
@@ -125,13 +128,14 @@ class StoreSession:
 
     async def _write_status(self, key: str) -> None:
         while True:
+            status = self._status()
             result = await self._store.transaction(
                 [Compare(key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, self._written_revision)],
-                [PutOp(key, ENCODER.encode(self._status()), self.lease)],
+                [PutOp(key, ENCODER.encode(status), self.lease)],
                 [RangeOp(key)],
             )
             if result.succeeded:
-                self._written_revision = result.revision
+                self._written_revision, self.written = result.revision, status
                 return
             read = result.responses[0]
             assert isinstance(read, RangeResponse), "the failure operation is a range"

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable
 
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
@@ -98,7 +99,7 @@ class WorkerSupervisor:
         self._starter = WorkerStarter(context, snapshots, self.standby, is_start_urgent)
         self._output = WorkerOutput(
             settings.host,
-            directory / f"{settings.host}.log" if directory else None,
+            make_log_path(directory, settings.host, HostLog.OUTPUT) if directory else None,
             show_all=settings.show_all_output,
             is_failing=lambda: self.worker is not None and bool(find_reported_error(self.worker)),
         )

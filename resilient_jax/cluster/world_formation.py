@@ -1,6 +1,7 @@
 """The next world, from the hosts that resume: their state, their seats, in place or by a re-form. Pure."""
 
 import dataclasses
+from typing import Final
 
 import msgspec
 
@@ -28,6 +29,9 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.snapshots import SnapshotPlan
 
+MAX_SOURCES: Final = 64
+"""Of a generation."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartCoordinationService:
@@ -44,7 +48,7 @@ class StateOrigin:
 
     Attributes:
         step: of the state; 0 if there is none.
-        sources: members that have the complete state.
+        sources: all members that have the complete state.
         snapshot: that has the state, if no member has it.
     """
 
@@ -76,6 +80,12 @@ def find_state_origin(
             if w.report.step == step
         ),
     )
+
+
+def _choose_sources(sources: tuple[StateSource, ...]) -> tuple[StateSource, ...]:
+    """Return some of many sources, spread over all: each member need not read of thousands where one may fetch."""
+    stride = -(-len(sources) // MAX_SOURCES)
+    return sources[:: max(1, stride)]
 
 
 def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
@@ -140,7 +150,7 @@ def form_next_generation(
         built,
         phase=GenerationPhase.FORM,
         step=origin.step,
-        sources=origin.sources,
+        sources=_choose_sources(origin.sources),
         # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
         receivers=tuple(m.host for m in built.members if m.host not in held) if held else (),
         snapshot=origin.snapshot,
@@ -187,9 +197,9 @@ def give_seats(
 
 def can_be_seated(generation: Generation, joiners: list[HostStatus]) -> bool:
     """Return whether hosts that have no seat yet may get and take one while others train."""
-    unseated = [status for status in joiners if find_seat(generation, status) is None]
-    has_seats = len(unseated) <= generation.num_seats - generation.next_seat
-    return has_seats and all(awaits_seat(generation, s) for s in joiners if s not in unseated)
+    seated = [status for status in joiners if find_seat(generation, status) is not None]
+    has_seats = len(joiners) - len(seated) <= generation.num_seats - generation.next_seat
+    return has_seats and all(awaits_seat(generation, status) for status in seated)
 
 
 def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Member, ...]:
@@ -197,7 +207,7 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
     return tuple(
         newcomer
         for newcomer in generation.newcomers
-        if is_newcomer_alive(state, newcomer) and newcomer not in generation.members
+        if is_newcomer_alive(state, newcomer) and generation.find_member(newcomer.host) != newcomer
     )
 
 

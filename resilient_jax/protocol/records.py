@@ -6,6 +6,7 @@ changes: each is complete, and a later one replaces an earlier one.
 """
 
 import enum
+import functools
 
 import msgspec
 
@@ -138,7 +139,7 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
     Attributes:
@@ -156,7 +157,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        sources: the members that have the state of `step`.
+        sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         snapshot: the snapshot that has the state of `step`, if no member has all of it; then there are no sources.
             None again once all members have resumed from it.
@@ -208,11 +209,19 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_member(self, host: HostName) -> Member | None:
         """Return this host's worker among the members, or None."""
-        return next((m for m in self.members if m.host == host), None)
+        return self._members_by_host.get(host)
 
     def find_newcomer(self, host: HostName, incarnation: Incarnation) -> Member | None:
         """Return this worker, or standby, of the host among the newcomers, or None."""
-        return next((m for m in self.newcomers if (m.host, m.incarnation) == (host, incarnation)), None)
+        return self._newcomers_by_worker.get((host, incarnation))
+
+    @functools.cached_property
+    def _members_by_host(self) -> dict[HostName, Member]:
+        return {m.host: m for m in self.members}
+
+    @functools.cached_property
+    def _newcomers_by_worker(self) -> dict[tuple[HostName, Incarnation], Member]:
+        return {(m.host, m.incarnation): m for m in self.newcomers}
 
 
 class WorkerState(enum.StrEnum):
@@ -407,18 +416,20 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: an id that is new with each start of the agent.
         agent_pid: the process id of the agent.
         address: the host's address for the others.
+        port: of the agent at that address, where commands ask for its logs, and order it to end processes.
         versions: the versions of what must be equal on all hosts.
+        generation: the newest generation that the agent had read when it wrote this.
         is_draining: whether the host leaves after a preemption notice.
         is_spare: whether the host was started as a spare: it takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
-        snapshots: the snapshots that are complete on this host.
+        snapshots: the snapshots that were complete on this host when this was written. While members train, newer ones
+            of the same generation are in `HostProgress` only.
         standby: the process that waits to replace the worker; None: none runs.
         script: the digest of the script with which the worker was let in; empty before.
-        metrics: the metrics that the worker last reported, by name.
-        step: the step that the worker last reported, refreshed a few times a second; for progress lines, not for
-            decisions.
+        metrics: the metrics that the worker had last reported, by name.
+        step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
     """
 
     host: HostName
@@ -426,6 +437,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     agent_pid: int
     address: str
     versions: Versions
+    port: int = 0
+    generation: GenerationNumber = GenerationNumber(0)
     is_draining: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
@@ -437,12 +450,24 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
 
+    @property
+    def agent_endpoint(self) -> str:
+        """Where the agent listens, as host:port."""
+        return f"{self.address}:{self.port}"
+
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token."""
+    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token.
+
+    Attributes:
+        host: its host.
+        agent_id: its id.
+        endpoint: where it listens, as host:port.
+    """
 
     host: HostName
     agent_id: str
+    endpoint: str
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,14 +76,18 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: the snapshot's identity.
         phase: how far it is on this host.
-        groups: its parity groups, as in its layout.
+        group: this host's parity group, as in its layout. Not all of them: each host would report every host.
+        group_index: the index of that group in the layout.
+        num_groups: how many groups the layout has.
         nbytes: the bytes that it takes in this host's memory, with parity.
         wall_s: when it became complete here, in seconds since 1970.
     """
 
     id: SnapshotId
     phase: SnapshotPhase
-    groups: tuple[ParityGroup, ...]
+    group: ParityGroup
+    group_index: int
+    num_groups: int
     nbytes: int
     wall_s: float
 

@@ -5,7 +5,7 @@ part and the parity that they keep: each stripe then has n - m of its shards, fr
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import (
@@ -30,22 +30,42 @@ class _Reported:
     """A snapshot, the hosts that have it complete, and whether one of them reports it as committed."""
 
     id: SnapshotId
-    groups: tuple[ParityGroup, ...]
-    holders: set[HostName]
+    num_groups: int
+    groups: dict[int, ParityGroup] = dataclasses.field(default_factory=dict)
+    """By index; without those of which no host is left."""
+    holders: set[HostName] = dataclasses.field(default_factory=set)
     is_committed: bool = False
+
+    @property
+    def num_lost_groups(self) -> int:
+        """Number of groups of which no host is left."""
+        return self.num_groups - len(self.groups)
 
     @property
     def spare(self) -> int:
         """Number of further hosts, any of them, that may be lost; negative if the snapshot cannot be rebuilt."""
+        if self.num_lost_groups:
+            return -1
         return min(
-            group.parity - sum(host not in self.holders for host in group.hosts) for group in self.groups
+            group.parity - sum(host not in self.holders for host in group.hosts)
+            for group in self.groups.values()
         )
 
+    def add(self, host: HostName, status: SnapshotStatus) -> None:
+        """Count a host that has the snapshot complete."""
+        if host not in status.group.hosts:
+            return
+        # All hosts compute the same layout. Should one report another, its part fits to none of the others.
+        known = self.groups.setdefault(status.group_index, status.group)
+        if status.group == known and status.num_groups == self.num_groups:
+            self.holders.add(host)
+            self.is_committed |= status.phase is SnapshotPhase.COMMITTED
+
     def short(self) -> list[ParityGroup]:
-        """Return the groups that have lost more hosts than they have parity."""
+        """Return the groups that have lost more hosts than they have parity, and not all."""
         return [
             group
-            for group in self.groups
+            for _, group in sorted(self.groups.items())
             if sum(host not in self.holders for host in group.hosts) > group.parity
         ]
 
@@ -56,7 +76,7 @@ def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
     A snapshot that was never complete on all its hosts may tolerate fewer further losses than the one before, which is
     then the better choice, since training has no other snapshot until the next one is committed.
 
-    A host that reports a snapshot but is in none of its groups is ignored.
+    A host that reports a snapshot with a group that it is not in is ignored.
     """
     chosen: _Reported | None = None
     for reported in _newest_first(statuses):
@@ -68,18 +88,19 @@ def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
             break
     if chosen is None:
         return None
-    sources = [
+    groups = tuple(group for _, group in sorted(chosen.groups.items()))
+    sources = tuple(
         SnapshotSource(host=host, endpoint=statuses[host][0])
-        for group in chosen.groups
+        for group in groups
         for host in group.hosts
         if host in chosen.holders
-    ]
-    return SnapshotPlan(id=chosen.id, groups=chosen.groups, sources=tuple(sources))
+    )
+    return SnapshotPlan(id=chosen.id, groups=groups, sources=sources)
 
 
 def explain_loss(statuses: ReportedStatuses) -> str:
     """Explain why `choose_snapshot` finds nothing: what is lost and what survives of the newest snapshots."""
-    found = [reported for reported in _newest_first(statuses) if reported.short()]
+    found = [reported for reported in _newest_first(statuses) if reported.spare < 0]
     if not found:
         hosts = f"none of the {len(statuses)} hosts that answer has one" if statuses else "no host answers"
         return f"there is no complete snapshot in host memory: {hosts}; training can only resume from a checkpoint"
@@ -100,10 +121,12 @@ def _explain(reported: _Reported) -> str:
             f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'}; {', '.join(left) or 'none'} survive"
             f"{'s' if len(left) < 2 else ''}"
         )
+    if reported.num_lost_groups:
+        sentences.append(f"of {reported.num_lost_groups} of its {reported.num_groups} groups no host is left")
     num_intact = len(reported.groups) - len(short)
     rest = (
-        f"; {num_intact} of its {len(reported.groups)} groups can be rebuilt"
-        if len(reported.groups) > 1
+        f"; {num_intact} of its {reported.num_groups} groups can be rebuilt"
+        if reported.num_groups > 1
         else ""
     )
     return f"the {format_snapshot_id(reported.id)}: {'; '.join(sentences)}{rest}"
@@ -114,16 +137,10 @@ def _count(hosts: int) -> str:
 
 
 def _newest_first(statuses: ReportedStatuses) -> list[_Reported]:
-    # One layout has one id. Should hosts report an id with different groups, they count as different snapshots.
-    found: dict[tuple[SnapshotId, tuple[ParityGroup, ...]], _Reported] = {}
-    for host, status in _list_reports(statuses):
-        reported = found.setdefault(
-            (status.id, status.groups), _Reported(id=status.id, groups=status.groups, holders=set())
-        )
-        reported.holders.add(host)
-        reported.is_committed |= status.phase is SnapshotPhase.COMMITTED
+    found: dict[SnapshotId, _Reported] = {}
+    for host, (_, held) in statuses.items():
+        for status in held:
+            if status.id not in found:
+                found[status.id] = _Reported(id=status.id, num_groups=status.num_groups)
+            found[status.id].add(host, status)
     return sorted(found.values(), key=lambda reported: reported.id, reverse=True)
-
-
-def _list_reports(statuses: ReportedStatuses) -> Iterable[tuple[HostName, SnapshotStatus]]:
-    return ((host, status) for host, (_, held) in statuses.items() for status in held)

@@ -242,7 +242,7 @@ class SnapshotSlots:
         """Return the complete snapshots with an intact header, oldest first."""
         with self.changed:
             return tuple(
-                _make_status(contents)
+                _make_status(contents, self.host)
                 for contents in sorted(self.table.list_contents(), key=lambda held: recency_key(held.id))
                 if contents.phase >= SlotPhase.COMPLETE and self._has_intact_header(contents)
             )
@@ -307,12 +307,16 @@ def _check_memory(host: HostName, layout: SnapshotLayout, table: SlotTable) -> N
     check_memory(required, read_free_memory(), host, reclaimed_bytes=reclaimed_bytes)
 
 
-def _make_status(contents: SlotContents) -> SnapshotStatus:
+def _make_status(contents: SlotContents, host: HostName) -> SnapshotStatus:
+    groups = contents.layout.groups
+    index = next(index for index, group in enumerate(groups) if host in group.hosts)
     is_committed = contents.phase is SlotPhase.COMMITTED
     return SnapshotStatus(
         id=contents.id,
         phase=SnapshotPhase.COMMITTED if is_committed else SnapshotPhase.COMPLETE,
-        groups=contents.layout.groups,
+        group=groups[index],
+        group_index=index,
+        num_groups=len(groups),
         nbytes=contents.nbytes,
         wall_s=contents.wall_s,
     )

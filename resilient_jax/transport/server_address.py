@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import grpc
 
-from resilient_jax.errors import AddressInUse, ConfigError, OperatorError, ResilientJaxError
+from resilient_jax.errors import (
+    EXHAUSTION_ERRNOS,
+    AddressInUse,
+    ConfigError,
+    OperatorError,
+    OutOfResources,
+    ResilientJaxError,
+)
 from resilient_jax.transport.credentials import (
     Credentials,
     TlsFiles,
@@ -30,6 +37,7 @@ def bind_server(
     Raises:
         AddressInUse: another process listens there.
         ConfigError: the address is not of the form host:port, or a TLS file cannot be read or is damaged.
+        OutOfResources: this process, or the machine, has no descriptor or memory left.
         OperatorError: the address cannot be bound, for another reason that the message names.
     """
     host, port = parse_address(address)
@@ -83,6 +91,11 @@ def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | No
             return AddressInUse(
                 f"cannot listen on {address}: another process does. Choose another port, "
                 f"or end that process (`ss -ltnp 'sport = :{port}'` names it)"
+            )
+        if error.errno in EXHAUSTION_ERRNOS:
+            return OutOfResources(
+                f"cannot listen on {address}: {error.strerror}; expected free descriptors (ulimit -n) and memory. "
+                "Raise the limit, and start again"
             )
         return OperatorError(f"cannot listen on {address}: {error.strerror or error}")
     except UnicodeError as error:

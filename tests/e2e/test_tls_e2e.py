@@ -7,12 +7,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import HandStartedAgent, free_port, wait_until
+from agents import TOKEN, HandStartedAgent, free_port, run_command, wait_until
 from authority import Authority
 from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, newest_step, read_logs
 
 from resilient_jax.events import EventKind
 from resilient_jax.telemetry.event_log import read_events
+from resilient_jax.transport.credentials import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(240)
 ADDRESSES = {"host-0": "127.0.2.2", "host-1": "127.0.2.3"}
@@ -73,6 +74,19 @@ def test_a_worker_that_comes_back_fetches_the_state_under_tls_with_renewed_certi
         renew(authority, Authority(tmp_path / "new", "renewed"), folders)
         os.kill(worker_of(agents["host-1"]).pid, signal.SIGKILL)
         wait_until("a second worker's steps", lambda: count_of(tmp_path, "host-1") == 2, RECOVERY_S)
+        command = [
+            "events",
+            "--store",
+            store,
+            "--job",
+            "secret",
+            "--host",
+            "host-1",
+            "--tls",
+            str(folders["host-1"]),
+        ]
+        code, shown = run_command(command, {TOKEN_VARIABLE: TOKEN})
+        assert (code, "host-1 state.fetched " in shown) == (0, True), shown
         (tmp_path / "stop").write_text(str(newest_step(tmp_path) + 20))
         for agent in agents.values():
             assert agent.wait(RECOVERY_S) == 0, agent.output()

@@ -20,6 +20,8 @@ import msgspec
 import psutil
 
 from fuzz.messages import RAW, draw_bytes, draw_struct, mutations
+from resilient_jax.cluster import agent_messages
+from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVICE
 from resilient_jax.snapshot import messages as snapshot_messages
@@ -32,6 +34,8 @@ NUM_SLOW = 40
 """Connections that stay open, and send a byte now and then."""
 NUM_AT_ONCE = 32
 CALL_TIMEOUT_S = 0.3
+REFUSAL_TIMEOUT_S = 20.0
+"""A wrong token is refused at once, but on a machine with other work at once may be later than the timeout above."""
 RAW_SHARE, WRONG_TOKEN_SHARE, MUTATED_SHARE = 0.6, 0.1, 0.2
 PROPER_ANSWERS = frozenset(
     {
@@ -82,11 +86,17 @@ class Findings:
 
 
 def list_targets(report: JobReport, store: str) -> list[Target]:
-    """Return the methods of all gRPC servers of a job. A process with the token may write the store: not tried."""
+    """Return the methods of all gRPC servers of a job.
+
+    A process with the token may write the store, and have an agent kill its worker: that is not tried.
+    """
     services: list[tuple[str, str, Iterable[tuple[Method, bool]]]] = [
         (store, store_messages.SERVICE, [(m, False) for m in _methods_of(store_messages)])
     ]
     for host in report.hosts:
+        services.append(
+            (host.agent_endpoint, agent_messages.SERVICE, [(READ_LOG, True), (SEND_SIGNAL, False)])
+        )
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
             services.append((endpoint, SERVICE, [(FETCH_STATE, True)]))
@@ -153,7 +163,8 @@ async def _send_all(left, draw, ports, targets, channels, token, findings) -> No
         target = draw.choice(targets)
         kind, data, given = _choose_call(draw, target, token)
         findings.sent[kind] += 1
-        code, details = await _call(channels[target.address], target.path, data, given)
+        timeout_s = CALL_TIMEOUT_S if given == token else REFUSAL_TIMEOUT_S
+        code, details = await _call(channels[target.address], target.path, data, given, timeout_s)
         findings.answers[f"{kind}: {code}"] += 1
         is_refused = code == grpc.StatusCode.UNAUTHENTICATED.name
         if given != token and not is_refused and code != grpc.StatusCode.UNAVAILABLE.name:
@@ -172,9 +183,11 @@ def _choose_call(draw: random.Random, target: Target, token: str) -> tuple[str, 
     return ("senseless", valid, token) if target.makes_sense else ("random", draw_bytes(draw), token)
 
 
-async def _call(channel: grpc.aio.Channel, path: str, data: bytes, token: str) -> tuple[str, str]:
+async def _call(
+    channel: grpc.aio.Channel, path: str, data: bytes, token: str, timeout_s: float
+) -> tuple[str, str]:
     call = channel.unary_stream(path)(
-        data, timeout=CALL_TIMEOUT_S, metadata=((TOKEN_METADATA_KEY, token),) if token else ()
+        data, timeout=timeout_s, metadata=((TOKEN_METADATA_KEY, token),) if token else ()
     )
     try:
         async for _ in call:

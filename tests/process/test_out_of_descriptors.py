@@ -17,7 +17,7 @@ from agents import wait_until
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess, launch_script
-from resilient_jax.errors import PeerUnreachable
+from resilient_jax.errors import OutOfResources, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -30,6 +30,8 @@ from resilient_jax.snapshot.messages import (
     PartLocation,
     SlotInfo,
 )
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.server_address import bind_server
 
 ID = SnapshotId(step=1, generation=GenerationNumber(1))
 
@@ -163,3 +165,13 @@ def test_a_child_that_cannot_be_watched_is_ended() -> None:
         wait_until("the child's end", lambda: children() == [], 10.0)
 
     asyncio.run(start())
+
+
+def test_a_server_that_gets_no_descriptor_says_what_to_raise() -> None:
+    with (
+        free_descriptors(0),
+        pytest.raises(
+            OutOfResources, match=r"cannot listen on 127.0.0.1:0: Too many open files; .*ulimit -n"
+        ),
+    ):
+        bind_server("127.0.0.1:0", Credentials("token"), lambda address: 0, lambda address, tls: 0)

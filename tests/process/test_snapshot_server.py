@@ -146,7 +146,7 @@ def test_parts_are_committed_on_all_hosts_with_the_parity_of_their_padded_chunks
                         )
         for host in hosts:
             host.wait(lambda host=host: [status.id.step for status in host.holding] == [2, 3])
-            assert host.holding[0].groups == layout.groups
+            assert host.holding[0].group == layout.find_group(host.name)
             kernel = host.wait_event(EventKind.SNAPSHOT_ERASURE_KERNEL).detail
             assert kernel["kernel"]
             assert kernel["reason"]

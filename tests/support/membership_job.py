@@ -1,15 +1,12 @@
 """The membership machine with hosts that answer at once; a test makes some of them misbehave."""
 
 import msgspec
+from checked_membership import CheckedMachine
 
-from resilient_jax.cluster.membership import (
-    HostChanged,
-    PublishGeneration,
-    Tick,
-    handle,
-    make_initial_state,
-)
+from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_machine import HostChanged, Tick
+from resilient_jax.cluster.membership_state import MembershipState, owes_answer
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
@@ -32,14 +29,23 @@ VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
-    def __init__(self, *names: str, **config) -> None:
+    def __init__(self, *names: str, do_agents_answer: bool = True, **config) -> None:
+        self.do_agents_answer = do_agents_answer
         self.config = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **config})
-        self.state = make_initial_state(None, 0.0)
+        self.state = make_initial_state(None, (), 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
         self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
+
+    @property
+    def state(self) -> MembershipState:
+        return self.machine.state
+
+    @state.setter
+    def state(self, state: MembershipState) -> None:
+        self.machine = CheckedMachine(state, self.config)
 
     @property
     def generation(self) -> Generation:
@@ -58,12 +64,19 @@ class Job:
         return [(g.number, g.phase) for g in self.published]
 
     def give(self, event) -> None:
-        self.state, commands = handle(self.state, event, self.now_s, self.config)
-        for command in commands:
+        for command in self.machine.handle(event, self.now_s):
             if isinstance(command, PublishGeneration):
                 self.published.append(command.generation)
             else:
                 self.asked.append(command)
+        if self.do_agents_answer:
+            self.answer()
+
+    def answer(self) -> None:
+        """Have the agents of hosts that do not train answer the generation."""
+        for status in list(self.state.hosts.values()):
+            if owes_answer(self.generation, status):
+                self.change(status.host, generation=self.generation.number)
 
     def status(self, name: str) -> HostStatus:
         worker = WorkerStatus(incarnation=Incarnation(1), pid=1)
@@ -187,7 +200,9 @@ def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> 
     return SnapshotStatus(
         id=SnapshotId(step, GenerationNumber(generation)),
         phase=SnapshotPhase.COMPLETE,
-        groups=(ParityGroup(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
+        group=ParityGroup(hosts=tuple(HostName(host) for host in hosts), parity=parity),
+        group_index=0,
+        num_groups=1,
         nbytes=1,
         wall_s=0.0,
     )

@@ -1,6 +1,6 @@
 """A cluster in which the leader's, the agents' and the workers' machines are the real ones, and time is a number.
 
-The machines and the store's core are those of the package (cluster/membership.py, cluster/generation_orders.py,
+The machines and the store's core are those of the package (cluster/membership_machine.py, cluster/generation_orders.py,
 worker/worker_protocol.py); their shells are small models. `Cluster.moves`, `time_moves` and `fault_moves` are what may
 happen next; the caller chooses.
 
@@ -20,6 +20,7 @@ import collections
 import dataclasses
 
 import msgspec
+from checked_membership import CheckedMachine
 
 from resilient_jax.cluster import generation_orders
 from resilient_jax.cluster.generation_orders import (
@@ -41,17 +42,9 @@ from resilient_jax.cluster.generation_orders import (
     StopOlderServices,
     WorkerChanged,
 )
-from resilient_jax.cluster.membership import (
-    HostChanged,
-    HostLeft,
-    MembershipEvent,
-    PublishGeneration,
-    Tick,
-    handle,
-    make_initial_state,
-)
+from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
 from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, MembershipEvent, Tick
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
     FailStandby,
@@ -60,6 +53,7 @@ from resilient_jax.cluster.standby_orders import (
     TakeOver,
 )
 from resilient_jax.cluster.state_loss import StateLossPolicy
+from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
@@ -234,7 +228,7 @@ class Term:
 
     token: Revision
     known: Revision
-    state: MembershipState
+    machine: CheckedMachine
     read: Revision
     pending: collections.deque[Generation]
     looked_s: float = -1.0
@@ -264,6 +258,7 @@ class Host:
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
         self.snapshots: tuple[SnapshotStatus, ...] = ()
+        self.written: HostStatus | None = None  # what is in the store
         self.standby: Worker | None = None
         self.standby_seen: WorkerStatus | None = None
         self.start_worker()
@@ -286,7 +281,14 @@ class Host:
         self.seen = WorkerStatus(incarnation=self.worker.incarnation, pid=1, report=self.worker.report)
         self.touched = True
 
+    @property
+    def has_due_snapshots(self) -> bool:
+        return self.written is not None and are_snapshots_due(
+            self.orders.generation, self.written, self.status()
+        )
+
     def status(self) -> HostStatus:
+        generation = self.orders.generation
         return HostStatus(
             host=self.name,
             agent_id=self.name,
@@ -294,6 +296,7 @@ class Host:
             address=self.name,
             versions=VERSIONS,
             is_draining=self.draining,
+            generation=generation.number if generation is not None else GenerationNumber(0),
             is_spare=self.is_spare,
             worker=self.seen,
             standby=StandbyStatus(state=StandbyState.STARTING, pid=2, worker=self.standby_seen)
@@ -388,7 +391,7 @@ class Cluster:
             return
         if self.store.get(make_host_key(JOB, host.name)) is None:
             yield 2, lambda: self.lose_session(host)
-        elif host.touched:
+        elif host.touched or host.has_due_snapshots:
             yield 3, lambda: self.publish(host)
         if self.has_news(host):
             yield 3, lambda: self.read_generation(host)
@@ -674,10 +677,12 @@ class Cluster:
         host.read = Revision(self.store.revision + 1)
         if (stored := self.read_stored()) is not None:
             self.tell(host, GenerationRead(stored))
+            host.touched |= host.written is not None and is_answer_due(stored, host.written)
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
-        self.store.transaction((), (PutOp(make_host_key(JOB, host.name), encode(host.status()), host.lease),))
+        host.written = host.status()
+        self.store.transaction((), (PutOp(make_host_key(JOB, host.name), encode(host.written), host.lease),))
         host.touched = False
 
     def lose_session(self, host: Host) -> None:
@@ -697,6 +702,7 @@ class Cluster:
         assert isinstance(found, PutEvent)
         generation = msgspec.msgpack.decode(found.key_value.value, type=Generation)
         self.tell(host, GenerationRead(generation))
+        host.touched |= host.written is not None and is_answer_due(generation, host.written)
 
     def leave(self, host: Host) -> None:
         self.kill_host(host)
@@ -715,12 +721,10 @@ class Cluster:
         statuses = [
             msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(make_hosts_prefix(JOB))
         ]
-        state = dataclasses.replace(
-            make_initial_state(generation, self.now_s), hosts={s.host: s for s in statuses}
-        )
+        machine = CheckedMachine(make_initial_state(generation, statuses, self.now_s), self.config)
         known = stored.mod_revision if stored else Revision(0)
         read = Revision(self.store.revision + 1)
-        host.term = Term(result.revision, known, state, read, collections.deque())
+        host.term = Term(result.revision, known, machine, read, collections.deque())
         self.decide(host, host.term, Tick())
 
     def read_status(self, host: Host, term: Term) -> None:
@@ -733,8 +737,7 @@ class Cluster:
 
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
-        term.state, commands = handle(term.state, change, self.now_s, self.config)
-        for command in commands:
+        for command in term.machine.handle(change, self.now_s):
             if isinstance(command, PublishGeneration):
                 term.pending.append(command.generation)
             else:
@@ -986,12 +989,14 @@ class ReplacingCluster(Cluster):
         made = SnapshotStatus(
             id=SnapshotId(worker.step, generation.number),
             phase=SnapshotPhase.COMPLETE,
-            groups=(ParityGroup(hosts=members, parity=len(members) - 1),),
+            group=ParityGroup(hosts=members, parity=len(members) - 1),
+            group_index=0,
+            num_groups=1,
             nbytes=1,
             wall_s=0.0,
         )
         host = self.hosts[worker.host]
-        host.snapshots, host.touched = (*host.snapshots[-1:], made), True
+        host.snapshots = (*host.snapshots[-1:], made)
 
     def check_form(self, old: Generation, new: Generation) -> None:
         """Check that a world that was left by force passes no worker on to the next."""

@@ -67,13 +67,15 @@ what the worker has loaded."""
 MACHINES = frozenset(
     {
         "resilient_jax.cluster.membership",
+        "resilient_jax.cluster.membership_machine",
         "resilient_jax.cluster.membership_state",
+        "resilient_jax.cluster.membership_tally",
         "resilient_jax.cluster.world_formation",
         "resilient_jax.cluster.generation_orders",
         "resilient_jax.worker.worker_protocol",
     }
 )
-PURE_LIBRARIES = frozenset({"collections", "dataclasses", "enum", "msgspec", "typing"})
+PURE_LIBRARIES = frozenset({"bisect", "collections", "dataclasses", "enum", "msgspec", "typing"})
 
 PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -1,18 +1,12 @@
 """Each rule of the membership machine, as a sequence of a few events."""
 
-import dataclasses
-
 import msgspec
 import pytest
+from checked_membership import CheckedMachine
 from membership_job import Job, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import (
-    HostChanged,
-    HostLeft,
-    Tick,
-    handle,
-    make_initial_state,
-)
+from resilient_jax.cluster.membership import make_initial_state
+from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, Tick
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
@@ -539,25 +533,23 @@ def test_a_new_leader_continues_from_the_stored_phase():
     job = training("a", "b", "c")
     job.worker("c", exit_code=-9)
     job.acknowledge("a")
-    state = make_initial_state(job.generation, 100.0)
-    state = dataclasses.replace(state, hosts={s.host: s for s in (job.status("a"), job.status("b"))})
-    state, commands = handle(state, Tick(), 100.0, job.config)
-    assert commands == (), "still b's turn"
+    statuses = (job.status("a"), job.status("b"))
+    leader = CheckedMachine(make_initial_state(job.generation, statuses, 100.0), job.config)
+    assert leader.handle(Tick(), 100.0) == (), "still b's turn"
     answer = msgspec.structs.replace(job.worker_of("a").report, generation=job.generation.number)
     status = job.status("b")
     status = msgspec.structs.replace(
         status, worker=msgspec.structs.replace(job.worker_of("b"), report=answer)
     )
-    state, commands = handle(state, HostChanged(status), 100.0, job.config)
-    assert (state.generation.number, state.generation.phase) == (2, GenerationPhase.FORM)
+    leader.handle(HostChanged(status), 100.0)
+    assert (leader.state.generation.number, leader.state.generation.phase) == (2, GenerationPhase.FORM)
 
 
 def test_a_new_leader_that_finds_members_missing_continues_without_them():
     job = training("a", "b", "c")
-    state = make_initial_state(job.generation, 100.0)
-    state = dataclasses.replace(state, hosts={HostName("a"): job.status("a")})
-    state, _ = handle(state, Tick(), 100.0, job.config)
-    assert (state.generation.number, state.generation.reason) == (2, "lost b, c")
+    leader = CheckedMachine(make_initial_state(job.generation, [job.status("a")], 100.0), job.config)
+    leader.handle(Tick(), 100.0)
+    assert (leader.state.generation.number, leader.state.generation.reason) == (2, "lost b, c")
 
 
 def test_the_first_progress_is_recorded_at_once():

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import HostLeft, make_initial_state
+from resilient_jax.cluster.membership import make_initial_state
+from resilient_jax.cluster.membership_machine import HostLeft
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
@@ -218,7 +219,7 @@ def test_if_no_host_with_the_newest_step_is_left_the_loss_is_reported_as_a_lower
     job = training("a", "b", regroup_grace_s=5.0)
     job.train(90)
     job.state = make_initial_state(
-        job.generation, job.now_s
+        job.generation, (), job.now_s
     )  # that of a new leader, since the old one is gone, too
     for name in "ab":
         job.restart(name)

@@ -3,7 +3,7 @@
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import HostLeft
+from resilient_jax.cluster.membership_machine import HostLeft
 from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import (
@@ -319,3 +319,25 @@ def test_when_all_hosts_have_resumed_from_a_snapshot_the_generation_records_it()
     for name in "acd":
         job.report(name, has_finished_step=True, holds_state=False, step=6)
     assert (job.phase, job.generation.snapshot) == (GenerationPhase.ACTIVE, None)
+
+
+def test_a_host_that_does_not_train_is_waited_for_until_it_has_reported_its_newest_snapshots():
+    job = sharded("abcd", do_agents_answer=False)
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", "d", step=9)
+    keep(job, "acd", snapshot(8, "abcd"))  # b has it, too, but the store does not know yet
+    assert job.phase is GenerationPhase.QUIESCE
+    job.wait(100.0)
+    assert job.phase is GenerationPhase.QUIESCE, "as long as its agent has a lease"
+    job.change("b", snapshots=(snapshot(8, "abcd"),), generation=job.generation.number)
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.snapshot is not None
+    assert [source.host for source in job.generation.snapshot.sources] == ["a", "b", "c", "d"]
+
+
+def test_a_host_that_does_not_train_and_loses_its_lease_is_not_waited_for():
+    job = sharded("abcd", do_agents_answer=False)
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", "d", step=9)
+    job.give(HostLeft(HostName("b")))
+    assert job.phase is GenerationPhase.FORM

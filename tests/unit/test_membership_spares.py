@@ -3,7 +3,7 @@
 import pytest
 from membership_job import Job, keep, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import HostLeft
+from resilient_jax.cluster.membership_machine import HostLeft
 from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.redundancy import measure_redundancy
 from resilient_jax.cluster.spare_hosts import list_unseated, list_used

@@ -1,6 +1,8 @@
 """How many more hosts may be lost before the state is: copies and parity together, against every set of losses."""
 
 import itertools
+import random
+from collections.abc import Set
 
 import msgspec
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_job import Job, keep, server, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import HostLeft
-from resilient_jax.cluster.redundancy import Redundancy, count_survivable_losses, measure_redundancy
+from resilient_jax.cluster.membership_machine import HostLeft
+from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.redundancy import Redundancy, RedundancyTally, measure_redundancy
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus
 from resilient_jax.protocol.snapshots import (
@@ -34,6 +37,18 @@ def plan(groups: list[tuple[str, int]], missing: str = "") -> SnapshotPlan:
             if host not in missing
         ),
     )
+
+
+def count_survivable_losses(copies: Set[HostName], snapshot: SnapshotPlan | None) -> int:
+    """Return the largest n such that the state outlives the loss of any n hosts; -1 if there is no state."""
+    if snapshot is None:
+        return len(copies) - 1
+    sources = {source.host for source in snapshot.sources}
+    more = [
+        max(0, group.parity - sum(host not in sources or host in copies for host in group.hosts) + 1)
+        for group in snapshot.groups
+    ]
+    return len(copies) + min(more, default=0) - 1
 
 
 def names(hosts: str) -> set[HostName]:
@@ -198,7 +213,9 @@ def test_they_go_on_without_it_if_it_takes_longer_and_others_do_not_wait_at_all(
     whole = SnapshotStatus(
         id=SnapshotId(5, GenerationNumber(1)),
         phase=SnapshotPhase.COMMITTED,
-        groups=(ParityGroup(hosts=(HostName("a"), HostName("b")), parity=1),),
+        group=ParityGroup(hosts=(HostName("a"), HostName("b")), parity=1),
+        group_index=0,
+        num_groups=1,
         nbytes=1,
         wall_s=0.0,
     )
@@ -208,3 +225,70 @@ def test_they_go_on_without_it_if_it_takes_longer_and_others_do_not_wait_at_all(
     job.acknowledge("a", step=5)
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a"]), "b's server has its share of the state"
+
+
+def measure_by_definition(state: MembershipState) -> int | None:
+    """Return the losses of the safest snapshot, each looked at with all its hosts."""
+    members = {m.host for m in state.generation.members}
+    copies = {
+        host
+        for host, status in state.hosts.items()
+        if host in members and status.worker is not None and status.worker.report.holds_state
+    }
+    held = {host: {s.id: s for s in status.snapshots} for host, status in state.hosts.items()}
+    committed = [s.id for kept in held.values() for s in kept.values() if s.phase is SnapshotPhase.COMMITTED]
+    found = []
+    for id in sorted({id for kept in held.values() for id in kept}, reverse=True):
+        fits = (
+            (lambda other, id=id: other.generation == id.generation)
+            if id == max(committed, default=None)
+            else (lambda other, id=id: other == id)
+        )
+        sources = {host for host, kept in held.items() if any(map(fits, kept))}
+        kept = msgspec.structs.replace(
+            plan([("abc", 1), ("defg", 2)], "".join(set("abcdefg") - sources)), id=id
+        )
+        if all(len(set(group.hosts) - sources) <= group.parity for group in kept.groups):
+            found.append(kept)
+        if found and id in committed:
+            break
+    if not copies and not found:
+        return None
+    return max(count_survivable_losses(copies, kept) for kept in [None, *found])
+
+
+@given(seed=st.integers(0, 2**32))
+def test_counting_host_by_host_gives_what_looking_at_all_of_them_gives(seed):
+    chance = random.Random(seed)
+    job = training(*"abcdefg", step=5)
+    hosts = dict(job.state.hosts)
+    state = MembershipState(generation=job.generation, hosts=hosts, phase_since_s=0.0)
+    tally = RedundancyTally(state)
+    for _ in range(40):
+        name = HostName(chance.choice("abcdefg"))
+        if chance.random() < 0.1:
+            hosts.pop(name, None)
+        else:
+            group = (("abc", 1), ("defg", 2))[name in "defg"]
+            kept = tuple(
+                SnapshotStatus(
+                    id=SnapshotId(step, GenerationNumber(step // 2)),
+                    phase=chance.choice(list(SnapshotPhase)),
+                    group=ParityGroup(hosts=tuple(map(HostName, group[0])), parity=group[1]),
+                    group_index=group[0] == "defg",
+                    num_groups=2,
+                    nbytes=1,
+                    wall_s=0.0,
+                )
+                for step in sorted(chance.sample(range(2, 6), chance.choice((0, 1, 2, 2, 2))))
+            )
+            status = msgspec.structs.replace(job.status(name), snapshot_server=server(name), snapshots=kept)
+            assert status.worker is not None
+            report = msgspec.structs.replace(status.worker.report, holds_state=chance.random() < 0.2)
+            hosts[name] = msgspec.structs.replace(
+                status, worker=msgspec.structs.replace(status.worker, report=report)
+            )
+        tally.look_at(name)
+        found = tally.measure()
+        assert found == measure_redundancy(state)
+        assert (found.losses if found is not None else None) == measure_by_definition(state)

@@ -36,7 +36,9 @@ HOSTS = (HOST, HostName("host-1"))
 SNAPSHOT = SnapshotStatus(
     id=SnapshotId(generation=GenerationNumber(1), step=12),
     phase=SnapshotPhase.COMMITTED,
-    groups=(ParityGroup(hosts=HOSTS, parity=1),),
+    group=ParityGroup(hosts=HOSTS, parity=1),
+    group_index=0,
+    num_groups=1,
     nbytes=2**20,
     wall_s=0.0,
 )
@@ -85,7 +87,7 @@ def _running(monkeypatch):
     async def read_report(contact):
         return REPORT
 
-    monkeypatch.setattr(status, "choose_contact", lambda *where: None)
+    monkeypatch.setattr(status, "find_contact", lambda folder: None)
     monkeypatch.setattr(status, "read_job_report", read_report)
 
 
@@ -109,8 +111,8 @@ def test_no_word_is_truncated_in_a_narrow_terminal():
 
 @pytest.mark.parametrize(("parity", "said"), [(1, "1 of 2"), (0, "0 of 2")])
 def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
-    groups = (ParityGroup(hosts=HOSTS, parity=parity),)
-    snapshot = msgspec.structs.replace(SNAPSHOT, groups=groups)
+    group = ParityGroup(hosts=HOSTS, parity=parity)
+    snapshot = msgspec.structs.replace(SNAPSHOT, group=group)
     host = msgspec.structs.replace(REPORT.hosts[0], snapshots=(snapshot,))
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=300), msgspec.structs.replace(REPORT, hosts=(host,)))

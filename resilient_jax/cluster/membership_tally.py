@@ -1,0 +1,272 @@
+"""What the rules of `membership` count over all hosts, kept up to date host by host. Pure.
+
+The rules read the statuses of all hosts. Of most changes of one status, these counts already say that no rule can
+decide anything new by it, at the same cost with any number of hosts: `membership_machine` asks them first.
+"""
+
+import collections
+import enum
+
+from resilient_jax.cluster.membership_config import MembershipConfig
+from resilient_jax.cluster.membership_state import (
+    MembershipState,
+    awaits_snapshot_report,
+    find_disruption_by,
+    find_user_error_on,
+    find_worker,
+    has_taken_seat,
+    is_idle,
+    is_joiner,
+    is_unreplaced,
+    owes_answer,
+)
+from resilient_jax.cluster.redundancy import RedundancyTally
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.snapshots import SnapshotPhase
+
+
+class Fact(enum.Enum):
+    """Something that is true of a host in the present generation."""
+
+    __hash__ = object.__hash__  # several times faster than that of an enum, and called for each status
+
+    LOST = enum.auto()
+    """It is a member's host, and the member is dead or stopped."""
+    LIVE = enum.auto()
+    """It is a member's host, and the member lives; so for all facts up to DONE."""
+    DISRUPTIVE = enum.auto()
+    """The member reports what ends the generation."""
+    WAITED_FOR = enum.auto()
+    """The member has not reported for this number that it is idle."""
+    COMPILING = enum.auto()
+    """The member is waited for, and compiles: it cannot unwind now."""
+    IDLE = enum.auto()
+    PAUSED = enum.auto()
+    """The member has answered the pause of this number."""
+    FORMED = enum.auto()
+    """The member has joined the world of this number."""
+    STEPPED = enum.auto()
+    """The member has finished a step, or its training."""
+    DONE = enum.auto()
+    HOLDS_COPY = enum.auto()
+    """A live member has the complete state."""
+    OWES_REPORT = enum.auto()
+    """The host may have a snapshot that its status does not have yet."""
+    HAS_NEW_SNAPSHOT = enum.auto()
+    """It is a member's host, with a committed snapshot of this generation."""
+    IS_LEFT_SOURCE = enum.auto()
+    """It has a part of the snapshot that the members resumed from, and is no member's."""
+    HOLDS_STATE = enum.auto()
+    """Its worker has reported that it has the complete state, whether it lives or not."""
+    ENDED_BY_USER = enum.auto()
+    """Its worker reports an error of the user's."""
+    JOINER = enum.auto()
+    """Its worker is ready to join."""
+    REGULAR_JOINER = enum.auto()
+    """The same, and it is no spare."""
+    SEATED_JOINER = enum.auto()
+    """The same, with a seat of the present world that it has taken."""
+    UNREPLACED = enum.auto()
+    """Its worker lives, and is of a world that was left."""
+    SERVES_WORLD = enum.auto()
+    """It runs the coordination service of the present world."""
+
+
+class MembershipTally:
+    """The counts for one generation."""
+
+    def __init__(self, state: MembershipState) -> None:
+        """Count all hosts; needed again for each new generation. `state.hosts` may change afterwards."""
+        generation = state.generation
+        self._state = state
+        self._dropped = {d.host: d for d in generation.dropped_workers}
+        snapshot = generation.snapshot
+        self._sources = {source.host for source in snapshot.sources} if snapshot is not None else set()
+        self._facts: dict[HostName, frozenset[Fact]] = {}
+        self._counts: collections.Counter[Fact] = collections.Counter()
+        self._steps: dict[HostName, int] = {}
+        self._step_counts: collections.Counter[int] = collections.Counter()
+        """How many hosts have reported each step as their newest."""
+        self._redundancy = RedundancyTally(state)
+        for host in state.hosts.keys() | {member.host for member in generation.members}:
+            self._count(host)
+
+    def look_at(self, host: HostName) -> None:
+        """Count a host again, after its status has changed, appeared or disappeared."""
+        self._count(host)
+        self._redundancy.look_at(host)
+
+    def _count(self, host: HostName) -> None:
+        status = self._state.hosts.get(host)
+        before, facts = self._facts.get(host, frozenset()), self._find_facts(host, status)
+        self._facts[host] = facts
+        for fact in before - facts:
+            self._counts[fact] -= 1
+        for fact in facts - before:
+            self._counts[fact] += 1
+        self._count_step(host, status)
+
+    def _count_step(self, host: HostName, status: HostStatus | None) -> None:
+        if (before := self._steps.pop(host, None)) is not None:
+            self._step_counts[before] -= 1
+            if not self._step_counts[before]:
+                del self._step_counts[before]
+        if status is None:
+            return
+        member = self._state.generation.find_member(host)
+        worker = find_worker(self._state, member) if member is not None else None
+        step = self._steps[host] = max(status.step, worker.report.step if worker is not None else 0)
+        self._step_counts[step] += 1
+
+    def _find_facts(self, host: HostName, status: HostStatus | None) -> frozenset[Fact]:
+        member = self._state.generation.find_member(host)
+        worker = find_worker(self._state, member) if member is not None else None
+        found: list[Fact] = []
+        if member is not None and worker is None:
+            found.append(Fact.LOST)
+        if member is not None and worker is not None:
+            found += self._find_member_facts(member, worker)
+        if status is not None:
+            found += self._find_host_facts(status, is_member=member is not None)
+        return frozenset(found)
+
+    def _find_member_facts(self, member: Member, worker: WorkerStatus) -> list[Fact]:
+        generation, report = self._state.generation, worker.report
+        is_current = report.generation == generation.number
+        is_waited_for = not is_idle(worker) or report.generation < generation.number
+        facts = {
+            Fact.LIVE: True,
+            Fact.DISRUPTIVE: find_disruption_by(generation, member, worker) is not None,
+            Fact.WAITED_FOR: is_waited_for,
+            Fact.COMPILING: is_waited_for and report.is_compiling,
+            Fact.IDLE: is_idle(worker),
+            Fact.PAUSED: is_current and report.earliest_stop_step is not None,
+            Fact.FORMED: is_current and report.has_formed,
+            Fact.STEPPED: report.has_finished_step or report.is_done,
+            Fact.DONE: report.is_done,
+            Fact.HOLDS_COPY: report.holds_state,
+        }
+        return [fact for fact, is_true in facts.items() if is_true]
+
+    def _find_host_facts(self, status: HostStatus, *, is_member: bool) -> list[Fact]:
+        generation, host = self._state.generation, status.host
+        joins = is_joiner(generation, status, self._dropped.get(host))
+        facts = {
+            Fact.OWES_REPORT: owes_answer(generation, status)
+            or (is_member and awaits_snapshot_report(status)),
+            Fact.HAS_NEW_SNAPSHOT: is_member
+            and any(
+                s.id.generation == generation.number and s.phase is SnapshotPhase.COMMITTED
+                for s in status.snapshots
+            ),
+            Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
+            Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
+            Fact.ENDED_BY_USER: find_user_error_on(status) is not None,
+            Fact.JOINER: joins,
+            Fact.REGULAR_JOINER: joins and not status.is_spare,
+            Fact.SEATED_JOINER: joins and has_taken_seat(generation, status),
+            Fact.UNREPLACED: is_unreplaced(status, self._dropped.get(host)),
+            Fact.SERVES_WORLD: any(
+                (s.world, s.address) == (generation.world, generation.service_address)
+                for s in status.services
+            ),
+        }
+        return [fact for fact, is_true in facts.items() if is_true]
+
+    # What the counts say.
+
+    def may_decide(self, waited_s: float, config: MembershipConfig) -> bool:
+        """Return whether the rules may decide something that they have not decided before.
+
+        Wrong only in one direction: False means that they decide nothing as long as these hosts and counts stay.
+
+        Args:
+            waited_s: since the last decision, in seconds.
+            config: of the machine.
+        """
+        if self.is_over():
+            return True
+        counts, num_members = self._counts, len(self._state.generation.members)
+        match self._state.generation.phase:
+            case GenerationPhase.QUIESCE:
+                if counts[Fact.WAITED_FOR]:
+                    return self._may_leave_out_late(waited_s, config)
+                return self._may_settle(waited_s, config)
+            case GenerationPhase.PAUSE:
+                return counts[Fact.PAUSED] == num_members
+            case GenerationPhase.BOUNDARY:
+                return counts[Fact.IDLE] == num_members and self._may_settle(waited_s, config)
+            case GenerationPhase.FORM:
+                return counts[Fact.FORMED] == num_members or waited_s > config.forming_timeout_s
+            case GenerationPhase.ACTIVE:
+                return counts[Fact.STEPPED] == num_members
+            case GenerationPhase.FINISHED:
+                return False
+
+    def is_over(self) -> bool:
+        """Return whether the generation, or the job, must end now."""
+        generation, counts = self._state.generation, self._counts
+        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST]:
+            return True
+        # While members unwind, their reports still have the failure that they unwind because of.
+        if generation.phase is GenerationPhase.QUIESCE:
+            return False
+        is_done = generation.phase is GenerationPhase.ACTIVE and counts[Fact.DONE] == len(generation.members)
+        return is_done or bool(counts[Fact.DISRUPTIVE]) or self._lacks_service()
+
+    def _lacks_service(self) -> bool:
+        generation, counts = self._state.generation, self._counts
+        if counts[Fact.SERVES_WORLD]:
+            return False
+        return generation.phase is GenerationPhase.FORM or (
+            generation.phase is GenerationPhase.ACTIVE and counts[Fact.STEPPED] < len(generation.members)
+        )
+
+    def _may_leave_out_late(self, waited_s: float, config: MembershipConfig) -> bool:
+        if self._counts[Fact.COMPILING] and waited_s <= config.compile_timeout_s:
+            return False
+        return waited_s > min(config.quiesce_timeout_s, config.compile_timeout_s)
+
+    def _may_settle(self, waited_s: float, config: MembershipConfig) -> bool:
+        """Return whether the members, which are all idle, and those that join may be enough to go on."""
+        generation, counts = self._state.generation, self._counts
+        if generation.attempts > config.max_collective_retries:
+            return True
+        if counts[Fact.OWES_REPORT]:
+            return False
+        if generation.members or waited_s > config.start_timeout_s:
+            return True
+        if generation.world == 0 and not self._exists_state():
+            return counts[Fact.REGULAR_JOINER] >= max(config.num_hosts, config.min_hosts, 1)
+        if waited_s > config.regroup_grace_s:
+            return True
+        # All are waited for that are expected to come; standbys that all are in the world already wait for each other.
+        expected = config.num_hosts
+        if config.replaces_workers and generation.progress > 0:
+            expected = min(expected, len(self._state.hosts))
+        can_go_on_in_place = counts[Fact.SEATED_JOINER] > 1 and not counts[Fact.UNREPLACED]
+        return counts[Fact.JOINER] >= expected or (config.replaces_workers and can_go_on_in_place)
+
+    def _exists_state(self) -> bool:
+        return bool(self._counts[Fact.HOLDS_STATE]) or self._redundancy.is_any_rebuildable
+
+    def is_snapshot_released(self) -> bool:
+        """Return whether the snapshot that the members resumed from is not needed any more; as
+        `membership_state.is_snapshot_needed`.
+        """
+        counts = self._counts
+        is_safe = counts[Fact.HAS_NEW_SNAPSHOT] or counts[Fact.HOLDS_COPY]
+        return bool(is_safe) or not counts[Fact.IS_LEFT_SOURCE]
+
+    def count_losses_left(self) -> int | None:
+        """Return how many more hosts may be lost before the state is; None if there is no state."""
+        redundancy = self._redundancy.measure()
+        return redundancy.losses if redundancy is not None else None
+
+    def find_recoverable_step(self) -> int:
+        """Return what `membership_state.find_recoverable_step` does."""
+        progress = self._state.generation.progress
+        if progress > 0 or self._redundancy.is_any_committed or self._exists_state():
+            return max(progress, max(self._step_counts, default=0))
+        return 0

@@ -1,0 +1,63 @@
+"""The gRPC methods by which agents tell the leader how far their hosts are, with their messages."""
+
+from typing import Final
+
+import msgspec
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.transport.method import Method
+
+SERVICE: Final = "rj.progress"
+
+
+class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host is. Agents send it to the leader beside the store: no decision depends on it.
+
+    Attributes:
+        host: the host's name.
+        agent_id: of the agent that reports.
+        sequence: the number of that agent's report; a greater one is newer.
+        step: the number of steps that the worker has committed.
+        metrics: the metrics that the worker last reported, by name.
+        snapshots: the snapshots that are complete on this host.
+    """
+
+    host: HostName
+    agent_id: str
+    sequence: int = 0
+    step: int = 0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    snapshots: tuple[SnapshotStatus, ...] = ()
+
+
+class ProgressReports(msgspec.Struct, frozen=True, kw_only=True):
+    """How far some hosts are: all that have changed since the sender's last report, the sender's own among them.
+
+    Attributes:
+        sender: the host whose agent sends this.
+        hosts: the reports.
+    """
+
+    sender: HostName
+    hosts: tuple[HostProgress, ...]
+
+
+class ReportReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to reports, which have arrived.
+
+    Attributes:
+        report_to: the agent's endpoint that the sender reports to from now on; empty: to this one.
+        interval_s: the time between two reports.
+    """
+
+    report_to: str
+    interval_s: float
+
+
+class ReadProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks how far all hosts are; only the leader knows."""
+
+
+REPORT: Final = Method("report", ProgressReports, ReportReceipt)
+READ: Final = Method("read", ReadProgress, ProgressReports)

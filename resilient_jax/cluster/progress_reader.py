@@ -1,0 +1,34 @@
+"""How far the hosts of a job are, asked of the agent that leads."""
+
+import msgspec
+
+from resilient_jax.cluster.progress_messages import READ, SERVICE, HostProgress, ReadProgress
+from resilient_jax.errors import PeerError
+from resilient_jax.protocol.records import HostStatus
+from resilient_jax.transport.channel import Channel
+from resilient_jax.transport.credentials import Credentials
+
+ANSWER_TIMEOUT_S = 1.0
+
+
+async def read_progress(endpoint: str, credentials: Credentials) -> tuple[HostProgress, ...]:
+    """Return what the agent at `endpoint` knows; nothing if it does not answer, or not us.
+
+    Raises:
+        ConfigError: a TLS file cannot be read.
+    """
+    async with Channel(endpoint, credentials) as channel:
+        try:
+            answer = await channel.call(SERVICE, READ, ReadProgress(), timeout_s=ANSWER_TIMEOUT_S)
+        except PeerError:
+            return ()
+    return answer.hosts
+
+
+def add_progress(status: HostStatus, progress: HostProgress | None) -> HostStatus:
+    """Return a host's status with what its agent has reported beside the store since."""
+    if progress is None or progress.agent_id != status.agent_id or progress.step < status.step:
+        return status
+    return msgspec.structs.replace(
+        status, step=progress.step, metrics=progress.metrics, snapshots=progress.snapshots
+    )
