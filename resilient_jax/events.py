@@ -69,6 +69,9 @@ class EventKind(enum.StrEnum):
     """This host's agent no longer leads: another revision or leader was found in the store."""
     HOST_LOST = "host.lost"
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
+    HOST_FOUND_DEAD = "host.found_dead"
+    """No process listens any more where a host's agent did, so this host's agent ended its lease before its time.
+    Detail: `dead` (the host)."""
     HOST_DRAINING = "host.draining"
     """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
     HOST_SPARE_USED = "host.spare_used"

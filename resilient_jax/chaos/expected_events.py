@@ -1,6 +1,8 @@
 """The events that must follow a fault, so that no degradation is silent. Pure."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 
 from resilient_jax.chaos.faults import (
@@ -88,7 +90,7 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
 def check_expected_events(
     records: Sequence[IncidentRecord], events: Sequence[Event], lease_ttl_s: float
 ) -> list[Violation]:
-    """Return a violation for each incident without an expected event.
+    """Return a violation for each incident without an expected event, and for each event that an incident forbids.
 
     Args:
         records: incidents that have ended.
@@ -96,11 +98,11 @@ def check_expected_events(
         lease_ttl_s: the lease of the job's hosts.
     """
     found = []
-    for record in records:
-        if record.skip_reason:
-            continue
+    carried_out = [record for record in records if not record.skip_reason]
+    for record, following in itertools.zip_longest(carried_out, carried_out[1:]):
         later = [event for event in events if event.monotonic_s >= record.started_s]
-        expected = list_expected_events(record.incident, lease_ttl_s)
+        hits_member = record.incident.target.part is TargetPart.STORE_MEMBER  # which is no part of the job
+        expected = () if hits_member else list_expected_events(record.incident, lease_ttl_s)
         # The loss of a host covers all of its processes.
         if expected and not is_message_flip(record.incident.fault):
             expected = (*expected, EventKind.HOST_LOST)
@@ -112,7 +114,23 @@ def check_expected_events(
         if needs and not any(event.kind in needs for event in later):
             text = f"{record.describe()}: no {' or '.join(needs)} followed"
             found.append(Violation(invariant=Invariant.EVENTS, description=text))
+        found += _find_forbidden(record, later, following)
     return found
+
+
+def _find_forbidden(
+    record: IncidentRecord, later: Sequence[Event], following: IncidentRecord | None
+) -> list[Violation]:
+    """Return a violation for each event that an incident forbids until the following one."""
+    end_s = following.started_s if following is not None else math.inf
+    return [
+        Violation(
+            invariant=Invariant.EVENTS,
+            description=f"{record.describe()}: {event.kind} of {event.host} followed, which must not",
+        )
+        for event in later
+        if event.kind in record.incident.forbidden_events and event.monotonic_s < end_s
+    ]
 
 
 def _matches(event: Event, expected: Sequence[EventKind], host: str) -> bool:

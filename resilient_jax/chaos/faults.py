@@ -154,6 +154,8 @@ Fault = (
 WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients)
 """Faults that a worker injects into itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
+STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *NETWORK_FAULTS)
+"""Faults of a member of the store. A killed one is started again."""
 TEMPORARY_FAULTS = (
     ProcessStop,
     SlowProcess,

@@ -1,6 +1,7 @@
 """Carries out the incidents of a manifest on a running job, and records the processes that must die by them."""
 
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.expected_events import IncidentRecord
 from resilient_jax.chaos.faults import (
+    NETWORK_FAULTS,
     ClockJump,
     FullDisk,
     ProcessExit,
@@ -19,13 +21,22 @@ from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, ge
 from resilient_jax.chaos.job_monitor import JobMonitor
 from resilient_jax.chaos.leaks import ProcessIdentity, identify_process
 from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.manifest import CampaignManifest, Incident, TargetPart
-from resilient_jax.chaos.targets import find_service_host, find_target_pids, resolve_hosts
+from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, Incident, TargetPart
+from resilient_jax.chaos.targets import (
+    find_service_host,
+    find_target_pids,
+    resolve_hosts,
+    resolve_members,
+)
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
+STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
 FAILPOINT_TIMEOUT_S = 15.0
 """Timeout for a worker to reach the failpoint of an incident: the worker may have died for another reason."""
+MEMBER_RESTART_DELAY_S = 3.0
+"""How long a killed member of the store stays away: longer than an election takes, shorter than a usual lease."""
+FOREIGN_STORE = "the store is a cluster that may serve others, too, which a campaign does not break"
 
 
 class IncidentInjector:
@@ -66,6 +77,8 @@ class IncidentInjector:
         report = self._monitor.wait_report(
             "the store's records", lambda report: True, self._recovery_timeout_s
         )
+        if incident.target.part in STORE_PARTS and self._environment.is_store_foreign:
+            return IncidentRecord(index=index, incident=incident, skip_reason=FOREIGN_STORE)
         hosts = self._find_hosts(incident, report)
         if not hosts:
             return IncidentRecord(
@@ -121,7 +134,7 @@ class IncidentInjector:
         incident, hosts = record.incident, record.hosts
         fault, part = incident.fault, incident.target.part
         processes = self._find_processes(incident, hosts, report)
-        needs_processes = part is not TargetPart.LINK and not isinstance(fault, FullDisk | ClockJump)
+        needs_processes = not isinstance(fault, (*NETWORK_FAULTS, FullDisk, ClockJump))
         if needs_processes and not processes:
             return dataclasses.replace(record, skip_reason=f"{', '.join(hosts)} runs no {part} now")
         pids = tuple(process.pid for process in processes)
@@ -130,6 +143,12 @@ class IncidentInjector:
         except FaultUnsupported as unsupported:
             return dataclasses.replace(record, skip_reason=str(unsupported))
         self._log(done)
+        if (store := self._environment.store) is not None and part is TargetPart.STORE_MEMBER:
+            if isinstance(fault, ProcessKill):
+                for member in hosts:
+                    restart = functools.partial(store.start, STORE_MEMBERS.index(member))
+                    self._active_faults.add(restart, after_s=MEMBER_RESTART_DELAY_S)
+            return record
         is_for_good = (
             isinstance(fault, ProcessStop) and fault.duration_s is None and fault.until_event is None
         )
@@ -146,6 +165,8 @@ class IncidentInjector:
             return (found,) if found is not None else ()
         if incident.target.part is TargetPart.STORE:
             return tuple(sorted(self._hosts))
+        if (store := self._environment.store) is not None and incident.target.part is TargetPart.STORE_MEMBER:
+            return resolve_members(incident.target.hosts, STORE_MEMBERS[store.find_leader()])
         return resolve_hosts(incident.target.hosts, report)
 
     def _find_processes(
@@ -154,6 +175,9 @@ class IncidentInjector:
         """Return the live processes of the target: the store's records may still contain dead ones."""
         if incident.target.part is TargetPart.STORE:
             return _identify([self._job.process.pid])
+        if (store := self._environment.store) is not None and incident.target.part is TargetPart.STORE_MEMBER:
+            pids = [store.find_pid(STORE_MEMBERS.index(member)) for member in hosts]
+            return _identify([pid for pid in pids if pid is not None])
         return _identify([pid for host in hosts for pid in find_target_pids(incident.target, host, report)])
 
 

@@ -10,6 +10,7 @@ from typing import assert_never
 from resilient_jax.chaos import bit_flips, cpu_quota, resource_limits, wall_clock
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.disk import Disk
+from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.chaos.faults import (
     BitFlip,
     ClockJump,
@@ -44,7 +45,9 @@ class FaultEnvironment:
     """What faults need besides processes.
 
     Attributes:
-        network: the network of the job's hosts; None if they have no namespaces.
+        store: the cluster that was started as the job's store; None if the store is another.
+        is_store_foreign: the job's store is a cluster that no campaign may break.
+        network: the network of the job's hosts, and of the store's members; None if they have no namespaces.
         disk: the run folder's separate disk; None if the run folder is on a disk of the machine.
         checkpoint_root: the folder to which the paths of bit flips are relative.
     """
@@ -52,6 +55,8 @@ class FaultEnvironment:
     network: Network | None
     disk: Disk | None
     checkpoint_root: Path
+    store: EtcdCluster | None = None
+    is_store_foreign: bool = False
 
 
 def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from resilient_jax.chaos.faults import (
     NETWORK_FAULTS,
+    STORE_MEMBER_FAULTS,
     WORKER_FAULTS,
     BitFlip,
     ClockJump,
@@ -27,10 +28,15 @@ from resilient_jax.errors import ConfigError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
+STORE_MEMBERS = ("member-0", "member-1", "member-2")
+"""The members of a campaign's own etcd cluster, which goes on without one of them."""
+SELECTORS = frozenset({"leader", "follower", "all"})
+"""Names of hosts, and of members of the store, that are resolved at the incident."""
 MAX_NUMBER = 1_000_000
 """The largest integer in a manifest; a larger one is mistyped."""
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
+TargetName = Annotated[str, Meta(pattern="^((host|member)-[0-9]+|leader|follower|all)$")]
 
 
 class TargetPart(enum.StrEnum):
@@ -41,6 +47,7 @@ class TargetPart(enum.StrEnum):
     SNAPSHOTS = "snapshots"
     SERVICE = "service"
     STORE = "store"
+    STORE_MEMBER = "store_member"
     HOST = "host"
     LINK = "link"
 
@@ -73,10 +80,11 @@ class FaultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         hosts: "host-2"; or resolved at the incident: "leader", "follower" (the last host that does not lead), "all".
+            If the part is a member of the store: "member-1"; the member that leads etcd, the last that does not, all.
     """
 
     part: TargetPart
-    hosts: tuple[HostIndex, ...] = ("leader",)
+    hosts: tuple[TargetName, ...] = ("leader",)
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +93,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         overlaps: the incident comes during the recovery from the previous one.
         required_events: at least one of these must follow, besides the events that the fault implies; empty: none.
+        forbidden_events: none of these may follow before the next incident.
     """
 
     trigger: Trigger
@@ -92,6 +101,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fault: Fault
     overlaps: bool = False
     required_events: tuple[str, ...] = ()
+    forbidden_events: tuple[str, ...] = ()
 
 
 CHAOS_CONFIG: dict[str, float | int | str] = {
@@ -111,7 +121,10 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         steps: the number of steps that the script trains; 0: up to the step in the file that the environment variable
             RESILIENT_JAX_CHAOS_STOP_STEP names.
-        network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
+        store: "embedded": one in the launcher; "etcd": a cluster of three members, started for the campaign. Needs
+            etcd 3.4 or later in PATH. A campaign with `--store` has neither.
+        network: "namespaces": each host, and each member of the store, has a network namespace, with a link to a
+            bridge. Needs root.
         disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
         config: keys of `JobConfig`, besides `CHAOS_CONFIG`.
@@ -120,6 +133,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
     devices_per_host: Annotated[int, Meta(ge=1, le=64)] = 1
     steps: Count = 0
+    store: Literal["embedded", "etcd"] = "embedded"
     network: Literal["loopback", "namespaces"] = "loopback"
     disk_mib: Count = 0
     may_set_clock: bool = False
@@ -197,6 +211,39 @@ def _trigger_misfits(trigger: Trigger) -> list[tuple[str, str, str]]:
     return []
 
 
+def _name_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
+    target = incident.target
+    hosts = {f"host-{index}" for index in range(job.hosts)} | SELECTORS
+    members = {*STORE_MEMBERS, *SELECTORS}
+    known = members if target.part is TargetPart.STORE_MEMBER else hosts
+    meant = [
+        ("trigger.host", incident.trigger.host, hosts),
+        *((f"target.hosts[{i}]", host, known) for i, host in enumerate(target.hosts)),
+    ]
+    found = [
+        (key, repr(host), f"one of {', '.join(sorted(names))}")
+        for key, host, names in meant
+        if host is not None and host not in names
+    ]
+    return found if target.hosts else [*found, ("target.hosts", "none", "at least one")]
+
+
+def _store_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
+    part, at = incident.target.part, incident.trigger
+    if part is TargetPart.STORE and job.store != "embedded":
+        return [("target.part", part, 'store_member, since job.store = "etcd"')]
+    if part is not TargetPart.STORE_MEMBER:
+        return []
+    found: list[tuple[str, str, str]] = []
+    if job.store != "etcd":
+        found.append(("target.part", part, 'job.store = "etcd" beside it'))
+    if not isinstance(incident.fault, STORE_MEMBER_FAULTS):
+        found.append(("fault.kind", fault_kind(incident.fault), "a fault of a process, or of a link"))
+    if at.failpoint is not None and at.host is None:
+        found.append(("trigger.host", "none", "the host whose worker is held at the failpoint"))
+    return found
+
+
 def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     """Return key, found and expected for each rule that the incident breaks."""
     found: list[tuple[str, str, str]] = []
@@ -205,28 +252,20 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     names = [
         ("trigger.event", at.event),
         *((f"required_events[{i}]", name) for i, name in enumerate(incident.required_events)),
+        *((f"forbidden_events[{i}]", name) for i, name in enumerate(incident.forbidden_events)),
     ]
     names.append(("fault.until_event", getattr(fault, "until_event", None)))
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
     found += _trigger_misfits(at)
-    known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
-    meant = [
-        ("trigger.host", at.host),
-        *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts)),
-    ]
-    found += [
-        (key, repr(host), f"one of {', '.join(sorted(known))}")
-        for key, host in meant
-        if host is not None and host not in known
-    ]
-    if not target.hosts:
-        found.append(("target.hosts", "none", "at least one"))
+    found += _name_misfits(incident, job)
+    found += _store_misfits(incident, job)
     if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
         found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
     if isinstance(fault, NETWORK_FAULTS) and (
-        target.part is not TargetPart.LINK or job.network != "namespaces"
+        target.part not in (TargetPart.LINK, TargetPart.STORE_MEMBER) or job.network != "namespaces"
     ):
-        found.append(("fault.kind", fault_kind(fault), 'a link as target and job.network = "namespaces"'))
+        expected = 'a link or a store_member as target and job.network = "namespaces"'
+        found.append(("fault.kind", fault_kind(fault), expected))
     if is_message_flip(fault) and (
         target.part is not TargetPart.SNAPSHOTS or at.failpoint is not FailPoint.BEFORE_SEND
     ):

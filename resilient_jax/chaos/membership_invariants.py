@@ -54,7 +54,7 @@ def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
 
 
 def _may_follow(phase: GenerationPhase, last: GenerationPhase) -> bool:
-    """Return whether `phase` may follow `last` under one generation number: see `cluster/membership.py`.
+    """Return whether `phase` may follow `last` under one generation number: see `membership/rules.py`.
 
     An active generation is written again when its record changes.
     """

@@ -1,9 +1,9 @@
-"""A network of Linux namespaces, one for each host, with a link to a bridge of this machine."""
+"""A network of Linux namespaces, one for each machine, with a link to a bridge of this one."""
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from resilient_jax.cluster.launcher import HostSite
 
@@ -11,45 +11,57 @@ TBF = ("burst", "32kbit", "latency", "400ms")
 
 
 class Network:
-    """The namespaces of a job's hosts. After `build`, even a failed one, `remove` must be called.
+    """The namespaces of a job's hosts, and of the members of its store.
+
+    After `build`, even a failed one, `remove` must be called.
 
     Attributes:
         gateway: the address of this machine, where the store listens.
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, store_members: Sequence[str] = ()) -> None:
+        """Prepare namespaces for so many hosts, and for these members of the store."""
         number = os.getpid() % 50_000
         self._bridge = f"rjb{number}"
         self._subnet = f"10.{200 + number // 250 % 50}.{number % 250}"
         self.gateway = f"{self._subnet}.1"
-        self._names = {f"host-{index}": f"rj{number}-{index}" for index in range(hosts)}
+        self._num_hosts = hosts
+        machines = [*(f"host-{index}" for index in range(hosts)), *store_members]
+        self._names = {machine: f"rj{number}-{index}" for index, machine in enumerate(machines)}
 
     def sites(self) -> tuple[HostSite, ...]:
         """Return the address and the command prefix of each host, in order."""
+        return self._sites()[: self._num_hosts]
+
+    def store_sites(self) -> tuple[HostSite, ...]:
+        """Return the address and the command prefix of each member of the store, in order."""
+        return self._sites()[self._num_hosts :]
+
+    def _sites(self) -> tuple[HostSite, ...]:
         return tuple(
             HostSite(address=f"{self._subnet}.{index + 2}", command_prefix=("ip", "netns", "exec", name))
             for index, name in enumerate(self._names.values())
         )
 
-    def cut_link(self, host: str) -> Callable[[], None]:
-        """Take the host's link down, and return the function that brings the link up again."""
-        run_command("ip", "link", "set", self._names[host], "down")
-        return lambda: run_command("ip", "link", "set", self._names[host], "up")
+    def cut_link(self, machine: str) -> Callable[[], None]:
+        """Take a machine's link down, and return the function that brings the link up again."""
+        run_command("ip", "link", "set", self._names[machine], "down")
+        return lambda: run_command("ip", "link", "set", self._names[machine], "up")
 
-    def throttle_link(self, host: str, mbit_s: float) -> Callable[[], None]:
-        """Limit the host's link in both directions, and return the function that lifts the limit."""
-        return self._queue(host, "tbf", "rate", f"{mbit_s}mbit", *TBF)
+    def throttle_link(self, machine: str, mbit_s: float) -> Callable[[], None]:
+        """Limit a machine's link in both directions, and return the function that lifts the limit."""
+        return self._queue(machine, "tbf", "rate", f"{mbit_s}mbit", *TBF)
 
-    def drop_packets(self, host: str, percent: float) -> Callable[[], None]:
-        """Drop packets of the host's link in both directions, and return the function that ends the loss.
+    def drop_packets(self, machine: str, percent: float) -> Callable[[], None]:
+        """Drop packets of a machine's link in both directions, and return the function that ends the loss.
 
         Raises:
             OSError: the kernel has no netem.
         """
-        return self._queue(host, "netem", "loss", f"{percent}%")
+        return self._queue(machine, "netem", "loss", f"{percent}%")
 
-    def _queue(self, host: str, *words: str) -> Callable[[], None]:
-        name = self._names[host]
+    def _queue(self, machine: str, *words: str) -> Callable[[], None]:
+        name = self._names[machine]
         ends = (("tc", "-n", name), "eth0"), (("tc",), name)
         done: list[tuple[tuple[str, ...], str]] = []
 
@@ -76,7 +88,7 @@ class Network:
         run_command("ip", "link", "add", self._bridge, "type", "bridge")
         run_command("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
         run_command("ip", "link", "set", self._bridge, "up")
-        for site, name in zip(self.sites(), self._names.values(), strict=True):
+        for site, name in zip(self._sites(), self._names.values(), strict=True):
             run_command("ip", "netns", "add", name)
             run_command("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
             run_command("ip", "link", "set", name, "master", self._bridge, "up")
@@ -100,13 +112,13 @@ class Network:
 
 
 @contextlib.contextmanager
-def build_network(hosts: int) -> Iterator[Network]:
+def build_network(hosts: int, store_members: Sequence[str] = ()) -> Iterator[Network]:
     """Build a network for the time of the `with` block.
 
     Raises:
         OSError: this process lacks the permission.
     """
-    network = Network(hosts)
+    network = Network(hosts, store_members)
     try:
         network.build()
         yield network

@@ -12,10 +12,11 @@ import msgspec
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.campaign import Campaign, CampaignResult
 from resilient_jax.chaos.disk import Disk, mount_disk
+from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
 from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.log_tail import tail_ledger
-from resilient_jax.chaos.manifest import CampaignManifest, expand_command
+from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, expand_command
 from resilient_jax.chaos.manifest_toml import format_manifest, format_table
 from resilient_jax.chaos.network import Network, build_network
 from resilient_jax.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
@@ -38,12 +39,16 @@ class CampaignSetup:
         directory: the folder of all files of the campaign.
         compile_cache: JAX's persistent compilation cache, shared by all runs.
         reference_directory: the folder of the reference run, shared by campaigns of the same script.
+        store: URL of an etcd cluster as the job's store, which no fault breaks; None: the manifest's.
+        store_tls: folder with certificates for that cluster.
     """
 
     command: tuple[str, ...]
     directory: Path
     compile_cache: Path
     reference_directory: Path
+    store: str | None = None
+    store_tls: Path | None = None
 
 
 def run_campaign(
@@ -52,7 +57,7 @@ def run_campaign(
     """Run the job under the campaign until the job ends, and return the outcome.
 
     Raises:
-        CallerError: the script fails even without faults.
+        CallerError: the script fails even without faults, or the store's program is not installed.
     """
     directory = setup.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +70,7 @@ def run_campaign(
     reference.extend_to(manifest.job.steps or REFERENCE_STEPS)
     with contextlib.ExitStack() as stack:
         network = _enter_network(stack, manifest, log)
+        store = _enter_store(stack, manifest, directory, network)
         disk = _enter_disk(stack, manifest, directory / "run", log)
         active_faults = ActiveFaults()
         stop_file, ledger = directory / "stop", directory / "ledger"
@@ -73,7 +79,7 @@ def run_campaign(
                 expand_command(setup.command, directory),
                 num_hosts=manifest.job.hosts,
                 run_directory=directory / "run",
-                options=_make_options(manifest, directory, network),
+                options=[*_make_options(manifest, directory, network), *_make_store_options(setup, store)],
                 environment={
                     **environment,
                     LEDGER_VARIABLE: str(ledger),
@@ -83,7 +89,13 @@ def run_campaign(
                 report_interval_s=REPORT_INTERVAL_S,
             )
         )
-        around = FaultEnvironment(network=network, disk=disk, checkpoint_root=directory)
+        around = FaultEnvironment(
+            network=network,
+            disk=disk,
+            checkpoint_root=directory,
+            store=store,
+            is_store_foreign=setup.store is not None,
+        )
         campaign = Campaign(
             manifest, job, tail_ledger(ledger), active_faults, reference, around, stop_file, log
         )
@@ -123,6 +135,12 @@ def _make_options(manifest: CampaignManifest, directory: Path, network: Network 
     return options
 
 
+def _make_store_options(setup: CampaignSetup, store: EtcdCluster | None) -> list[str]:
+    address = setup.store if store is None else f"{store.address}/chaos"
+    options = ["--store", address] if address is not None else []
+    return options + (["--store-tls", str(setup.store_tls)] if setup.store_tls is not None else [])
+
+
 def _format_sites(network: Network) -> str:
     tables = [
         f"[[sites]]\naddress = {json.dumps(site.address)}\ncommand_prefix = {json.dumps(site.command_prefix)}\n"
@@ -137,10 +155,22 @@ def _enter_network(
     if manifest.job.network != "namespaces":
         return None
     try:
-        return stack.enter_context(build_network(manifest.job.hosts))
+        members = STORE_MEMBERS if manifest.job.store == "etcd" else ()
+        return stack.enter_context(build_network(manifest.job.hosts, members))
     except OSError as error:
         log(f"skipped: no network namespaces here, so the hosts have no links to break: {error}")
         return None
+
+
+def _enter_store(
+    stack: contextlib.ExitStack, manifest: CampaignManifest, directory: Path, network: Network | None
+) -> EtcdCluster | None:
+    if manifest.job.store != "etcd":
+        return None
+    folder = directory / "etcd"
+    folder.mkdir(exist_ok=True)
+    cluster = EtcdCluster(folder, sites=network.store_sites() if network is not None else LOOPBACK_SITES)
+    return stack.enter_context(cluster)
 
 
 def _enter_disk(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from resilient_jax.chaos.manifest import FaultTarget, TargetPart
+from resilient_jax.chaos.manifest import STORE_MEMBERS, FaultTarget, TargetPart
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
@@ -28,6 +28,19 @@ def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
             found += sorted(h.host for h in report.hosts if h.host != report.leader)[-1:]
         else:
             found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def resolve_members(names: Collection[str], leader: str) -> tuple[str, ...]:
+    """Return the members of the store that the names stand for, each once; `leader` leads them."""
+    found: list[str] = []
+    for name in names:
+        if name == "all":
+            found += STORE_MEMBERS
+        elif name == "follower":
+            found.append(max(member for member in STORE_MEMBERS if member != leader))
+        else:
+            found.append(leader if name == "leader" else name)
     return tuple(dict.fromkeys(found))
 
 

@@ -32,9 +32,10 @@ from resilient_jax.cli.chaos_options import (
     SeedOption,
     ShrinkOption,
     StepsOption,
+    StoreOption,
 )
 from resilient_jax.cli.ending_signals import ended_by_signals
-from resilient_jax.cli.options import check_script, print_line
+from resilient_jax.cli.options import StoreTlsOption, check_script, check_store, print_line
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
@@ -59,6 +60,8 @@ def chaos(
     steps: StepsOption = 0,
     max_hosts_lost: MaxHostsLostOption = None,
     network: NetworkOption = False,
+    store: StoreOption = None,
+    store_tls: StoreTlsOption = None,
     shrink: ShrinkOption = False,
     repeat: RepeatOption = 1,
     run_dir: RunFolderOption = None,
@@ -92,7 +95,13 @@ def chaos(
     if manifest is None:
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
-    runs = _Runs(_create_directory(run_dir), command, _ProgressLog(to_stderr=as_json))
+    check_store(store, store_tls)
+    if store is not None and manifest.job.store != "embedded":
+        raise CallerError(
+            f"--store: found it beside job.store = {manifest.job.store!r} in the manifest, expected one of the two"
+        )
+    log = _ProgressLog(to_stderr=as_json)
+    runs = _Runs(_create_directory(run_dir), command, log, store=store, store_tls=store_tls)
     runs.log(
         f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {runs.directory}"
     )
@@ -160,6 +169,8 @@ class _Runs:
     directory: Path
     command: tuple[str, ...]
     log: _ProgressLog
+    store: str | None = None
+    store_tls: Path | None = None
 
     def run(self, manifest: CampaignManifest, folder: str) -> CampaignResult:
         """Run a campaign in a new folder of the run folder."""
@@ -169,6 +180,8 @@ class _Runs:
             directory=self.directory / folder,
             compile_cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", default_cache)),
             reference_directory=self.directory / "reference",
+            store=self.store,
+            store_tls=self.store_tls,
         )
         return run_campaign(manifest, setup, self.log)
 

@@ -46,6 +46,13 @@ MaxHostsLostOption = Annotated[
 NetworkOption = Annotated[
     bool, typer.Option("--network", help="Random campaign: hosts in network namespaces, links may fail.")
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An etcd cluster as the job's store: etcd://HOST:2379,HOST:2379,HOST:2379/NAMESPACE. Faults of "
+        "the store are skipped: others may use it. Default: what the manifest says."
+    ),
+]
 ShrinkOption = Annotated[
     bool,
     typer.Option(

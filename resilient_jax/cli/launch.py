@@ -23,6 +23,7 @@ from resilient_jax.cli.options import (
     check_platform,
     check_script,
     check_spares,
+    check_store,
     find_failure_domain,
     list_options,
     load_job_config,
@@ -48,7 +49,6 @@ from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
-from resilient_jax.store.etcd_address import EtcdAddress
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +132,7 @@ def launch(
     check_devices(devices_per_host)
     checked_platform = check_platform(platform) or "cpu"
     _check_hosts(hosts, spares, config, topology, checked_platform)
-    _check_store(store, store_tls)
+    check_store(store, store_tls)
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
@@ -183,13 +183,6 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
 def _name_job(directory: Path, store: str | None) -> JobName:
     """Return the job's name; in an etcd cluster there may still be records of a job of the same folder."""
     return JobName(directory.name if store is None else f"{directory.name}-{secrets.token_hex(4)}")
-
-
-def _check_store(store: str | None, store_tls: Path | None) -> None:
-    if store is not None:
-        EtcdAddress.parse(store)
-    elif store_tls is not None:
-        raise CallerError("--store-tls: found it without --store, expected --store etcd://... beside it")
 
 
 def _check_hosts(

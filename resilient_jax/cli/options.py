@@ -14,6 +14,7 @@ from resilient_jax.config.struct_schema import suggest_key
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.protocol.records import Versions
+from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.topology import load_topology
 from resilient_jax.topology.errors import UnknownHost
 
@@ -82,6 +83,18 @@ def load_job_config(path: Path | None, hosts: int) -> JobConfig:
             f"{config.snapshot_group_size}, expected fewer than the hosts of a group. Lower one or raise the other"
         )
     return config
+
+
+def check_store(store: str | None, store_tls: Path | None) -> None:
+    """Check the options that name an etcd cluster.
+
+    Raises:
+        CallerError: the address has another form, or there are certificates without an address.
+    """
+    if store is not None:
+        EtcdAddress.parse(store)
+    elif store_tls is not None:
+        raise CallerError("--store-tls: found it without --store, expected --store etcd://... beside it")
 
 
 def check_spares(option: str, spares: int, hosts: int, config: JobConfig, platform: Platform | None) -> None:

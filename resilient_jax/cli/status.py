@@ -23,8 +23,8 @@ from resilient_jax.cli.job_contact import (
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
-from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics

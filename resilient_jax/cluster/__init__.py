@@ -1,1 +1,1 @@
-"""Agents, leader and membership: which hosts take part in a generation, and how it is formed."""
+"""Agents and their leader: how the generations of a job are decided on, published and carried out."""

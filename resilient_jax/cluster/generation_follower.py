@@ -39,6 +39,7 @@ from resilient_jax.cluster.generation_orders import (
     handle,
     is_start_urgent,
 )
+from resilient_jax.cluster.generation_reader import read_generations
 from resilient_jax.cluster.relay import Relay
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
@@ -48,16 +49,12 @@ from resilient_jax.cluster.standby_orders import (
     StandbyCommand,
     TakeOver,
 )
-from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
-from resilient_jax.ids import Revision
 from resilient_jax.protocol.records import Generation, JobOutcome
-from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat
-from resilient_jax.store.interface import PutEvent
 
 RELAY_GRACE_S = 2.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
@@ -142,20 +139,11 @@ class GenerationFollower:
 
     async def watch(self) -> None:
         """Follow the stored generation and each later one, until the watch fails."""
-        key = make_generation_key(self._context.settings.job)
-        record = await self._context.store.get(key)
-        revision = record.mod_revision if record else Revision(0)
-        if record is not None:
-            await self._carry_out_generation(decode_generation(record))
-        async with contextlib.aclosing(self._context.store.watch(key, Revision(revision + 1))) as batches:
-            async for batch in batches:
-                for event in batch:
-                    if isinstance(event, PutEvent):
-                        await self._carry_out_generation(decode_generation(event.key_value))
-
-    async def _carry_out_generation(self, generation: Generation) -> None:
-        await self._handle(GenerationRead(generation))
-        self._on_generation(generation)
+        reading = read_generations(self._context.store, self._context.settings.job)
+        async with contextlib.aclosing(reading) as generations:
+            async for generation in generations:
+                await self._handle(GenerationRead(generation))
+                self._on_generation(generation)
 
     async def _handle(self, event: OrdersEvent) -> None:
         worker, standby = self._supervisor.worker, self._supervisor.seat_standby.process

@@ -8,14 +8,14 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.leader import Leader
-from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.progress_relay import ProgressRelay
-from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import HoldTraining, LeaseRenewed

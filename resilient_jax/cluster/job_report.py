@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import MembershipState
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
-from resilient_jax.cluster.redundancy import Redundancy, measure_redundancy
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.redundancy import Redundancy, measure_redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.store_access import make_store_access

@@ -12,9 +12,21 @@ import msgspec
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, make_initial_state
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import (
+from resilient_jax.cluster.dead_hosts import DeadHostFinder
+from resilient_jax.cluster.progress_messages import HostProgress
+from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.progress_tree import ProgressTree
+from resilient_jax.cluster.stored_records import (
+    ENCODER,
+    decode_generation,
+    decode_host_status,
+    decode_leader_record,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
+from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
     HostProgressed,
@@ -22,22 +34,12 @@ from resilient_jax.cluster.membership_machine import (
     MembershipMachine,
     Tick,
 )
-from resilient_jax.cluster.membership_state import MembershipState, join_names
-from resilient_jax.cluster.progress_messages import HostProgress
-from resilient_jax.cluster.progress_relay import ProgressRelay
-from resilient_jax.cluster.progress_tree import ProgressTree
-from resilient_jax.cluster.redundancy import measure_redundancy
-from resilient_jax.cluster.spare_hosts import list_unseated, list_used
-from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.cluster.stored_records import (
-    ENCODER,
-    decode_generation,
-    decode_host_status,
-    decode_leader_record,
-)
-from resilient_jax.cluster.world_formation import StartCoordinationService
-from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.membership.redundancy import measure_redundancy
+from resilient_jax.membership.rules import MembershipCommand, PublishGeneration, make_initial_state
+from resilient_jax.membership.spare_hosts import list_unseated, list_used
+from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
+from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -46,6 +48,7 @@ from resilient_jax.protocol.records import (
     StateLoss,
 )
 from resilient_jax.protocol.store_keys import (
+    make_change_key,
     make_generation_key,
     make_hosts_prefix,
     make_job_key,
@@ -97,6 +100,7 @@ class Leader:
         self._config = config
         self._services = services
         self._relay = relay
+        self._dead_hosts = DeadHostFinder(context)
         self._log = context.log
         self._print_line = context.print_line
         self._clock = context.clock
@@ -107,6 +111,12 @@ class Leader:
         Raises:
             ResilientJaxError: the store cannot be reached.
         """
+        try:
+            await self._campaign(lease)
+        finally:
+            await self._dead_hosts.close()
+
+    async def _campaign(self, lease: LeaseId) -> None:
         key = make_leader_key(self._job)
         while True:
             result = await self._store.transaction(
@@ -134,8 +144,11 @@ class Leader:
     def _follow(self, found: OperationResponse) -> None:
         """Have progress reported to the leader that has this record."""
         assert isinstance(found, RangeResponse), "the failure operation is a range"
-        for record in found.key_values:
-            self._relay.follow(decode_leader_record(record).endpoint)
+        if not found.key_values:
+            return
+        leading = decode_leader_record(found.key_values[0])
+        agent = (leading.host, leading.agent_id, leading.endpoint)
+        self._relay.follow(leading.endpoint, on_refused=lambda: self._dead_hosts.look_at([agent]))
 
     async def _wait_vacant(self, key: str, revision: Revision) -> None:
         if await self._store.get(key) is None:
@@ -166,6 +179,7 @@ class _Term:
         self._token = token
         self._store = leader._store
         self._generation_key = make_generation_key(leader._job)
+        self._change_key = make_change_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """The newest generation that this leader has read from the store or written to it."""
@@ -200,10 +214,12 @@ class _Term:
                     await self._execute(command, machine.state)
                 if commands or isinstance(event, Tick):
                     self._record_unseated(machine.state)
+                    late = list_late_members(machine.state)
+                    self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
                 event = await self._next(watching)
         finally:
             watching.cancel()
-            self._leader._relay.follow("")
+            self._leader._relay.follow("", on_refused=lambda: None)
 
     async def _next(self, watching: "asyncio.Task[None]") -> MembershipEvent:
         # Without its watch a leader would decide about hosts as they were.
@@ -255,7 +271,11 @@ class _Term:
                     self._known_revision,
                 ),
             ],
-            [PutOp(self._generation_key, ENCODER.encode(generation), lease)],
+            [
+                PutOp(self._generation_key, ENCODER.encode(generation), lease),
+                # What the agents watch.
+                PutOp(self._change_key, ENCODER.encode(describe_change(self._published, generation)), lease),
+            ],
         )
         if not result.succeeded:
             raise _LeadershipLost

@@ -22,7 +22,7 @@ from resilient_jax.cluster.progress_messages import (
     ReportReceipt,
 )
 from resilient_jax.cluster.progress_tree import FANOUT, ProgressTree
-from resilient_jax.errors import PeerError
+from resilient_jax.errors import PeerError, PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.server import Server
@@ -54,6 +54,7 @@ class ProgressRelay:
         """How many reports have gone there."""
         self._interval_s = SMALL_JOB_INTERVAL_S
         self._on_progress: Callable[[HostProgress], None] | None = None
+        self._on_refused: Callable[[], None] = lambda: None
         self._tree = ProgressTree()
         server.add(SERVICE, {REPORT: self._receive, READ: self._read})
 
@@ -70,9 +71,9 @@ class ProgressRelay:
         for report in self._known.values():
             on_progress(report)
 
-    def follow(self, leader: str) -> None:
-        """Report to the leader at this endpoint from now on."""
-        self._on_progress = None
+    def follow(self, leader: str, on_refused: Callable[[], None]) -> None:
+        """Report to the leader at this endpoint from now on; call `on_refused` when no process listens there."""
+        self._on_progress, self._on_refused = None, on_refused
         if leader != self._leader:
             self._leader, self._parent = leader, ""
             self._unsent.update(self._known)
@@ -85,7 +86,12 @@ class ProgressRelay:
                 await asyncio.sleep(self._interval_s)
                 self._look_at_own()
                 target = self._parent or self._leader
-                if self._on_progress is not None or not target or not self._unsent:
+                # To the leader also without news: so its death is noticed before its lease ends.
+                if (
+                    self._on_progress is not None
+                    or not target
+                    or not (self._unsent or target == self._leader)
+                ):
                     continue
                 if channel is None or channel.address != target:
                     if channel is not None:
@@ -120,7 +126,9 @@ class ProgressRelay:
         request = ProgressReports(sender=self._context.settings.host, hosts=reports)
         try:
             receipt = await channel.call(SERVICE, REPORT, request, timeout_s=REPORT_TIMEOUT_S)
-        except PeerError:
+        except PeerError as error:
+            if isinstance(error, PeerUnreachable) and error.is_refused and channel.address == self._leader:
+                self._on_refused()
             # What this one had been told, and has not told others yet, is lost with it.
             self._parent = ""
             self._unsent.update(self._known)

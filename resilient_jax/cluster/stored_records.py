@@ -5,12 +5,14 @@ from typing import Final, TypeVar
 import msgspec
 
 from resilient_jax.errors import JoinRefused, MessageError
+from resilient_jax.protocol.generation_change import GenerationChange
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.records import Generation, HostStatus, JobRecord, LeaderRecord, ScriptRecord
 from resilient_jax.store.interface import KeyValue
 
 ENCODER: Final = msgspec.msgpack.Encoder()
 _GENERATION: Final = msgspec.msgpack.Decoder(Generation)
+_CHANGE: Final = msgspec.msgpack.Decoder(GenerationChange)
 _HOST_STATUS: Final = msgspec.msgpack.Decoder(HostStatus)
 _LEADER_RECORD: Final = msgspec.msgpack.Decoder(LeaderRecord)
 _JOB_RECORD: Final = msgspec.msgpack.Decoder(JobRecord)
@@ -26,6 +28,15 @@ def decode_generation(stored: KeyValue) -> Generation:
         JoinRefused: the value is no such record.
     """
     return _decode(_GENERATION, stored)
+
+
+def decode_change(stored: KeyValue) -> GenerationChange:
+    """Return what a leader has changed in the generation.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_CHANGE, stored)
 
 
 def decode_host_status(stored: KeyValue) -> HostStatus:

@@ -41,6 +41,8 @@ PROBE_TIMEOUT_MS: Final = 100
 """Timeout of the one request that can have one; without an answer no other is made."""
 PUBLISH_DELAY_S: Final = 0.04
 """Shutting connections is enough for complete cliques; only a thread that still waits after that needs more."""
+SILENCE_LIMIT_S: Final = 0.25
+"""A service that has not answered for so long is dead: on a busy machine one that lives takes longer than a probe."""
 HANG_UP_DELAY_S: Final = 0.12
 SERIES_GAP_S: Final = 1.0
 """Calls that are further apart belong to different interruptions."""
@@ -81,7 +83,7 @@ class CliqueInterrupter:
         """End the waits of this process for cliques that are being formed.
 
         Repeat it, as `abort_collectives`, until the waiting thread has unwound. Does nothing at first, then
-        publishes, then connects and closes. Blocks for 0.1 s, once, when the service is dead.
+        publishes, then connects and closes. Blocks for 0.1 s, some times, when the service is dead.
 
         Returns:
             The number of waits that it may have ended.
@@ -93,6 +95,8 @@ class CliqueInterrupter:
         if since_s < PUBLISH_DELAY_S:
             return 0
         if not self.is_detached and not is_service_alive(self._client, self._known_key):
+            if since_s < SILENCE_LIMIT_S:
+                return 0
             self.is_detached = True
             self._client.shutdown()  # 0.5 ms, measured with a stopped service
         if self.is_detached:

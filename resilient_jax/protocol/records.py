@@ -157,7 +157,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        sources: the members that have the state of `step`.
+        sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         snapshot: the snapshot that has the state of `step`, if no member has all of it; then there are no sources.
             None again once all members have resumed from it.

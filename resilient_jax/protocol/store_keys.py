@@ -23,6 +23,11 @@ def make_generation_key(job: JobName) -> str:
     return f"/{job}/generation"
 
 
+def make_change_key(job: JobName) -> str:
+    """Return the key of the `GenerationChange` that led to the `Generation`."""
+    return f"/{job}/change"
+
+
 def make_hosts_prefix(job: JobName) -> str:
     """Return the prefix of all `HostStatus` keys."""
     return f"/{job}/hosts/"

@@ -20,6 +20,7 @@ FAULT_EVENTS = frozenset(
         EventKind.WORKER_DYING,
         EventKind.WORKER_UNRESPONSIVE,
         EventKind.HOST_LOST,
+        EventKind.HOST_FOUND_DEAD,
         EventKind.COLLECTIVE_FAILED,
         EventKind.COORDINATION_SERVICE_EXITED,
     }

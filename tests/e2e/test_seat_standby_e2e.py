@@ -1,4 +1,7 @@
-"""A standby in a spare seat of the world takes the place of a worker that dies, in the very next generation."""
+"""A standby in a spare seat of the world takes the place of a worker that dies, in the very next generation.
+
+The job that the last tests break has a spare host, too, and tells JAX's coordination service of deaths, as on a GPU.
+"""
 
 import os
 import signal
@@ -6,14 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_job import CONFIG, ONE_DEVICE, TinyJob, protect
+from sharded_job import ShardedJob
+from tiny_job import CONFIG, ONE_DEVICE, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation, StandbyStatus, WorldChange
 
 pytestmark = pytest.mark.timeout(280)
 HOSTS = 3
+SPARE = "host-3"
 SEATS = f'{CONFIG}standby = "seat"\n'
 
 
@@ -39,59 +45,12 @@ def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:
     return find(report)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
-    """Yield the job that the tests below break, one after the other; check its invariants after them."""
-    with TinyJob(tmp_path_factory.mktemp("seats"), HOSTS, SEATS, options=ONE_DEVICE) as tiny:
-        yield tiny
-        tiny.finish()
-
-
-def list_formed(tiny: TinyJob, after: Generation) -> list[tuple[float | str, float | str]]:
-    """Return how many hosts each later generation had, and how it was formed."""
-    return [
-        (event.detail["hosts"], event.detail["change"])
-        for event in tiny.job.read_events()
-        if event.kind is EventKind.GENERATION_PHASE
-        and event.detail["phase"] == "form"
-        and (event.generation or 0) > after.number
-    ]
-
-
-def read_pids(report: JobReport) -> dict[str, int]:
-    return {status.host: status.worker.pid for status in report.hosts if status.worker is not None}
-
-
-@pytest.mark.parametrize("victim", ["host-1", "host-0"])
-def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
-    victim: str, shared: TinyJob
-) -> None:
-    standby = wait_seated(shared, victim)[victim]
-    assert os.sched_getscheduler(standby.pid) == os.SCHED_IDLE
-    before = shared.read_report()
-    shared.signal(JobComponent.WORKER, victim, signal.SIGKILL)
-    after = shared.wait_training(HOSTS, generation_of(before).number)
-    assert list_formed(shared, generation_of(before)) == [(HOSTS, WorldChange.GROW)]
-    assert generation_of(after).world == generation_of(before).world
-    assert read_pids(after) == read_pids(before) | {victim: standby.pid}
-    assert os.sched_getscheduler(standby.pid) == os.SCHED_OTHER
-
-
-def test_a_worker_whose_standby_is_gone_is_started_again(shared: TinyJob) -> None:
-    standby = wait_seated(shared, "host-2")["host-2"]
-    before = generation_of(shared.read_report())
-    os.kill(standby.pid, signal.SIGKILL)
-    shared.wait_report("its end", lambda now: all(s.standby != standby for s in now.hosts))
-    shared.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
-    shared.wait_training(HOSTS, before.number + 1)
-    shrunk, grown = list_formed(shared, before)
-    assert (shrunk, grown) == ((HOSTS - 1, WorldChange.SHRINK), (HOSTS, WorldChange.GROW))
-
-
 def test_where_all_workers_are_replaced_the_standbys_that_are_left_go_on_in_the_same_world(
     tmp_path: Path,
 ) -> None:
-    with TinyJob(tmp_path, HOSTS, f'{protect(SEATS, 1)}abort = "replace"\n', options=ONE_DEVICE) as tiny:
+    """The state is sharded, so that the lost host's part is decoded from parity."""
+    with ShardedJob(tmp_path, HOSTS, parity=1, config=f'{SEATS}abort = "replace"\n') as tiny:
+        tiny.wait_protected(HOSTS)
         standbys = wait_seated(tiny, *(f"host-{index}" for index in range(HOSTS)))
         before = tiny.read_report()
         victim = next(name for name in standbys if name != before.leader)
@@ -118,3 +77,77 @@ def test_a_host_whose_script_cannot_run_twice_has_a_standby_that_has_imported_it
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         assert read_pids(tiny.wait_training(2, before.number))["host-1"] == standby.pid
         tiny.finish(more_steps=5)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    """Yield the job that the tests below break, one after the other; check its invariants after them.
+
+    They come last: the job runs, and takes processor time, until the end of this file.
+    """
+    options, config = (*ONE_DEVICE, "--spares", "1"), f'{SEATS}live_nodes = "on"\n'
+    with TinyJob(tmp_path_factory.mktemp("seats"), HOSTS, config, options) as tiny:
+        yield tiny
+        tiny.finish()
+
+
+def list_formed(tiny: TinyJob, after: Generation) -> list[tuple[float | str, float | str]]:
+    """Return how many hosts each later generation had, and how it was formed."""
+    return [
+        (event.detail["hosts"], event.detail["change"])
+        for event in tiny.job.read_events()
+        if event.kind is EventKind.GENERATION_PHASE
+        and event.detail["phase"] == "form"
+        and (event.generation or 0) > after.number
+    ]
+
+
+def read_pids(report: JobReport) -> dict[str, int]:
+    return {status.host: status.worker.pid for status in report.hosts if status.worker is not None}
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [("in a collective", "host-1"), ("between steps", "host-0"), ("while compiling", "host-1")],
+)
+def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
+    place: str, victim: str, shared: TinyJob
+) -> None:
+    standby = wait_seated(shared, victim)[victim]
+    assert os.sched_getscheduler(standby.pid) == os.SCHED_IDLE
+    before = shared.read_report()
+    match place:
+        case "in a collective":
+            shared.hold(FailPoint.BEFORE_REDUCE, ["host-2"])
+        case "between steps":
+            shared.hold(FailPoint.AFTER_COMMIT, ["host-2", victim])
+        case _:
+            shared.wait_compiling([victim])
+    shared.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    shared.job.release()
+    after = shared.wait_training(HOSTS, generation_of(before).number)
+    assert list_formed(shared, generation_of(before)) == [(HOSTS, WorldChange.GROW)]
+    assert generation_of(after).world == generation_of(before).world
+    assert read_pids(after) == read_pids(before) | {victim: standby.pid}
+    assert os.sched_getscheduler(standby.pid) == os.SCHED_OTHER
+
+
+def test_a_worker_whose_standby_is_gone_leaves_its_place_to_the_spare_and_spares_when_it_is_back(
+    shared: TinyJob,
+) -> None:
+    standby = wait_seated(shared, "host-2")["host-2"]
+    before = generation_of(shared.wait_report("a spare that is ready", lambda now: is_ready(now, SPARE)))
+    os.kill(standby.pid, signal.SIGKILL)
+    shared.wait_report("its end", lambda now: all(s.standby != standby for s in now.hosts))
+    shared.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
+    after = generation_of(shared.wait_training(HOSTS, before.number))
+    assert list_formed(shared, before) == [(HOSTS, WorldChange.GROW)]
+    assert {member.host for member in after.members} == {"host-0", "host-1", SPARE}
+    shared.wait_report("its worker in a seat", lambda now: is_ready(now, "host-2"))
+    wait_seated(shared, SPARE)
+
+
+def is_ready(report: JobReport, host: str) -> bool:
+    """Return whether the worker of this host has taken a seat of the world."""
+    workers = [status.worker for status in report.hosts if status.host == host and status.worker]
+    return any(worker.report.world == generation_of(report).world for worker in workers)

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 from authority import Authority
-from etcd_cluster import EtcdCluster, needs_etcd
+from etcd_needed import needs_etcd
 
+from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
 from resilient_jax.errors import (
     CallerError,
     CompactedRevision,
@@ -203,7 +204,9 @@ def test_a_cluster_with_tls_and_users(tmp_path):
     stranger = Authority(tmp_path / "others", "stranger").sign("client")
     (tmp_path / "etcd").mkdir()
     # Tokens are forgotten after a second without a call.
-    with EtcdCluster(tmp_path / "etcd", members=1, options=("--auth-token-ttl=1",), tls=served) as cluster:
+    with EtcdCluster(
+        tmp_path / "etcd", sites=LOOPBACK_SITES[:1], options=("--auth-token-ttl=1",), tls=served
+    ) as cluster:
         for path, body in (
             ("auth/user/add", {"name": "root", "password": "secret"}),
             ("auth/role/add", {"name": "root"}),

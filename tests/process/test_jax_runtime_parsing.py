@@ -2,13 +2,52 @@
 
 import socket
 import struct
+from typing import cast
 
 import pytest
 
-from resilient_jax.jax_runtime.clique_interruption import UNREADABLE_VALUE, find_missing_keys, parse_rank
+from resilient_jax.jax_runtime.clique_interruption import (
+    UNREADABLE_VALUE,
+    CliqueInterrupter,
+    find_missing_keys,
+    parse_rank,
+)
 from resilient_jax.jax_runtime.failures import FormingInterrupted, is_collective_failure
-from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
+from resilient_jax.jax_runtime.gloo import GlooSockets
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
+
+SERVICE = ("127.0.0.1", 1)
+
+
+class Client:
+    """The client of a world whose service answers the last of so many requests."""
+
+    def __init__(self, silent: int) -> None:
+        self.silent = silent
+        self.is_shut = False
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        self.silent -= 1
+        if self.silent >= 0:
+            raise JaxRuntimeError("DEADLINE_EXCEEDED")
+        return ""
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        return []
+
+    def shutdown(self) -> None:
+        self.is_shut = True
+
+
+@pytest.mark.parametrize(("silent", "is_given_up"), [(0, False), (2, False), (4, True)])
+def test_a_service_is_dead_when_it_has_been_silent_for_longer_than_a_busy_one(silent, is_given_up) -> None:
+    client = Client(silent)
+    interrupter = CliqueInterrupter(cast(RuntimeClient, client), SERVICE, GlooSockets(), "key")
+    for call in range(8):  # each takes up to `PROBE_TIMEOUT_MS`
+        interrupter.interrupt(call * 0.1)
+    assert (interrupter.is_detached, client.is_shut) == (is_given_up, is_given_up)
+
 
 FAILURES = [
     "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",

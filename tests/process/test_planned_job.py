@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,24 @@ from compiled_programs import find_programs_after, start_joining_agent, wait_com
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.standby_schedule import SETTLING_S
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder
 
 JOB = Path(__file__).with_name("planned_job.py")
 TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
 DEADLINE_S = 240.0
+CONFIG = "max_restarts = 10\nrestart_backoff_s = 0.0\n"
 STEPS = 10
+SEATED_STEPS = 25
 MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
 
 
-def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cache=None):
+def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cache=None, config=CONFIG):
     work.mkdir(exist_ok=True)
-    (work / "job.toml").write_text("max_restarts = 10\nrestart_backoff_s = 0.0\n")
+    (work / "job.toml").write_text(config)
     return LocalJob(
         [str(JOB), str(topology), str(steps), *words],
         num_hosts=hosts,
@@ -89,6 +93,39 @@ def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     assert plans[0] == "replica 4 x tensor 2"
     assert "replica 3 x tensor 2" in plans
     assert found == expected
+
+
+def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(tmp_path):
+    plan = "replica 2 x tensor 2"
+    config = "restart_backoff_s = 0.0\nstandby = "
+    options = {"hosts": 2, "steps": SEATED_STEPS, "cache": tmp_path / "compile-cache"}
+    with launch(tmp_path / "undisturbed", "--named", config=f'{config}"off"\n', **options) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        assert plans_of(job, "host-0") == [plan]
+        expected = ending(job)
+    with launch(tmp_path / "killed", "--named", config=f'{config}"seat"\n', **options) as job:
+        # A standby starts at a commit, once the world has trained for some seconds.
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 5)
+        late = FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=20, hosts=("host-0",), name="late")
+        job.failpoints.set_order(late)
+        job.wait_held(["host-0"], DEADLINE_S)
+        time.sleep(SETTLING_S)
+        job.release()
+        job.wait_event(
+            "a standby of host-1",
+            lambda event: event.kind is EventKind.STANDBY_READY and event.host == "host-1",
+            DEADLINE_S,
+        )
+        job.wait_held(["host-0"], DEADLINE_S, late.name)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.failpoints.release(late.name)
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        assert set(plans_of(job, "host-0")) == set(plans_of(job, "host-1")) == {plan}, "no step by one host"
+        formed = [
+            event.detail["change"] for event in job.read_events() if event.kind is EventKind.WORLD_FORMED
+        ]
+        assert formed == ["reform", "reform", "grow", "grow"]
+        assert ending(job) == expected
 
 
 @pytest.mark.parametrize("victim", ["host-0", "host-1", "host-2", "host-3"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Tree:
     def __init__(self, context: AgentContext) -> None:
         self.hosts = [RelayHost(f"h{index}", context) for index in range(NUM_HOSTS)]
         self.steps: dict[str, int] = {}
+        self.refused: list[str] = []
 
     def lead(self, leader: RelayHost) -> None:
         tree = ProgressTree()
@@ -67,7 +69,9 @@ class Tree:
         leader.relay.lead(tree, lambda report: self.steps.update({report.host: report.step}))
         for host in self.hosts:
             if host is not leader:
-                host.relay.follow(leader.relay.endpoint)
+                host.relay.follow(
+                    leader.relay.endpoint, on_refused=functools.partial(self.refused.append, host.name)
+                )
 
     async def wait_step(self, step: int, without: tuple[str, ...] = ()) -> None:
         for host in self.hosts:
@@ -137,10 +141,12 @@ def test_a_new_leader_is_told_all_at_once_what_agents_know(tmp_path: Path) -> No
         async with running(tmp_path) as tree:
             await tree.wait_step(1)
             await tree.hosts[0].end()
+            await wait_until(lambda: bool(tree.refused))
             tree.lead(tree.hosts[1])
             # Nothing has changed on the hosts since.
             await wait_until(lambda: len(tree.steps) == NUM_HOSTS - 1)
             assert set(tree.steps.values()) == {1}
+            assert tree.refused, "without news, too"
             assert "h0" not in tree.steps
 
     asyncio.run(run())

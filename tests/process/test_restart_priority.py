@@ -19,8 +19,9 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
-from resilient_jax.protocol.store_keys import make_generation_key
+from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.snapshot.process_priority import NICENESS
 from resilient_jax.store.interface import PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -54,6 +55,7 @@ class Agent:
             CoordinationServices("127.0.0.1", log, lambda: None),
             on_end=lambda outcome: None,
             on_leave=lambda: None,
+            on_generation=lambda generation: None,
         )
 
     async def publish(self, losses_left: int | None) -> None:
@@ -70,7 +72,12 @@ class Agent:
             members=() if losses_left is None else (member,),
             losses_left=losses_left,
         )
-        await self._store.transaction([], [PutOp(make_generation_key(JOB), ENCODER.encode(generation))], [])
+        change = ENCODER.encode(describe_change(None, generation))
+        puts = [
+            PutOp(make_generation_key(JOB), ENCODER.encode(generation)),
+            PutOp(make_change_key(JOB), change),
+        ]
+        await self._store.transaction([], puts, [])
         return generation
 
     async def restart_worker(self) -> int:

@@ -82,6 +82,7 @@ class Agent:
             CoordinationServices("127.0.0.1", self.log, lambda: None),
             on_end=lambda outcome: None,
             on_leave=lambda: None,
+            on_generation=lambda generation: None,
         )
 
     @property

@@ -38,13 +38,17 @@ class Seats:
 
     def begin(self) -> list[dict]:
         """Begin a generation of the present members; return what JAX counts in each."""
-        return everyone(list(self.workers.values()), "begin", members=sorted(self.workers))
+        found = everyone(list(self.workers.values()), "begin", members=sorted(self.workers))
+        assert all("error" not in one for one in found), found
+        return found
 
     def end(self, *, is_intact: bool) -> None:
         everyone(list(self.workers.values()), "end", is_intact=is_intact)
 
     def add_up(self) -> list[float]:
-        return [found["total"] for found in everyone(list(self.workers.values()), "reduce")]
+        found = everyone(list(self.workers.values()), "reduce")
+        assert all("total" in one for one in found), found
+        return [one["total"] for one in found]
 
     def leave(self, seat: int) -> Worker:
         """Have a member leave the world between two generations; return it."""

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster, needs_etcd
+from etcd_needed import needs_etcd
 
+from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_store import EtcdStore
 from resilient_jax.store.memory import MemoryStore

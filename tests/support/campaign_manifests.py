@@ -1,6 +1,7 @@
 """Hypothesis strategies of chaos manifests."""
 
 import string
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -19,6 +20,9 @@ from resilient_jax.protocol.failpoints import FailPoint
 
 SECONDS = st.floats(0.1, 1000, allow_nan=False)
 HOSTS = ("host-0", "host-1", "leader", "follower", "all")
+MEMBERS = ("member-0", "member-2", "leader", "follower", "all")
+STORES = {"embedded": TargetPart.STORE, "etcd": TargetPart.STORE_MEMBER}
+"""The kinds of stores, each with its part that faults hit."""
 TEXT = st.text(string.printable + "äé\x7f", max_size=20)
 
 OUTER = st.one_of(
@@ -53,8 +57,8 @@ EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 
 
 @st.composite
-def incidents(draw: st.DrawFn) -> Incident:
-    """Draw an incident that is valid for a job of two or more hosts in namespaces."""
+def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
+    """Draw an incident that is valid for a job of two or more hosts in namespaces, with this store."""
     kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
     place = draw(st.sampled_from(list(FailPoint))) if kind == "inner" or draw(st.booleans()) else None
     match kind:
@@ -65,26 +69,33 @@ def incidents(draw: st.DrawFn) -> Incident:
         case "sent":
             part, fault, place = TargetPart.SNAPSHOTS, faults.BitFlip(region="message"), FailPoint.BEFORE_SEND
         case _:
-            parts = [part for part in TargetPart if part is not TargetPart.LINK]
-            part, fault = draw(st.sampled_from(parts)), draw(OUTER)
-    hosts = tuple(draw(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=3, unique=True)))
+            others = {TargetPart.LINK, *STORES.values()} - {STORES[store]}
+            part = draw(st.sampled_from([part for part in TargetPart if part not in others]))
+            fault = draw(OUTER)
+    if part is TargetPart.STORE_MEMBER and not isinstance(fault, faults.STORE_MEMBER_FAULTS):
+        fault = faults.ProcessKill()
+    names = MEMBERS if part is TargetPart.STORE_MEMBER else HOSTS
+    hosts = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True)))
     return Incident(
         trigger=Trigger(
             after_steps=draw(st.integers(0, 1000)),
             after_s=draw(st.none() | SECONDS),
             event=draw(st.none() | EVENTS),
             failpoint=place,
+            host="host-1" if part is TargetPart.STORE_MEMBER else None,
         ),
         target=FaultTarget(part=part, hosts=hosts),
         fault=fault,
         overlaps=draw(st.booleans()),
         required_events=tuple(draw(st.lists(EVENTS, max_size=2))),
+        forbidden_events=tuple(draw(st.lists(EVENTS, max_size=2))),
     )
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> CampaignManifest:
     """Draw a valid manifest."""
+    store: Literal["embedded", "etcd"] = draw(st.sampled_from(["embedded", "etcd"]))
     return CampaignManifest(
         seed=draw(st.integers(0, 1000)),
         about=draw(TEXT),
@@ -93,6 +104,7 @@ def manifests(draw: st.DrawFn) -> CampaignManifest:
         job=ChaosJob(
             hosts=draw(st.integers(2, 8)),
             steps=draw(st.integers(0, 1000)),
+            store=store,
             network="namespaces",
             disk_mib=draw(st.integers(0, 100)),
             may_set_clock=True,
@@ -103,5 +115,5 @@ def manifests(draw: st.DrawFn) -> CampaignManifest:
             ),
         ),
         expected_exit=ExpectedExit(code=draw(st.integers(0, 255))),
-        incidents=tuple(draw(st.lists(incidents(), max_size=5))),
+        incidents=tuple(draw(st.lists(incidents(store), max_size=5))),
     )

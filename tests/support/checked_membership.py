@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from resilient_jax.cluster.membership import MembershipCommand, decide
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import (
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
     HostProgressed,
@@ -12,7 +12,7 @@ from resilient_jax.cluster.membership_machine import (
     MembershipMachine,
     apply_progress,
 )
-from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.membership.rules import MembershipCommand, decide
 
 
 class CheckedMachine(MembershipMachine):

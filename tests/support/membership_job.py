@@ -3,12 +3,12 @@
 import msgspec
 from checked_membership import CheckedMachine
 
-from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import HostChanged, Tick
-from resilient_jax.cluster.membership_state import MembershipState, owes_answer
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, owes_answer
+from resilient_jax.membership.machine import HostChanged, Tick
+from resilient_jax.membership.rules import PublishGeneration, make_initial_state
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,

@@ -1,6 +1,6 @@
 """A cluster in which the leader's, the agents' and the workers' machines are the real ones, and time is a number.
 
-The machines and the store's core are those of the package (cluster/membership_machine.py, cluster/generation_orders.py,
+The machines and the store's core are those of the package (membership/machine.py, cluster/generation_orders.py,
 worker/worker_protocol.py); their shells are small models. `Cluster.moves`, `time_moves` and `fault_moves` are what may
 happen next; the caller chooses.
 
@@ -42,9 +42,6 @@ from resilient_jax.cluster.generation_orders import (
     StopOlderServices,
     WorkerChanged,
 )
-from resilient_jax.cluster.membership import PublishGeneration, make_initial_state
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, MembershipEvent, Tick
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
     FailStandby,
@@ -52,10 +49,8 @@ from resilient_jax.cluster.standby_orders import (
     SendStandbyToSeat,
     TakeOver,
 )
-from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
 from resilient_jax.cluster.worker_view import WorkerView
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
     GenerationNumber,
     HostName,
@@ -64,6 +59,11 @@ from resilient_jax.ids import (
     LeaseId,
     Revision,
 )
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, Tick
+from resilient_jax.membership.rules import PublishGeneration, make_initial_state
+from resilient_jax.membership.state_loss import StateLossPolicy
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,

@@ -6,17 +6,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from resilient_jax.chaos import leaks
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.campaign import Campaign, CampaignResult
+from resilient_jax.chaos.faults import ProcessStop
+from resilient_jax.chaos.incident_injector import FOREIGN_STORE
 from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.invariants import Invariant
 from resilient_jax.chaos.job_monitor import JobMonitor
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.log_tail import tail_ledger
-from resilient_jax.chaos.manifest import CampaignManifest, ChaosJob, ExpectedExit, Trigger
+from resilient_jax.chaos.manifest import (
+    CampaignManifest,
+    ChaosJob,
+    ExpectedExit,
+    FaultTarget,
+    Incident,
+    TargetPart,
+    Trigger,
+)
 from resilient_jax.chaos.observed_job import JobEnded, JobTimeout, ObservedJob
 from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.chaos.reference_run import ReferenceRun
@@ -101,11 +112,15 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(leaks, "SHARED_MEMORY", tmp_path / "none")
 
 
-def run_campaign(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:
+def run_campaign(
+    manifest: CampaignManifest, folder: Path, *, steps: int, code: int, is_store_foreign: bool = False
+) -> CampaignResult:
     """Return the result of a campaign against a job that ends after `steps` with exit code `code`."""
     active_faults = ActiveFaults()
     job = cast(LocalJob, FakeJob(folder, steps, code, active_faults))
-    environment = FaultEnvironment(network=None, disk=None, checkpoint_root=folder)
+    environment = FaultEnvironment(
+        network=None, disk=None, checkpoint_root=folder, is_store_foreign=is_store_foreign
+    )
     reference = cast(ReferenceRun, FakeReference())
     ledger = tail_ledger(folder / "ledger")
     return Campaign(
@@ -142,6 +157,16 @@ def test_a_job_that_trains_beyond_its_last_step_is_a_violation(steps: int, tmp_p
     found = found_by(run_campaign(one_host(steps=steps), tmp_path, steps=MANY, code=0))
     assert [invariant for invariant, _ in found] == [Invariant.EXIT]
     assert "runs on" in found[0][1]
+
+
+def test_a_store_that_others_may_use_is_not_broken(tmp_path: Path) -> None:
+    """The fault would hit this process: a `FakeJob` has none of its own."""
+    stop = Incident(
+        trigger=Trigger(step=1), target=FaultTarget(part=TargetPart.STORE), fault=ProcessStop(duration_s=1.0)
+    )
+    manifest = msgspec.structs.replace(one_host(exit_code=85), incidents=(stop,))
+    result = run_campaign(manifest, tmp_path, steps=10, code=85, is_store_foreign=True)
+    assert [record.skip_reason for record in result.skipped] == [FOREIGN_STORE]
 
 
 LASTS_UNTIL = str(EventKind.GENERATION_PHASE)

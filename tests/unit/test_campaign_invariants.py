@@ -350,6 +350,26 @@ def test_an_event_that_the_manifest_requires_must_follow() -> None:
     assert check_expected_events([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
 
 
+def test_an_event_that_an_incident_forbids_may_come_only_after_the_next_one() -> None:
+    incident = Incident(
+        trigger=Trigger(step=1),
+        target=FaultTarget(part=TargetPart.STORE_MEMBER),
+        fault=KILL,
+        forbidden_events=("world.formed",),
+    )
+    first = IncidentRecord(index=0, incident=incident, hosts=("member-0",), started_s=50.0)
+    following = dataclasses.replace(killed(TargetPart.WORKER), index=1, started_s=60.0)
+    exited = happened(EventKind.WORKER_EXITED, at_s=61.0)
+
+    def count(at_s: float, *others: IncidentRecord) -> int:
+        events = [happened(EventKind.WORLD_FORMED, at_s=at_s), exited]
+        return len(check_expected_events([first, *others], events, 2.0))
+
+    assert [count(at_s, following) for at_s in (49.0, 51.0, 61.0)] == [0, 1, 0]
+    assert count(61.0) == 1
+    assert count(61.0, dataclasses.replace(following, skip_reason="why", started_s=0.0)) == 1
+
+
 def test_growth_is_counted_from_the_tenth_sample_of_each_process() -> None:
     def samples(process: int, sizes: list[int]) -> list[ProcessSample]:
         name = f"process {process}"

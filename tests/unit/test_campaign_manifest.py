@@ -7,7 +7,14 @@ from campaign_manifests import manifests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.manifest import MAX_NUMBER, ChaosJob, TargetPart, load_manifest, parse_manifest
+from resilient_jax.chaos.manifest import (
+    MAX_NUMBER,
+    STORE_MEMBERS,
+    ChaosJob,
+    TargetPart,
+    load_manifest,
+    parse_manifest,
+)
 from resilient_jax.chaos.manifest_toml import format_manifest
 from resilient_jax.chaos.random_campaigns import (
     MAX_GAP_STEPS,
@@ -16,6 +23,7 @@ from resilient_jax.chaos.random_campaigns import (
     draw_campaign,
     list_causes,
 )
+from resilient_jax.chaos.targets import resolve_members
 from resilient_jax.errors import ConfigError
 
 GOOD = """
@@ -76,6 +84,38 @@ REFUSED = {
         "incidents[0].fault.kind",
     ),
 }
+MEMBER = GOOD.replace('"worker", hosts = ["host-1"]', '"store_member", hosts = ["member-1"]').replace(
+    'failpoint = "before_reduce"', 'failpoint = "before_reduce", host = "host-1"'
+)
+OWN_CLUSTER = '[job]\nstore = "etcd"\n'
+REFUSED_MEMBERS = {
+    "a member of an embedded store": ("etcd", "embedded", "incidents[0].target.part"),
+    "the process of an embedded store": ("store_member", "store", "incidents[0].target"),
+    "a host as a member": ("member-1", "host-1", "incidents[0].target.hosts[0]"),
+    "a failpoint of no host": (', host = "host-1"', "", "incidents[0].trigger.host"),
+    "a fault of no process": ('kind = "stop", duration_s = 2.0', 'kind = "flip"', "incidents[0].fault.kind"),
+    "a link without namespaces": (
+        'kind = "stop"',
+        'kind = "partition"',
+        "incidents[0].fault.kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MEMBERS)
+def test_a_fault_that_no_member_of_the_store_can_have_is_refused(case: str) -> None:
+    good = OWN_CLUSTER + MEMBER
+    assert parse_manifest(good, source="good.toml").incidents[0].target.hosts == ("member-1",)
+    old, new, key = REFUSED_MEMBERS[case]
+    with pytest.raises(ConfigError, match=r"^broken\.toml: key '") as caught:
+        parse_manifest(good.replace(old, new), source="broken.toml")
+    assert key in str(caught.value)
+
+
+def test_the_members_of_a_store_are_resolved_like_hosts() -> None:
+    assert resolve_members(["all"], "member-2") == STORE_MEMBERS
+    assert resolve_members(["leader", "follower"], "member-2") == ("member-2", "member-1")
+    assert resolve_members(["follower", "leader", "member-0"], "member-0") == ("member-2", "member-0")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -10,7 +10,7 @@ from numbered_incidents import numbered, steps_of
 
 from resilient_jax.chaos.campaign import CampaignResult
 from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, load_manifest
+from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, ChaosJob, load_manifest
 from resilient_jax.chaos.manifest_toml import format_manifest
 from resilient_jax.chaos.runner import CampaignSetup
 from resilient_jax.cli import chaos as command
@@ -68,6 +68,17 @@ def test_a_value_that_no_manifest_can_have_is_refused_with_its_option(
     assert code == ExitCode.USAGE
     assert str(words[0]) in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_is_named_once_and_only_an_etcd_cluster(run: Run, tmp_path: Path) -> None:
+    path, store = tmp_path / "manifest.toml", "etcd://10.0.0.1:2379/jobs"
+    path.write_text(format_manifest(CampaignManifest(job=ChaosJob(store="etcd"))))
+    for given in (("--store", store), ("--store", "10.0.0.1:2379"), ("--store-tls", tmp_path)):
+        code, said = run(*given, "--run-dir", tmp_path / "run", path)
+        assert code == ExitCode.USAGE
+        assert "store" in said
+        assert not (tmp_path / "run").exists()
+    assert run("--random", "--store", store, "--run-dir", tmp_path / "run")[0] == ExitCode.DONE
 
 
 def test_an_unwritable_run_folder_is_refused(run: Run, tmp_path: Path) -> None:

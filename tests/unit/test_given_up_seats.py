@@ -5,8 +5,8 @@ import pytest
 from membership_job import training
 
 from resilient_jax.cluster.generation_orders import list_given_up_seats
-from resilient_jax.cluster.membership_machine import HostLeft
 from resilient_jax.ids import HostName, WorldId
+from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import Generation, GenerationPhase
 
 

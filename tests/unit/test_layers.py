@@ -27,7 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"telemetry", "transport", "erasure.kernels"}),
     frozenset({"store", "planning"}),
     frozenset({"snapshot"}),
-    frozenset({"cluster", "data", "jax_runtime"}),
+    frozenset({"membership", "data", "jax_runtime"}),
+    frozenset({"cluster"}),
     frozenset({"sharding"}),
     frozenset({"program_analysis"}),
     frozenset({"compile"}),
@@ -66,11 +67,11 @@ what the worker has loaded."""
 
 MACHINES = frozenset(
     {
-        "resilient_jax.cluster.membership",
-        "resilient_jax.cluster.membership_machine",
-        "resilient_jax.cluster.membership_state",
-        "resilient_jax.cluster.membership_tally",
-        "resilient_jax.cluster.world_formation",
+        "resilient_jax.membership.rules",
+        "resilient_jax.membership.machine",
+        "resilient_jax.membership.facts",
+        "resilient_jax.membership.tally",
+        "resilient_jax.membership.world_formation",
         "resilient_jax.cluster.generation_orders",
         "resilient_jax.worker.worker_protocol",
     }

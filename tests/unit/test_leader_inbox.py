@@ -6,7 +6,7 @@ import pytest
 
 from resilient_jax.cluster import leader
 from resilient_jax.cluster.leader import wait_next_event
-from resilient_jax.cluster.membership_machine import MembershipEvent, Tick
+from resilient_jax.membership.machine import MembershipEvent, Tick
 
 
 def test_a_leader_whose_session_ended_stops_although_an_event_comes_at_the_same_moment() -> None:

@@ -5,11 +5,11 @@ import pytest
 from checked_membership import CheckedMachine
 from membership_job import Job, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import make_initial_state
-from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, Tick
-from resilient_jax.cluster.state_loss import StateLossPolicy
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
+from resilient_jax.membership.machine import HostChanged, HostLeft, Tick
+from resilient_jax.membership.rules import make_initial_state
+from resilient_jax.membership.state_loss import StateLossPolicy
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,

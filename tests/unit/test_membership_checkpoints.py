@@ -4,11 +4,11 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import make_initial_state
-from resilient_jax.cluster.membership_machine import HostLeft
-from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.rules import make_initial_state
+from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,

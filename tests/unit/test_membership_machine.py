@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from membership_job import Job, keep, server, sharded, snapshot, training
 
-from resilient_jax.cluster import membership_machine
-from resilient_jax.cluster.membership_machine import HostLeft, MembershipMachine, Tick
-from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.membership import machine
+from resilient_jax.membership.machine import HostLeft, MembershipMachine, Tick
+from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.protocol.records import (
     GenerationPhase,
     SeatId,
@@ -180,7 +180,7 @@ def test_a_snapshot_is_released_by_the_first_report_of_a_newer_one():
 def count_applications(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how often the rules are applied from the start of a job that loses a host to its end."""
     count = 0
-    apply = membership_machine.decide
+    apply = machine.decide
 
     def decide(*args):
         nonlocal count
@@ -188,7 +188,7 @@ def count_applications(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return apply(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(membership_machine, "decide", decide)
+        patch.setattr(machine, "decide", decide)
         patch.setattr("membership_job.CheckedMachine", MembershipMachine)
         names = [f"host-{index}" for index in range(num_hosts)]
         job = training(*names, step=1)

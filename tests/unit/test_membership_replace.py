@@ -2,8 +2,8 @@
 
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership_machine import HostLeft
 from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,

@@ -3,8 +3,8 @@
 import msgspec
 from membership_job import Job, stop_at_boundary, training
 
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import WorldId
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import GenerationPhase, Member, WorkerState, WorldChange
 
 

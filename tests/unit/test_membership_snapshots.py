@@ -3,9 +3,9 @@
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership_machine import HostLeft
-from resilient_jax.cluster.state_loss import StateLossPolicy
 from resilient_jax.ids import HostName
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,

@@ -3,12 +3,12 @@
 import pytest
 from membership_job import Job, keep, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership_machine import HostLeft
-from resilient_jax.cluster.membership_state import MembershipState
-from resilient_jax.cluster.redundancy import measure_redundancy
-from resilient_jax.cluster.spare_hosts import list_unseated, list_used
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.redundancy import measure_redundancy
+from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.protocol.records import (
     GenerationPhase,
     JobOutcomeKind,

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_job import Job, keep, server, sharded, snapshot, training
 
-from resilient_jax.cluster.membership_machine import HostLeft
-from resilient_jax.cluster.membership_state import MembershipState
-from resilient_jax.cluster.redundancy import Redundancy, RedundancyTally, measure_redundancy
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.redundancy import Redundancy, RedundancyTally, measure_redundancy
 from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus
 from resilient_jax.protocol.snapshots import (
     ParityGroup,

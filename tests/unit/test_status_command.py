@@ -11,10 +11,10 @@ from rich.console import Console
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.cluster.redundancy import Redundancy
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
+from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,

@@ -28,7 +28,7 @@ PARITY: Final = 2
 """Any two of the four hosts may be lost at once."""
 LOSS_TOLERANCE: Final = 1e-3
 """The relative difference between losses under different plans after some dozens of steps."""
-STEPS: Final = 40
+STEPS: Final = 60
 SHARDED_STEPS: Final = 80
 """More than of the others: two hosts are killed only when the programs for two hosts fewer are compiled."""
 PAUSE_S: Final = 0.25

@@ -99,6 +99,7 @@ _SIGNS: Final = {
     EventKind.WORKER_DYING: "closed pipe",
     EventKind.WORKER_UNRESPONSIVE: "silence",
     EventKind.HOST_LOST: "expired lease",
+    EventKind.HOST_FOUND_DEAD: "closed port",
     EventKind.COLLECTIVE_FAILED: "broken connection",
     EventKind.COORDINATION_SERVICE_EXITED: "service exit",
 }

@@ -14,19 +14,19 @@ from benchmarks.control.stub_hosts import (
     make_snapshot,
     serve_world,
 )
-from resilient_jax.cluster.membership import (
+from resilient_jax.cluster.stored_records import ENCODER
+from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
+from resilient_jax.membership.rules import (
     FIRST_GENERATION,
     MembershipCommand,
     PublishGeneration,
     make_initial_state,
 )
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
-from resilient_jax.cluster.membership_state import MembershipState
-from resilient_jax.cluster.stored_records import ENCODER
-from resilient_jax.cluster.world_formation import StartCoordinationService
-from resilient_jax.errors import InternalError
-from resilient_jax.ids import HostName
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 ROUND_S: Final = 1.0

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -22,19 +22,18 @@ from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.generation_reader import read_generations
 from resilient_jax.cluster.leader import Leader
-from resilient_jax.cluster.membership_config import MembershipConfig
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.store_session import StoreSession
-from resilient_jax.cluster.stored_records import decode_generation
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import JobName, Revision, WorldId
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, HostStatus
-from resilient_jax.protocol.store_keys import make_generation_key
-from resilient_jax.store.interface import KeyValue, PutEvent, Store
+from resilient_jax.store.interface import KeyValue, PutEvent, Store, WatchEvent
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
@@ -59,17 +58,25 @@ class SimulatedAgent:
     """One host. `register` it, then `run` it until it is cancelled."""
 
     def __init__(
-        self, index: int, num_hosts: int, store: Store, on_read: OnRead, *, reports_progress: bool
+        self, index: int, num_hosts: int, store: Store, on_read: OnRead, shared_port: int | None
     ) -> None:
-        """Make the agent of host `index`; if not `reports_progress`, another reports in its place."""
+        """Make the agent of host `index`.
+
+        Args:
+            index: of the host.
+            num_hosts: of the job.
+            store: of the job.
+            on_read: called for each generation that this agent reads.
+            shared_port: where others listen for this agent, and report its progress; None: it does that itself.
+        """
         self.step = 0
-        self._status = make_idle_status(index)
+        self._status = make_idle_status(index, shared_port or 0)
         self._store = store
         self._on_read = on_read
         context = _make_context(index, num_hosts, store)
         self._server = Server(credentials=CREDENTIALS)
-        make_relay = ProgressRelay if reports_progress else _SilentRelay
-        self._reports_progress = reports_progress
+        self._reports_progress = shared_port is None
+        make_relay = ProgressRelay if self._reports_progress else _SilentRelay
         self._relay = make_relay(context, self._server, self.make_progress)
         self._session = StoreSession(store, JOB, LEASE_TTL_S, context.clock, lambda: self._status)
         self._make_leader = functools.partial(
@@ -139,15 +146,36 @@ class SimulatedAgent:
 
 async def follow_generations(store: Store) -> AsyncGenerator[tuple[Generation, int], None]:
     """Yield the stored generation and each later one, with the bytes of the records that were read for it."""
-    key = make_generation_key(JOB)
-    revision, records = await store.range(key)
-    for record in records:
-        yield _decode(record), _count_bytes(record)
-    async with contextlib.aclosing(store.watch(key, Revision(revision + 1))) as batches:
-        async for batch in batches:
-            for event in batch:
-                if isinstance(event, PutEvent):
-                    yield _decode(event.key_value), _count_bytes(event.key_value)
+    counting = _CountingStore(store)
+    async with contextlib.aclosing(read_generations(cast(Store, counting), JOB)) as generations:
+        async for generation in generations:
+            nbytes, counting.bytes_read = counting.bytes_read, 0
+            yield generation, nbytes
+
+
+class _CountingStore:
+    """The part of a store that reads generations; counts the bytes of keys and values."""
+
+    def __init__(self, store: Store) -> None:
+        self.bytes_read = 0
+        self._store = store
+
+    async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
+        revision, records = await self._store.range(prefix)
+        self.bytes_read += sum(map(_count_bytes, records))
+        return revision, records
+
+    async def get(self, key: str) -> KeyValue | None:
+        record = await self._store.get(key)
+        self.bytes_read += _count_bytes(record) if record is not None else 0
+        return record
+
+    async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
+        async with contextlib.aclosing(self._store.watch(prefix, from_revision)) as batches:
+            async for batch in batches:
+                records = [event.key_value for event in batch if isinstance(event, PutEvent)]
+                self.bytes_read += sum(map(_count_bytes, records))
+                yield batch
 
 
 async def _retry_after_faults(work: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -161,17 +189,6 @@ async def _retry_after_faults(work: Callable[[], Coroutine[None, None, None]]) -
 
 def _count_bytes(record: KeyValue) -> int:
     return len(record.key) + len(record.value)
-
-
-_DECODED: dict[Revision, Generation] = {}
-
-
-def _decode(record: KeyValue) -> Generation:
-    """Decode a generation once for all agents of this process: real agents do that at the same time."""
-    if record.mod_revision not in _DECODED:
-        _DECODED.clear()
-        _DECODED[record.mod_revision] = decode_generation(record)
-    return _DECODED[record.mod_revision]
 
 
 class _SilentRelay(ProgressRelay):

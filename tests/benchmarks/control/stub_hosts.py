@@ -4,8 +4,8 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,

@@ -50,9 +50,10 @@ which costs each host little, but two processes that stand for all of them more 
 class AgentsProcess:
     """The agents of this process, and what all of them have read."""
 
-    def __init__(self, address: str, num_hosts: int, first: int, last: int) -> None:
+    def __init__(self, address: str, num_hosts: int, first: int, last: int, shared_port: int) -> None:
         self._address = address
         self._num_hosts = num_hosts
+        self._shared_port = shared_port
         self._waiting = collections.deque(range(first, last))
         self._num_agents = last - first
         self._stores: list[Store] = []
@@ -119,7 +120,7 @@ class AgentsProcess:
 
         read: set[tuple[int, GenerationPhase]] = set()
         return SimulatedAgent(
-            index, self._num_hosts, self._stores[-1], on_read, reports_progress=index <= FANOUT
+            index, self._num_hosts, self._stores[-1], on_read, None if index <= FANOUT else self._shared_port
         )
 
     def _note_read(self, read: set[tuple[int, GenerationPhase]], generation: Generation, nbytes: int) -> None:
@@ -133,6 +134,10 @@ class AgentsProcess:
             each = self._bytes_read / self._num_agents
             now_s = time.monotonic()
             send(AllRead(number=key[0], phase=key[1], at_s=now_s, bytes_read=each, newest_bytes=nbytes))
+
+
+async def close_at_once(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
 
 
 async def connect_store(address: str) -> Store:
@@ -157,7 +162,10 @@ def exit_if_failed(run: "asyncio.Task[None]") -> None:
 
 async def main() -> None:
     address, num_hosts, first, last = sys.argv[1], *map(int, sys.argv[2:])
-    agents = AgentsProcess(address, num_hosts, first, last)
+    # A leader looks whether the agents that it waits for are alive.
+    listener = await asyncio.start_server(close_at_once, "127.0.0.1", 0)
+    shared_port = listener.sockets[0].getsockname()[1]
+    agents = AgentsProcess(address, num_hosts, first, last, shared_port)
     training: asyncio.Task[None] | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
         match msgspec.json.decode(line, type=AgentsOrder):

@@ -16,9 +16,9 @@ import msgspec
 from benchmarks.control.decision_gaps import EtcdMeasurements
 from benchmarks.control.simulated_agent import CREDENTIALS, PATIENCE_S, SimulatedAgent
 from benchmarks.control.stub_hosts import change_report
+from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.protocol.records import Generation, GenerationPhase
 from resilient_jax.store.store_access import StoreAccess
-from tests.support.etcd_cluster import EtcdCluster
 
 HOSTS = 3
 START_LIMIT_S = 60.0
@@ -38,7 +38,7 @@ class DecidingJob:
         for index in range(HOSTS):
             store = await StoreAccess(address, CREDENTIALS).connect(PATIENCE_S)
             on_read = self._flip if index == 1 else _ignore
-            agent = SimulatedAgent(index, HOSTS, store, on_read, reports_progress=False)
+            agent = SimulatedAgent(index, HOSTS, store, on_read, None)
             self._agents.append(agent)
             await agent.register()
             self._tasks.append(asyncio.create_task(agent.run()))

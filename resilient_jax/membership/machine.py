@@ -1,8 +1,8 @@
-"""The membership machine `(event, now) -> commands`: applies the rules of `membership` when one may decide. Pure.
+"""The membership machine `(event, now) -> commands`: applies the `rules` when one may decide. Pure.
 
 To apply the rules costs a walk over all hosts; to take in an event must not, where each of thousands of hosts reports
 each phase of a generation. The commands are those of a machine that applies the rules after every event:
-- the counts of `membership_tally` say that most changes cannot matter yet (nine of ten members have joined the world);
+- the counts of `tally` say that most changes cannot matter yet (nine of ten members have joined the world);
 - the rules read the time only to compare it with fixed limits, so that as long as it passes none of these, and no
   status changes, they decide what they decided before;
 - while all members train, of their reports only what the counts give matters.
@@ -15,11 +15,11 @@ from typing import assert_never
 
 import msgspec
 
-from resilient_jax.cluster.membership import MembershipCommand, PublishGeneration, decide
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import MembershipState
-from resilient_jax.cluster.membership_tally import MembershipTally
 from resilient_jax.ids import HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.rules import MembershipCommand, PublishGeneration, decide
+from resilient_jax.membership.tally import MembershipTally
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 

@@ -26,10 +26,10 @@ The rules, from which the code below follows:
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 
-The rules read only statuses (levels), so a new leader goes on from the store. `membership_machine` has them applied
-when a change may matter to one of them. membership_state.py interprets
-the statuses, spare_hosts.py chooses the members, rendezvous.py says whether to wait for more, world_formation.py builds
-the next world, and state_loss.py decides what follows the loss of a state.
+The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
+may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
+whether to wait for more, world_formation.py builds the next world, and state_loss.py decides what follows the loss of a
+state.
 """
 
 import dataclasses
@@ -38,8 +38,10 @@ from typing import assert_never
 
 import msgspec
 
-from resilient_jax.cluster.membership_config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
-from resilient_jax.cluster.membership_state import (
+from resilient_jax.errors import ExitCode
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
+from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
     awaits_seat,
@@ -63,23 +65,21 @@ from resilient_jax.cluster.membership_state import (
     list_survivors,
     owes_answer,
 )
-from resilient_jax.cluster.redundancy import count_losses_left, is_last_copy_without
-from resilient_jax.cluster.rendezvous import Rendezvous, decide_to_wait
-from resilient_jax.cluster.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
-from resilient_jax.cluster.state_loss import (
+from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
+from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
+from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
+from resilient_jax.membership.state_loss import (
     decide_after_state_loss,
     is_any_polling_checkpoints,
     make_state_loss_outcome,
 )
-from resilient_jax.cluster.world_formation import (
+from resilient_jax.membership.world_formation import (
     StartCoordinationService,
     StateOrigin,
     find_state_origin,
     form_next_generation,
     give_seats,
 )
-from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,

@@ -1,14 +1,15 @@
-"""What the rules of `membership` count over all hosts, kept up to date host by host. Pure.
+"""What the rules count over all hosts, kept up to date host by host. Pure.
 
 The rules read the statuses of all hosts. Of most changes of one status, these counts already say that no rule can
-decide anything new by it, at the same cost with any number of hosts: `membership_machine` asks them first.
+decide anything new by it, at the same cost with any number of hosts: `machine` asks them first.
 """
 
 import collections
 import enum
 
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import (
+from resilient_jax.ids import HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
     find_disruption_by,
@@ -20,8 +21,7 @@ from resilient_jax.cluster.membership_state import (
     is_unreplaced,
     owes_answer,
 )
-from resilient_jax.cluster.redundancy import RedundancyTally
-from resilient_jax.ids import HostName
+from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -253,7 +253,7 @@ class MembershipTally:
 
     def is_snapshot_released(self) -> bool:
         """Return whether the snapshot that the members resumed from is not needed any more; as
-        `membership_state.is_snapshot_needed`.
+        `facts.is_snapshot_needed`.
         """
         counts = self._counts
         is_safe = counts[Fact.HAS_NEW_SNAPSHOT] or counts[Fact.HOLDS_COPY]
@@ -265,7 +265,7 @@ class MembershipTally:
         return redundancy.losses if redundancy is not None else None
 
     def find_recoverable_step(self) -> int:
-        """Return what `membership_state.find_recoverable_step` does."""
+        """Return what `facts.find_recoverable_step` does."""
         progress = self._state.generation.progress
         if progress > 0 or self._redundancy.is_any_committed or self._exists_state():
             return max(progress, max(self._step_counts, default=0))

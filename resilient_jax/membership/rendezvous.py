@@ -2,12 +2,12 @@
 
 import enum
 
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import MembershipState, count_unreplaced, is_on_its_way
-from resilient_jax.cluster.redundancy import is_last_copy_without
-from resilient_jax.cluster.spare_hosts import count_places
-from resilient_jax.cluster.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.errors import ExitCode
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, count_unreplaced, is_on_its_way
+from resilient_jax.membership.redundancy import is_last_copy_without
+from resilient_jax.membership.spare_hosts import count_places
+from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
 
 

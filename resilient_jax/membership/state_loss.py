@@ -8,8 +8,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from resilient_jax.cluster.membership_state import MembershipState, explain_snapshots, find_newest_step
 from resilient_jax.errors import ExitCode
+from resilient_jax.membership.facts import MembershipState, explain_snapshots, find_newest_step
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind, StateLoss
 
 

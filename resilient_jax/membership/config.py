@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Final
 
-from resilient_jax.cluster.state_loss import StateLossPolicy
+from resilient_jax.membership.state_loss import StateLossPolicy
 
 ALL_LATE_FACTOR: Final = 4
 """Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
@@ -39,7 +39,7 @@ class MembershipConfig:
     spare_seats: int = 0
     """Of each new world."""
     replaces_workers: bool = False
-    """Whether collectives cannot be broken off (rule 8 of `membership`)."""
+    """Whether collectives cannot be broken off (rule 8 of `rules`)."""
 
     def list_limits_s(self) -> list[float]:
         """Return all times since the last decision, ascending, after which a rule may decide something else."""

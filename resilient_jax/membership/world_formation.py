@@ -1,10 +1,12 @@
 """The next world, from the hosts that resume: their state, their seats, in place or by a re-form. Pure."""
 
 import dataclasses
+from typing import Final
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import (
+from resilient_jax.ids import HostName, Seat, WorldId
+from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
     find_seat,
@@ -15,8 +17,7 @@ from resilient_jax.cluster.membership_state import (
     list_services,
     list_unseated_standbys,
 )
-from resilient_jax.cluster.state_loss import explain_state_loss
-from resilient_jax.ids import HostName, Seat, WorldId
+from resilient_jax.membership.state_loss import explain_state_loss
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -27,6 +28,9 @@ from resilient_jax.protocol.records import (
     WorldChange,
 )
 from resilient_jax.protocol.snapshots import SnapshotPlan
+
+MAX_SOURCES: Final = 64
+"""Of a generation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class StateOrigin:
 
     Attributes:
         step: of the state; 0 if there is none.
-        sources: members that have the complete state.
+        sources: all members that have the complete state.
         snapshot: that has the state, if no member has it.
     """
 
@@ -76,6 +80,12 @@ def find_state_origin(
             if w.report.step == step
         ),
     )
+
+
+def _choose_sources(sources: tuple[StateSource, ...]) -> tuple[StateSource, ...]:
+    """Return some of many sources, spread over all: each member need not read of thousands where one may fetch."""
+    stride = -(-len(sources) // MAX_SOURCES)
+    return sources[:: max(1, stride)]
 
 
 def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
@@ -140,7 +150,7 @@ def form_next_generation(
         built,
         phase=GenerationPhase.FORM,
         step=origin.step,
-        sources=origin.sources,
+        sources=_choose_sources(origin.sources),
         # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
         receivers=tuple(m.host for m in built.members if m.host not in held) if held else (),
         snapshot=origin.snapshot,

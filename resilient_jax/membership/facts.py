@@ -90,6 +90,31 @@ def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
     return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
 
 
+def list_late_members(state: MembershipState) -> list[HostStatus]:
+    """Return the members' hosts that the others wait for in the present phase."""
+    generation = state.generation
+    late: list[HostStatus] = []
+    for member in generation.members:
+        status, worker = state.hosts.get(member.host), find_worker(state, member)
+        if status is None or worker is None:
+            continue
+        is_current = worker.report.generation >= generation.number
+        match generation.phase:
+            case GenerationPhase.QUIESCE:
+                has_answered = is_current and is_idle(worker)
+            case GenerationPhase.PAUSE:
+                has_answered = is_current
+            case GenerationPhase.BOUNDARY:
+                has_answered = is_idle(worker)
+            case GenerationPhase.FORM:
+                has_answered = is_current and worker.report.has_formed
+            case GenerationPhase.ACTIVE | GenerationPhase.FINISHED:
+                has_answered = True
+        if not has_answered:
+            late.append(status)
+    return late
+
+
 def list_survivors(state: MembershipState) -> tuple[Member, ...]:
     """Return the members whose worker is alive."""
     return tuple(m for m in state.generation.members if find_worker(state, m) is not None)

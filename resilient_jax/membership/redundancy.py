@@ -19,8 +19,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import MembershipState, find_worker, list_counted_snapshots
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 

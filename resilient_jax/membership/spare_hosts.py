@@ -11,16 +11,16 @@ waits then. It has no part of the state and of no snapshot, so it counts neither
 
 from collections.abc import Iterable
 
-from resilient_jax.cluster.membership_config import MembershipConfig
-from resilient_jax.cluster.membership_state import (
+from resilient_jax.ids import HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import (
     MembershipState,
     find_seat,
     has_taken_seat,
     is_draining,
     list_joiners,
 )
-from resilient_jax.cluster.world_formation import can_be_seated, can_change_in_place, find_state_origin
-from resilient_jax.ids import HostName
+from resilient_jax.membership.world_formation import can_be_seated, can_change_in_place, find_state_origin
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 

@@ -1,0 +1,148 @@
+"""A generation, applied as a change to the one before, is the same; an agent that cannot apply one notices."""
+
+import random
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
+from resilient_jax.protocol.generation_change import (
+    AddedItems,
+    GenerationChange,
+    apply_change,
+    describe_change,
+)
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    Member,
+    StateSource,
+    WorldChange,
+)
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
+
+
+def make_member(index: int, incarnation: int = 1) -> Member:
+    return Member(
+        host=HostName(f"host-{index:05}"),
+        incarnation=Incarnation(incarnation),
+        seat=Seat(index),
+        endpoint=f"10.0.{index // 256}.{index % 256}:41233",
+    )
+
+
+def make_generation(num_hosts: int, number: int = 1) -> Generation:
+    members = tuple(make_member(index) for index in range(num_hosts))
+    return Generation(
+        number=GenerationNumber(number),
+        phase=GenerationPhase.ACTIVE,
+        world=WorldId(1),
+        num_seats=num_hosts + 4,
+        members=members,
+        sources=tuple(StateSource(host=m.host, endpoint=m.endpoint) for m in members[:64]),
+        service_address="10.0.0.1:4000",
+    )
+
+
+def send(change: GenerationChange) -> GenerationChange:
+    """Return a change as another process reads it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(change), type=GenerationChange)
+
+
+def lose(before: Generation, index: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
+    return msgspec.structs.replace(
+        before,
+        number=GenerationNumber(before.number + 1),
+        phase=phase,
+        change=WorldChange.SHRINK,
+        members=(*before.members[:index], *before.members[index + 1 :]),
+        reason=f"lost host-{index:05}",
+    )
+
+
+def test_the_loss_of_one_of_some_thousand_hosts_is_a_change_of_some_hundred_bytes():
+    before = make_generation(4096)
+    after = lose(before, 77)
+    change = describe_change(before, after)
+    assert len(msgspec.msgpack.encode(after)) > 200_000
+    assert len(msgspec.msgpack.encode(change)) < 500
+    assert apply_change(before, send(change)) == after
+
+
+def test_a_new_phase_is_a_change_of_even_less():
+    before = make_generation(4096)
+    after = msgspec.structs.replace(before, phase=GenerationPhase.PAUSE, reason="host-9 asked to join")
+    change = describe_change(before, after)
+    assert not change.lists
+    assert apply_change(before, send(change)) == after
+
+
+def test_a_small_generation_is_its_own_change_so_that_a_host_that_missed_one_needs_no_other():
+    before, after = make_generation(4), lose(make_generation(4), 1)
+    assert apply_change(None, send(describe_change(before, after))) == after
+
+
+def test_a_host_that_missed_a_change_and_a_new_leaders_first_change_need_the_record():
+    before = make_generation(512)
+    middle = lose(before, 3)
+    after = lose(middle, 5)
+    change = send(describe_change(middle, after))
+    assert apply_change(before, change) is None
+    assert apply_change(None, change) is None
+    assert apply_change(middle, change) == after
+    assert apply_change(before, send(describe_change(None, after))) is None
+
+
+def test_a_change_that_is_as_large_as_the_record_says_to_read_the_record():
+    before, after = make_generation(512), make_generation(512, number=2)
+    members = tuple(make_member(index, incarnation=2) for index in range(512))
+    after = msgspec.structs.replace(after, members=members)
+    change = describe_change(before, after)
+    assert not change.values
+    assert not change.lists
+    assert apply_change(before, send(change)) is None
+
+
+def test_a_change_that_was_damaged_is_not_applied():
+    before = make_generation(512)
+    change = describe_change(before, lose(before, 3))
+    for damaged in (
+        msgspec.structs.replace(change, values={**change.values, "step": 9}),
+        msgspec.structs.replace(change, values={**change.values, "step": "nine"}),
+        msgspec.structs.replace(change, lists={"members": [AddedItems(items=[])]}),
+        msgspec.structs.replace(change, digest=b"other"),
+    ):
+        assert apply_change(before, send(damaged)) is None
+
+
+@given(st.randoms(use_true_random=False))
+def test_any_change_of_any_list_is_applied_as_it_was_described(chance: random.Random):
+    before = make_generation(300)
+    members = list(before.members)
+    for _ in range(chance.randrange(6)):
+        index = chance.randrange(len(members))
+        match chance.randrange(4):
+            case 0:
+                del members[index]
+            case 1:
+                members.insert(index, make_member(chance.randrange(1000), 2))
+            case 2:
+                members[index] = make_member(chance.randrange(300), 3)
+            case _:
+                members.append(members.pop(index))
+    group = ParityGroup(hosts=(HostName("a"), HostName("b")), parity=1)
+    plan = SnapshotPlan(
+        id=SnapshotId(chance.randrange(9), before.number),
+        groups=(group,),
+        sources=(SnapshotSource(host=HostName("a"), endpoint="a:1"),),
+    )
+    after = msgspec.structs.replace(
+        before,
+        number=GenerationNumber(before.number + 1),
+        members=tuple(members),
+        receivers=tuple(m.host for m in members[: chance.randrange(5)]),
+        snapshot=chance.choice((None, plan)),
+        unreadable_snapshots=chance.choice(((), (plan.id,))),
+    )
+    assert apply_change(before, send(describe_change(before, after))) == after
