@@ -26,6 +26,7 @@ from benchmarks.control.agent_messages import (
     Registered,
     Train,
 )
+from benchmarks.control.shared_decoding import share_decoding
 from benchmarks.control.simulated_agent import CREDENTIALS, JOB, PATIENCE_S, SimulatedAgent
 from benchmarks.control.stub_hosts import make_host_name
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
@@ -180,6 +181,7 @@ async def main() -> None:
 
 if __name__ == "__main__":
     with (
+        share_decoding(),
         mock.patch.object(etcd_connection, "PROGRESS_INTERVAL_S", SIGN_OF_LIFE_INTERVAL_S),
         mock.patch.object(etcd_connection, "SILENCE_LIMIT_S", PATIENCE_S),
     ):

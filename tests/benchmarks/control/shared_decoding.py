@@ -1,0 +1,57 @@
+"""Generations are decoded once for all simulated agents of a process: real agents do that on machines of their own."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Final, TypeVar
+from unittest import mock
+
+from resilient_jax.cluster import generation_reader
+from resilient_jax.protocol.generation_change import GenerationChange
+from resilient_jax.protocol.records import Generation
+from resilient_jax.store.interface import KeyValue
+
+MAX_KEPT: Final = 64
+
+ResultT = TypeVar("ResultT")
+
+
+class _Memory:
+    """The newest results of some functions, by the arguments, which are kept with them."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, tuple[object, object]] = {}
+
+    def find_or_make(self, key: Hashable, kept: object, make: Callable[[], ResultT]) -> ResultT:
+        """Return what `make` has returned for this key; `kept` lives as long as the result."""
+        if key not in self._results:
+            self._results[key] = (kept, make())
+            if len(self._results) > MAX_KEPT:
+                del self._results[next(iter(self._results))]
+        return self._results[key][1]  # pyright: ignore[reportReturnType] - what `make` returned for the same key
+
+
+@contextlib.contextmanager
+def share_decoding() -> Iterator[None]:
+    """Have all readers of generations in this process share what one has decoded."""
+    memory = _Memory()
+    decode_generation = generation_reader.decode_generation
+    decode_change, apply_change = generation_reader.decode_change, generation_reader.apply_change
+
+    def decode_generation_once(record: KeyValue) -> Generation:
+        key = (record.key, record.mod_revision)
+        return memory.find_or_make(key, record, lambda: decode_generation(record))
+
+    def decode_change_once(record: KeyValue) -> GenerationChange:
+        key = (record.key, record.mod_revision)
+        return memory.find_or_make(key, record, lambda: decode_change(record))
+
+    def apply_change_once(known: Generation | None, change: GenerationChange) -> Generation | None:
+        key = (id(known), id(change))
+        return memory.find_or_make(key, (known, change), lambda: apply_change(known, change))
+
+    with (
+        mock.patch.object(generation_reader, "decode_generation", decode_generation_once),
+        mock.patch.object(generation_reader, "decode_change", decode_change_once),
+        mock.patch.object(generation_reader, "apply_change", apply_change_once),
+    ):
+        yield
