@@ -92,11 +92,6 @@ class StoreStateMachine:
         """The revision of the last change."""
         return self.history.revision
 
-    @property
-    def compacted_revision(self) -> Revision:
-        """The last revision that the history no longer has."""
-        return self.history.compacted_revision
-
     # Leases
 
     def grant(self, ttl_s: float, now_s: float) -> LeaseId:
