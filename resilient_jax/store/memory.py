@@ -21,6 +21,7 @@ from resilient_jax.store.interface import (
 from resilient_jax.store.journal import Changed, LeaseEnded, LeaseGranted, StoreImage, StoreJournal
 from resilient_jax.store.state_machine import StoreStateMachine
 from resilient_jax.store.transaction_store import TransactionStore
+from resilient_jax.store.watch_channels import WatchChannels
 
 EXPIRY_CHECK_INTERVAL_S = 0.1
 """The interval of the expiry of leases, and so the largest delay of it."""
@@ -54,7 +55,7 @@ class MemoryStore(TransactionStore):
             first_lease=LeaseId(1 + secrets.randbits(48)), keep_revisions=keep_revisions
         )
         self.store_id = secrets.token_hex(8)
-        self._changed = asyncio.Event()  # set, and replaced, with each new revision
+        self._channels = WatchChannels()
         self._is_closed = False
         self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
         self._ticking: asyncio.Task[None] | None = None
@@ -145,19 +146,20 @@ class MemoryStore(TransactionStore):
         next_revision = from_revision
         while True:
             self._check_open()
-            # Taken before the history is read: a change after the read sets this very event.
-            changed = self._changed
+            # Taken before the history is read: a change after the read wakes this very channel.
+            channel = self._channels.get(prefix)
             events, next_revision = self._machine.read_history(
                 prefix, next_revision, MAX_BATCH_BYTES, self._told_revision
             )
             yield events, next_revision
             if next_revision > self._told_revision and not self._is_closed:
-                await changed.wait()
+                await channel.wait()
+                next_revision = max(next_revision, channel.resume_from)
 
     async def close(self) -> None:
         """End all watches and close the store; see `Store.close`."""
         self._is_closed = True
-        self._changed.set()
+        self._channels.wake_all(Revision(0))
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
@@ -209,10 +211,12 @@ class MemoryStore(TransactionStore):
             await self._journal.sync(self._make_image)
             self._check_open()
         if self._told_revision < revision:
-            self._told_revision = revision
-            # Replaced and not cleared, so that every watcher that waits for the old one wakes.
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            told, self._told_revision = self._told_revision, revision
+            history = self._machine.history
+            if told >= history.compacted_revision:
+                self._channels.tell(history.list_since(told), revision)
+            else:
+                self._channels.wake_all(Revision(told + 1))
 
     def _make_image(self) -> StoreImage:
         return self._machine.make_image(self.store_id)

@@ -12,6 +12,7 @@ two states at once. It is still deterministic: the same calls give the same stat
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
@@ -82,17 +83,14 @@ class StoreStateMachine:
         self._keys: dict[str, KeyValue] = {}
         self._sorted_keys: list[str] = []
         self._leases: dict[LeaseId, _LeaseState] = {}
+        self._earliest_deadline_s = math.inf
+        """No lease ends before it; which does first is looked up only then, since with each request time passes."""
         self._next_lease = first_lease
 
     @property
     def revision(self) -> Revision:
         """The revision of the last change."""
         return self.history.revision
-
-    @property
-    def compacted_revision(self) -> Revision:
-        """The last revision that the history no longer has."""
-        return self.history.compacted_revision
 
     # Leases
 
@@ -105,8 +103,12 @@ class StoreStateMachine:
         check_ttl(ttl_s)
         lease = self._next_lease
         self._next_lease = LeaseId(lease + 1)
-        self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+        self._add_lease(lease, ttl_s, now_s)
         return lease
+
+    def _add_lease(self, lease: LeaseId, ttl_s: float, now_s: float) -> None:
+        self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+        self._earliest_deadline_s = min(self._earliest_deadline_s, now_s + ttl_s)
 
     def keep_alive(self, lease: LeaseId, now_s: float) -> float:
         """Extend the lease to `now_s` + its time to live, and return that time to live.
@@ -132,6 +134,8 @@ class StoreStateMachine:
 
     def expire(self, now_s: float) -> list[LeaseId]:
         """Revoke the leases whose deadline has passed, the earliest first, and return them."""
+        if now_s < self._earliest_deadline_s:
+            return []
         due = [
             (state.deadline_s, lease) for lease, state in self._leases.items() if state.deadline_s <= now_s
         ]
@@ -139,6 +143,8 @@ class StoreStateMachine:
         expired = [lease for _, lease in sorted(due)]
         for lease in expired:
             self.revoke(lease)
+        deadlines = (state.deadline_s for state in self._leases.values())
+        self._earliest_deadline_s = min(deadlines, default=math.inf)
         return expired
 
     def extend_leases(self, seconds: float) -> None:
@@ -288,16 +294,15 @@ class StoreStateMachine:
                 self.history.begin(record.revision)
                 self._keys = {found.key: found for found in record.key_values}
                 self._sorted_keys = sorted(self._keys)
-                self._leases = {
-                    lease: _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
-                    for lease, ttl_s in record.leases.items()
-                }
+                self._leases = {}
+                for lease, ttl_s in record.leases.items():
+                    self._add_lease(lease, ttl_s, now_s)
                 for found in record.key_values:
                     if found.lease != NO_LEASE:
                         self._leases[found.lease].keys.add(found.key)
                 self._next_lease = record.next_lease
             case LeaseGranted(lease=lease, ttl_s=ttl_s):
-                self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+                self._add_lease(lease, ttl_s, now_s)
                 self._next_lease = LeaseId(lease + 1)
             case LeaseEnded(lease=lease):
                 del self._leases[lease]

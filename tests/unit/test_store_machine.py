@@ -245,7 +245,7 @@ def test_history_is_bounded_in_bytes_for_any_values():
     last = put(machine, "a")
     for _ in range(50):
         last = put(machine, "a", b"x" * 3000)
-    events, _ = machine.read_history("", Revision(machine.compacted_revision + 1), 10**9)
+    events, _ = machine.read_history("", Revision(machine.history.compacted_revision + 1), 10**9)
     assert 1 <= len(events) <= 3
     assert events[-1].mod_revision == last
 
