@@ -36,16 +36,11 @@ MACHINE_SIZES = (64, 256, 1024, 4096)
 PLAIN_SIZES = (64, 256)
 """The plain machine needs an hour for a job of 4,096 hosts."""
 SAMPLED_PLAIN_SIZES = (1024,)
-SIMULATED_SIZES = {StoreKind.EMBEDDED: (64, 256, 1024), StoreKind.ETCD: (64, 256, 1024, 4096)}
-"""The embedded store takes a quarter of a minute for each phase of 1,024 hosts, and 16 times as long for 4,096."""
+SIMULATED_SIZES = (64, 256, 1024, 4096)
 AGENT_SIZES = (16, 32, 64)
 KILLS_PER_ROUND = 2
 HAS_ETCD = shutil.which("etcd") is not None
 ETCD_MISSING = "etcd is not installed: apt-get install etcd-server"
-SKIPPED = (
-    "a change of status costs the embedded store a look at every watcher, of which each host has two: with 1,024 "
-    "hosts 15 ms, and with 4,096 four times as long for each of four times as many. Ask for it with --sizes"
-)
 SCRIPT_LIMIT_S = 1800.0
 
 
@@ -140,16 +135,13 @@ def _measure(part: Part, work: Path, rounds: int, sizes: Sequence[int] | None) -
 def _measure_transport(work: Path, rounds: int, sizes: Sequence[int] | None) -> PartResult:
     samples: Samples = {}
     missing: dict[str, str] = {}
-    for kind, default in SIMULATED_SIZES.items():
+    for kind in StoreKind:
         if kind is StoreKind.ETCD and not HAS_ETCD:
             missing[f"{kind} store"] = ETCD_MISSING
             continue
-        found = measure_simulations(kind, sizes or default, rounds, work / kind)
+        found = measure_simulations(kind, sizes or SIMULATED_SIZES, rounds, work / kind)
         samples |= found.samples
         missing |= found.missing
-        skipped = [size for sizes in SIMULATED_SIZES.values() for size in sizes if size not in default]
-        for size in [] if sizes else skipped:
-            missing[f"{size} simulated agents, {kind} store"] = SKIPPED
     return PartResult(samples=samples, missing=missing)
 
 
