@@ -61,10 +61,11 @@ class LineProcess:
         return self._process.pid
 
     def send_line(self, line: str) -> None:
-        """Give the script a line."""
+        """Give the script a line; if the script has ended, `read_line` says so."""
         assert self._process.stdin is not None, "started with a pipe"
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
 
     def read_line(self, deadline_s: float) -> bytes:
         """Return the script's next line.
