@@ -30,7 +30,7 @@ from resilient_jax.protocol.records import (
 from resilient_jax.protocol.snapshots import SnapshotPlan
 
 MAX_SOURCES: Final = 64
-"""Of a generation."""
+"""Of a generation; one is enough where no member has to fetch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +82,11 @@ def find_state_origin(
     )
 
 
-def _choose_sources(sources: tuple[StateSource, ...]) -> tuple[StateSource, ...]:
-    """Return some of many sources, spread over all: each member need not read of thousands where one may fetch."""
-    stride = -(-len(sources) // MAX_SOURCES)
-    return sources[:: max(1, stride)]
+def _choose_sources(sources: tuple[StateSource, ...], *, does_any_fetch: bool) -> tuple[StateSource, ...]:
+    """Return some of many sources, spread over all: each member need not read of thousands where few may fetch."""
+    if len(sources) <= MAX_SOURCES:
+        return sources
+    return sources[:: -(-len(sources) // MAX_SOURCES)] if does_any_fetch else sources[:1]
 
 
 def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
@@ -146,13 +147,14 @@ def form_next_generation(
             service_address=address,
         )
     held = {source.host for source in origin.sources}
+    # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
+    receivers = tuple(m.host for m in built.members if m.host not in held) if held else ()
     return msgspec.structs.replace(
         built,
         phase=GenerationPhase.FORM,
         step=origin.step,
-        sources=_choose_sources(origin.sources),
-        # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
-        receivers=tuple(m.host for m in built.members if m.host not in held) if held else (),
+        sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
+        receivers=receivers,
         snapshot=origin.snapshot,
         state_loss=None
         if origin.exists

@@ -13,7 +13,7 @@ import msgspec
 
 from resilient_jax.protocol.records import Generation
 
-SMALL_RECORD_BYTES: Final = 8192
+SMALL_RECORD_BYTES: Final = 2048
 """A record of at most so many bytes is its own change: to read it costs no more than to look for what is different."""
 _DIGEST_BYTES: Final = 16
 

@@ -564,3 +564,22 @@ def test_the_minimum_applies_from_the_start_although_fewer_hosts_are_expected():
     assert job.asked == []
     job.report("b", state=WorkerState.IDLE)
     assert job.asked[-1] == StartCoordinationService(WorldId(1), 2, 2)
+
+
+def test_of_many_members_with_the_state_the_generation_names_some_and_one_where_none_fetches():
+    names = [f"h{index:03}" for index in range(150)]
+    job = training(*names, step=3)
+    job.worker(names[5], exit_code=-9)
+    left = [name for name in names if name != names[5]]
+    job.acknowledge(*left, step=4)
+    assert (job.phase, len(job.members)) == (GenerationPhase.FORM, 149)
+    assert len(job.generation.sources) == 1
+    assert job.generation.receivers == ()
+    job.form()
+    job.worker(names[7], exit_code=-9)
+    job.restart(names[5])
+    job.acknowledge(*(name for name in left if name != names[7]), step=4)
+    job.serve()
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.receivers == (names[5],)
+    assert 32 < len(job.generation.sources) <= 64
