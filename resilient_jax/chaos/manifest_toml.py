@@ -52,8 +52,9 @@ def _of_incident(incident: Incident) -> dict:
     built["fault"] = {name: v for name, v in built["fault"].items() if v is not None and v != ""}
     if not built["overlaps"]:
         del built["overlaps"]
-    if not built["required_events"]:
-        del built["required_events"]
+    for name in ("required_events", "forbidden_events"):
+        if not built[name]:
+            del built[name]
     return built
 
 

@@ -21,11 +21,12 @@ from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
-from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
+from resilient_jax.cluster.status_changes import are_snapshots_due
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
+from resilient_jax.membership.facts import owes_answer
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -229,7 +230,7 @@ class Agent:
         session = self._registration.session
         if session is None or session.written is None:
             return
-        if is_answer_due(generation, session.written):
+        if owes_answer(generation, session.written):
             self._mark_changed()
         elif generation.phase is not GenerationPhase.ACTIVE:
             asyncio.get_running_loop().call_later(ANSWER_DELAY_S, self._write_due_snapshots)

@@ -9,14 +9,8 @@ with their answer to the generation, which the leader waits for before it choose
 from collections.abc import Iterable
 
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.membership.facts import owes_answer
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotStatus
-
-
-def is_answer_due(generation: Generation, written: HostStatus) -> bool:
-    """Return whether the leader waits for this host, which has read the generation, to write its status again."""
-    return owes_answer(generation, written)
 
 
 def are_snapshots_due(generation: Generation | None, written: HostStatus, present: HostStatus) -> bool:

@@ -49,7 +49,7 @@ from resilient_jax.cluster.standby_orders import (
     SendStandbyToSeat,
     TakeOver,
 )
-from resilient_jax.cluster.status_changes import are_snapshots_due, is_answer_due
+from resilient_jax.cluster.status_changes import are_snapshots_due
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import (
     GenerationNumber,
@@ -60,6 +60,7 @@ from resilient_jax.ids import (
     Revision,
 )
 from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import owes_answer
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, Tick
 from resilient_jax.membership.rules import PublishGeneration, make_initial_state
 from resilient_jax.membership.state_loss import StateLossPolicy
@@ -677,7 +678,7 @@ class Cluster:
         host.read = Revision(self.store.revision + 1)
         if (stored := self.read_stored()) is not None:
             self.tell(host, GenerationRead(stored))
-            host.touched |= host.written is not None and is_answer_due(stored, host.written)
+            host.touched |= host.written is not None and owes_answer(stored, host.written)
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
@@ -702,7 +703,7 @@ class Cluster:
         assert isinstance(found, PutEvent)
         generation = msgspec.msgpack.decode(found.key_value.value, type=Generation)
         self.tell(host, GenerationRead(generation))
-        host.touched |= host.written is not None and is_answer_due(generation, host.written)
+        host.touched |= host.written is not None and owes_answer(generation, host.written)
 
     def leave(self, host: Host) -> None:
         self.kill_host(host)
