@@ -46,7 +46,7 @@ class DeadHostFinder:
                 task.add_done_callback(lambda _, host=host: self._looks.pop(host))
 
     async def close(self) -> None:
-        """End all looks."""
+        """Look at no agent any more."""
         tasks = list(self._looks.values())
         for task in tasks:
             task.cancel()

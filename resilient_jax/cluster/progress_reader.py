@@ -3,7 +3,7 @@
 import msgspec
 
 from resilient_jax.cluster.progress_messages import READ, SERVICE, HostProgress, ReadProgress
-from resilient_jax.errors import PeerError
+from resilient_jax.errors import PeerError, Unauthenticated
 from resilient_jax.protocol.records import HostStatus
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials
@@ -14,13 +14,15 @@ ANSWER_TIMEOUT_S = 1.0
 async def read_progress(endpoint: str, credentials: Credentials) -> tuple[HostProgress, ...]:
     """Return what the agent at `endpoint` knows; nothing if it does not answer, or not us.
 
+    A command without the job's token still shows what the store of an etcd cluster has.
+
     Raises:
         ConfigError: a TLS file cannot be read.
     """
     async with Channel(endpoint, credentials) as channel:
         try:
             answer = await channel.call(SERVICE, READ, ReadProgress(), timeout_s=ANSWER_TIMEOUT_S)
-        except PeerError:
+        except (PeerError, Unauthenticated):
             return ()
     return answer.hosts
 

@@ -7,6 +7,7 @@ to the leader, which names another.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -22,7 +23,7 @@ from resilient_jax.cluster.progress_messages import (
     ReportReceipt,
 )
 from resilient_jax.cluster.progress_tree import FANOUT, ProgressTree
-from resilient_jax.errors import PeerError, PeerUnreachable
+from resilient_jax.errors import ConfigError, PeerError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.server import Server
@@ -79,7 +80,7 @@ class ProgressRelay:
             self._unsent.update(self._known)
 
     async def run(self) -> None:
-        """Report until cancelled."""
+        """Report to the leader, or to whom it names, until cancelled; a report that fails is sent again."""
         channel: Channel | None = None
         try:
             while True:
@@ -93,11 +94,12 @@ class ProgressRelay:
                     or not (self._unsent or target == self._leader)
                 ):
                     continue
-                if channel is None or channel.address != target:
-                    if channel is not None:
-                        await channel.close()
-                    channel = Channel(target, self._context.settings.credentials)
-                await self._report(channel)
+                if channel is not None and channel.address != target:
+                    await channel.close()
+                    channel = None
+                with contextlib.suppress(ConfigError):  # certificates that are being replaced: the next time
+                    channel = channel or Channel(target, self._context.settings.credentials)
+                    await self._report(channel)
         finally:
             if channel is not None:
                 await channel.close()
@@ -126,7 +128,7 @@ class ProgressRelay:
         request = ProgressReports(sender=self._context.settings.host, hosts=reports)
         try:
             receipt = await channel.call(SERVICE, REPORT, request, timeout_s=REPORT_TIMEOUT_S)
-        except PeerError as error:
+        except (PeerError, Unauthenticated) as error:
             if isinstance(error, PeerUnreachable) and error.is_refused and channel.address == self._leader:
                 self._on_refused()
             # What this one had been told, and has not told others yet, is lost with it.

@@ -21,6 +21,7 @@ from resilient_jax.config import JobConfig
 from resilient_jax.ids import HostName
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
 
 NUM_HOSTS = 9
@@ -148,5 +149,20 @@ def test_a_new_leader_is_told_all_at_once_what_agents_know(tmp_path: Path) -> No
             assert set(tree.steps.values()) == {1}
             assert tree.refused, "without news, too"
             assert "h0" not in tree.steps
+
+    asyncio.run(run())
+
+
+def test_progress_is_never_a_reason_to_fail_whatever_the_leader_answers(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as tree:
+            host, stranger = tree.hosts[3], Server(credentials=Credentials("another token"))
+            ProgressRelay(host.relay._context, stranger, host.relay._make_own)
+            async with stranger:
+                assert await read_progress(stranger.address, Credentials("token")) == ()
+                host.relay.follow(stranger.address, on_refused=lambda: None)
+                await wait_until(lambda: stranger.num_unauthenticated > 2)
+            host.relay.follow(tree.hosts[0].relay.endpoint, on_refused=lambda: None)
+            await tree.wait_step(1)
 
     asyncio.run(run())
