@@ -82,6 +82,31 @@ def find_state_origin(
     )
 
 
+def _reform(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], spare_seats: int
+) -> Generation | StartCoordinationService:
+    """Return the present generation in a new world, or the service that must run before it."""
+    generation = state.generation
+    # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later world.
+    world = WorldId(generation.number)
+    members = _assign_seats(generation, kept, joiners)
+    # A host alone has a world without a network between its devices, and so without others.
+    num_seats = len(members) + spare_seats if len(members) > 1 else 1
+    address = _find_address(state, world, len(members))
+    if address is None:
+        return StartCoordinationService(world, len(members), num_seats)
+    return msgspec.structs.replace(
+        generation,
+        change=WorldChange.REFORM,
+        world=world,
+        num_seats=num_seats,
+        next_seat=Seat(len(members)),
+        members=members,
+        newcomers=(),
+        service_address=address,
+    )
+
+
 def _choose_sources(sources: tuple[StateSource, ...], *, does_any_fetch: bool) -> tuple[StateSource, ...]:
     """Return some of many sources, spread over all: each member need not read of thousands where few may fetch."""
     if len(sources) <= MAX_SOURCES:
@@ -127,25 +152,9 @@ def form_next_generation(
         )
         built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
     else:
-        # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later
-        # world.
-        world = WorldId(generation.number)
-        members = _assign_seats(generation, kept, joiners)
-        # A host alone has a world without a network between its devices, and so without others.
-        num_seats = len(members) + spare_seats if len(members) > 1 else 1
-        address = _find_address(state, world, len(members))
-        if address is None:
-            return StartCoordinationService(world, len(members), num_seats)
-        built = msgspec.structs.replace(
-            generation,
-            change=WorldChange.REFORM,
-            world=world,
-            num_seats=num_seats,
-            next_seat=Seat(len(members)),
-            members=members,
-            newcomers=(),
-            service_address=address,
-        )
+        built = _reform(state, kept, joiners, spare_seats)
+        if isinstance(built, StartCoordinationService):
+            return built
     held = {source.host for source in origin.sources}
     # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
     receivers = tuple(m.host for m in built.members if m.host not in held) if held else ()
