@@ -61,6 +61,8 @@ def kill_from_anywhere(tiny: TinyJob, host: str) -> None:
     """Kill a worker as one does without the job's run folder; check that logs and events are read so, too."""
     contact = read_contact(tiny.work / "run")
     where, token = ("--store", contact.store, "--job", contact.job), {TOKEN_VARIABLE: contact.token}
+    code, said = run_command(["status", *where], {TOKEN_VARIABLE: ""})
+    assert (code, host in said) == (0, True), "what the store has needs no token of the job's: " + said
     code, said = run_command(["kill", *where, "worker", host], token)
     assert code == 0, said
     assert said.startswith(f"SIGKILL to worker on {host}: process ")
