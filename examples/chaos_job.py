@@ -19,8 +19,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.sharding.placements import FullyShardedPlacement, fully_sharded
-from resilient_jax.step.resharding import replicate_tree, shard_tree
 
 SIZE, MICROBATCHES, ROWS = 48, 12, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
@@ -75,9 +73,8 @@ def update(state: State, gradients: Arrays) -> State:
 def train(world: rj.World, options: argparse.Namespace) -> None:
     """Train until the stop step or the end of this generation."""
     replicated = NamedSharding(world.local_mesh("data"), P())
-    is_sharded = options.state == "sharded"
-    rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1})) if is_sharded else replicated
-    state = world.restore_or_init(init_state, sharding=rule)
+    sharded = rj.ShardedState(world, init_state) if options.state == "sharded" else None
+    state = sharded.restore_or_init() if sharded else world.restore_or_init(init_state, sharding=replicated)
     zeros = jax.device_put(
         (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), replicated
     )
@@ -85,7 +82,7 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
     for step in world.steps(options.steps):
         if step >= read_end(options.steps):
             return
-        params = replicate_tree(state["params"], replicated) if is_sharded else state["params"]
+        params = sharded.gather(state["params"]) if sharded else state["params"]
 
         def compute(microbatch: rj.Microbatch, params: Arrays = params) -> Total:
             key = (microbatch.step, microbatch.index)
@@ -94,11 +91,9 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
             return differentiate(replica.to_replica(params), replica.place_batch(rows))
 
         loss, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros)
-        if isinstance(rule, FullyShardedPlacement):
-            gradients = shard_tree(gradients, rule)
-        state = update(state, gradients)
+        state = sharded.update(update, state, gradients) if sharded else update(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
-        if is_sharded or options.snapshots:
+        if sharded or options.snapshots:
             world.snapshot(state)
         if is_watched:
             time.sleep(options.pace)

@@ -10,6 +10,7 @@ weights are bit-identical.
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def make_trainer(
     text: Bytes,
     folder: Path,
     checkpoints: rj.Checkpoints | None = None,
-    pause_s: float = 0.0,
+    callbacks: Sequence[rj.Callback] = (),
 ) -> rj.Trainer:
     """Return the trainer, without touching a device; paths in the settings are relative to `folder`."""
 
@@ -48,7 +49,7 @@ def make_trainer(
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
         checkpoints=checkpoints,
-        callbacks=[lambda report: time.sleep(pause_s)],
+        callbacks=callbacks,
         **choose_parallelism(settings, folder),
     )
 
@@ -58,6 +59,8 @@ def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
     if settings.plan.topology is not None:
         topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
         return {"planner": rj.Planner(topology=topology, compile_ahead=ahead)}
+    if settings.pipeline.stages is not None:
+        return {"parallelism": rj.Parallelism(pipeline=rj.Pipeline(num_stages=settings.pipeline.stages))}
     # The model is small: each device is a replica, without communication inside a microbatch.
     replicas = rj.ReplicaShape(per_host="devices")
     return {"parallelism": rj.Parallelism(replica_shape=replicas, state=settings.state.parallelism)}
@@ -107,7 +110,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     folder = Path(arguments.config).resolve().parent
-    result = make_trainer(settings, text, folder, checkpoints, arguments.pause_s).fit(settings.steps)
+    pauses = [lambda report: time.sleep(arguments.pause_s)] if arguments.pause_s else []
+    result = make_trainer(settings, text, folder, checkpoints, pauses).fit(settings.steps)
     if result.host_index == 0:
         print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
         if arguments.digest:

@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.fit_config import ReadOptions as ReadOptions
     from resilient_jax.trainer.fit_result import FitResult as FitResult
     from resilient_jax.trainer.numerics import Numerics as Numerics
+    from resilient_jax.trainer.pipeline_options import Pipeline as Pipeline
     from resilient_jax.trainer.planner import Planner as Planner
     from resilient_jax.trainer.step_report import Callback as Callback
     from resilient_jax.trainer.step_report import StepReport as StepReport
     from resilient_jax.trainer.trainer import Trainer as Trainer
     from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
     from resilient_jax.worker.run import run as run
+    from resilient_jax.worker.sharded_state import ShardedState as ShardedState
     from resilient_jax.worker.world import World as World
 
 _HOME = {
@@ -77,6 +79,7 @@ _HOME = {
     "OperatorError": "resilient_jax.errors",
     "PackedDocuments": "resilient_jax.data.packing",
     "Parallelism": "resilient_jax.trainer.fit_config",
+    "Pipeline": "resilient_jax.trainer.pipeline_options",
     "Plan": "resilient_jax.planning.plan",
     "PlanError": "resilient_jax.planning.errors",
     "Planner": "resilient_jax.trainer.planner",
@@ -89,6 +92,7 @@ _HOME = {
     "ReplanOption": "resilient_jax.planning.replanning",
     "ReplicaShape": "resilient_jax.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
+    "ShardedState": "resilient_jax.worker.sharded_state",
     "StateError": "resilient_jax.errors",
     "StepReport": "resilient_jax.trainer.step_report",
     "Topology": "resilient_jax.topology.topology",
@@ -129,6 +133,7 @@ __all__ = [
     "OperatorError",
     "PackedDocuments",
     "Parallelism",
+    "Pipeline",
     "Plan",
     "PlanError",
     "Planner",
@@ -141,6 +146,7 @@ __all__ = [
     "ReplanOption",
     "ReplicaShape",
     "ResilientJaxError",
+    "ShardedState",
     "StateError",
     "StepReport",
     "Topology",

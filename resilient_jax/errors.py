@@ -40,6 +40,8 @@ class ExitCode(enum.IntEnum):
     """Every holder of the training state died at once, and nothing else holds it."""
     SCRIPT_DIFFERS = 86
     """The job's other hosts run another script, or the same with other arguments, modules or versions."""
+    HOST_CORRUPT = 87
+    """This host computes wrongly: an audit has found other results on it than on two other hosts. Examine it."""
     INTERNAL_ERROR = 89
     """A bug of ours."""
     INTERRUPTED = 130
@@ -134,6 +136,16 @@ class ScriptRefused(JoinRefused):
     """The job's other hosts run another script than this host, or the same in another way."""
 
     exit_code = ExitCode.SCRIPT_DIFFERS
+
+
+class HostCorrupt(JoinRefused):
+    """This host computes wrongly, as an audit has found."""
+
+    exit_code = ExitCode.HOST_CORRUPT
+
+
+class ComputationsDiffer(OperatorError):
+    """Two hosts computed different bits of the same microbatch, and there is no third host to tell which is wrong."""
 
 
 class Unauthenticated(JoinRefused):

@@ -32,6 +32,9 @@ class EventKind(enum.StrEnum):
     """A script ended with an error of its own. Detail: `exit_code`, `error` (with its complete traceback)."""
     WORKER_UNRESPONSIVE = "worker.unresponsive"
     """A worker is stopped (SIGSTOP), or its guard thread sent nothing for too long. Detail: `pid`."""
+    WORKER_OVERDUE = "worker.overdue"
+    """A worker has made no progress for longer than the deadline of its task; its stacks are in the run folder. Detail:
+    `task`, `place` (of its main thread), `silent_s`, `deadline_s`."""
     WORKER_DYING = "worker.dying"
     """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"
@@ -39,6 +42,13 @@ class EventKind(enum.StrEnum):
     SIGNAL_ORDERED = "signal.ordered"
     """A command (`resilient-jax kill --store`) had an agent send a signal to processes of its host. Detail:
     `component`, `signal`, `pids`."""
+    WORKER_NOT_FORKED = "worker.not_forked"
+    """A worker is started as a process of its own, because the fork server cannot fork it. Detail: `why`."""
+    FORK_SERVER_STARTED = "fork_server.started"
+    """The process that the workers of `launch` are forked from was started. Detail: `pid`."""
+    FORK_SERVER_EXITED = "fork_server.exited"
+    """The process that workers are forked from ended, and they with it; others are started as processes of their own.
+    Detail: `pid`, `exit_code`."""
     STANDBY_STARTED = "standby.started"
     """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
     STANDBY_READY = "standby.ready"
@@ -74,6 +84,8 @@ class EventKind(enum.StrEnum):
     Detail: `dead` (the host)."""
     HOST_DRAINING = "host.draining"
     """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
+    HOST_QUARANTINED = "host.quarantined"
+    """A host takes no part in the job for a while. Detail: `quarantined` (the host), `seconds`, `reason`."""
     HOST_SPARE_USED = "host.spare_used"
     """A host that spared takes part, in the place of one that is missing. Detail: `spare` (the host), `change` (of the
     generation)."""
@@ -84,9 +96,15 @@ class EventKind(enum.StrEnum):
     """The store does not answer, or the lease was not renewed: this host does not train. Detail: `why`."""
     STORE_RECONNECTED = "store.reconnected"
     """The store answers again, and this host has a new lease."""
+    TREE_PARENT_LOST = "tree.parent_lost"
+    """The agent to which this host's agent reports, and which writes its status, does not answer: the host writes its
+    status itself, and the leader names another agent. Detail: `parent` (its endpoint)."""
     GENERATION_PHASE = "generation.phase"
     """The leader wrote a generation or its next phase. Detail: `phase`, `change` (`shrink` or `reform`), `hosts`
     (their number), `reason`, `token` of the leader, `revision` of the store."""
+    HANG_NAMED = "hang.named"
+    """The leader found which host keeps the others waiting, and acts on it. Detail: `hosts` (that hang; empty: all have
+    entered the same collective), `why`, `action`."""
     GENERATION_STALE = "generation.stale"
     """A record or order of an older generation was refused. Detail: `newest`, and from a worker `refused`."""
     STATE_REDUNDANCY = "state.redundancy"
@@ -167,6 +185,19 @@ class EventKind(enum.StrEnum):
     DATA_DIFFERS = "data.differs"
     """Reads of the same microbatch returned different arrays. Detail: `hosts` (that differ from most, or all if there
     is no majority), `microbatch`."""
+    AUDIT_PASSED = "audit.passed"
+    """Hosts computed the same bits of each other's microbatches; recorded by the first host. Detail: `hosts` (that are
+    verified up to this step)."""
+    AUDIT_FAILED = "audit.failed"
+    """Hosts computed different bits of a microbatch. Detail: `microbatch`, `compared` (owner, auditor and, if there is
+    one, referee), `corrupt` (the host that is wrong, "" if it cannot be said), `why`."""
+    HOST_CORRUPT = "host.corrupt"
+    """This host computes wrongly, and leaves the job. Detail: `why`."""
+    CHECKPOINT_DISTRUSTED = "checkpoint.distrusted"
+    """A checkpoint may have been touched by a host that computed wrongly; it is renamed and not read again. Detail:
+    `path` (the new one)."""
+    DIGESTS_UNWRITTEN = "digests.unwritten"
+    """Digests of steps cannot be written into the run folder; this worker writes no more of them. Detail: `why`."""
     SUM_REPEATED = "sum.repeated"
     """Numbers of a step were far above those of its microbatch 0, or not finite, so its exact sum is made again, in any
     range. Detail: `name` of the accumulation, `leaves` (of which these were)."""
@@ -180,6 +211,12 @@ class EventKind(enum.StrEnum):
     returned)."""
     PLAN_CHOSEN = "plan.chosen"
     """The planner chose another plan. Detail: `plan`, `before`, `step_s` (estimated), `reason`."""
+    PIPELINE_FORMED = "pipeline.formed"
+    """The model is split over the hosts of a generation. Detail: `replicas`, `blocks` of the model, `cut` (the hosts of
+    each replica, with their first and last block)."""
+    PIPELINE_STEP_RESUMED = "pipeline.step_resumed"
+    """A step goes on in a new generation. Detail: `kept` (tasks that this host had done), `seconds` (of those
+    that were left)."""
     STATE_SHARDED = "state.sharded"
     """The state is sharded. Detail: `bytes` of the state, `bytes_here` on this host, `bytes_everywhere` (what every
     host has, because it could not be sharded)."""
@@ -216,7 +253,7 @@ class EventKind(enum.StrEnum):
     """Microbatches have a NaN or an infinity in loss or gradient. Detail: `microbatches`, `done` (what becomes of
     them)."""
     COMPILE_CACHE_DISABLED = "compile_cache.disabled"
-    """Compiled programs are not shared between hosts. Detail: `why`."""
+    """Compiled programs are not shared between hosts, or lowered ones not kept. Detail: `why`."""
     PROGRAMS_READY = "programs.ready"
     """The first step of a generation has its programs. Detail: `seconds` (in all), `compiled` and `fetched` (their
     number), `compiled_s`."""

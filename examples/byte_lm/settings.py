@@ -44,6 +44,13 @@ class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Replicated on every host, or sharded over all of them; see `rj.Parallelism`."""
 
 
+class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model is split over hosts."""
+
+    stages: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """Hosts of a replica; without a number each host has the whole model."""
+
+
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether, and for which topology, the trainer searches a plan."""
 
@@ -66,4 +73,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: ModelSettings
     optimizer: OptimizerSettings
     state: StateSettings = StateSettings()
+    pipeline: PipelineSettings = PipelineSettings()
     plan: PlanSettings = PlanSettings()

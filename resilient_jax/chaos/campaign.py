@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events
+from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
 from resilient_jax.chaos.faults import fault_duration_s, fault_kind
 from resilient_jax.chaos.incident_injector import IncidentInjector
 from resilient_jax.chaos.injection import FaultEnvironment
@@ -194,7 +194,7 @@ class Campaign:
         self._wait_training(f"training of all hosts after {kind} {incident.target.part}")
 
     def _wait_training(self, what: str) -> None:
-        hosts = self._hosts - self._injector.stopped_hosts
+        hosts = self._hosts - self._injector.stopped_hosts - self._injector.taken_out_hosts
         goal = self._monitor.step + RECOVERED_STEPS
 
         def holds(report: JobReport) -> bool:
@@ -216,6 +216,7 @@ class Campaign:
             *check_commits(self._monitor.read_ledger(), self._reference.steps),
             *check_membership(self._job.events.records),
             *self._check_events(),
+            *check_findings(self._records, self._job.events.records),
         ]
         if found:
             raise InvariantBroken(*found)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 FILLER = "filler-of-the-chaos-campaign"
 CHUNK_BYTES = 65_536
+# Lazily: a process of the job that was left behind may still have a file open; that is another invariant.
+UNMOUNT_AT_END = 'read _; umount -l "$0"'
+"""A shell script: `read` returns when no process has the other end of its input, so also after SIGKILL."""
 
 
 class Disk:
@@ -31,6 +34,8 @@ class Disk:
 def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
     """Mount a disk of that size during the `with` block; at the end its files are copied to `<folder>-kept`.
 
+    If this process is killed, the disk is unmounted without a copy.
+
     Raises:
         OSError: this process may not mount.
     """
@@ -43,10 +48,16 @@ def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
     )
     if done.returncode:
         raise OSError(done.stderr.strip() or "mount failed")
+    # In a session of its own, so that a signal to the campaign's group does not end it.
+    guard = subprocess.Popen(
+        ["sh", "-c", UNMOUNT_AT_END, str(folder)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield Disk(folder)
     finally:
         kept = folder.with_name(f"{folder.name}-kept")
         subprocess.run(["cp", "-a", f"{folder}/.", str(kept)], check=False, capture_output=True)
-        # Lazily: a process of the job that was left behind may still have a file open; that is another invariant.
-        subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+        guard.communicate()

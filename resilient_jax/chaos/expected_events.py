@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 
 from resilient_jax.chaos.faults import (
+    TEMPORARY_FAULTS,
     BitFlip,
     NanGradients,
     NetworkPartition,
     ProcessExit,
     ProcessKill,
     ProcessStop,
+    SilentCorruption,
     UserException,
     fault_kind,
     is_message_flip,
@@ -32,6 +34,12 @@ EVENTS_OF_PART = {
     TargetPart.HOST: (EventKind.HOST_LOST, EventKind.AGENT_STARTED),
     TargetPart.SERVICE: (EventKind.COORDINATION_SERVICE_EXITED,),
     TargetPart.SNAPSHOTS: (EventKind.SNAPSHOT_SERVER_EXITED,),
+}
+EVENTS_OF_WORKER_FAULT = {
+    ProcessExit: EVENTS_OF_PART[TargetPart.WORKER],
+    UserException: (EventKind.USER_ERROR,),
+    NanGradients: (EventKind.NONFINITE, EventKind.USER_ERROR),
+    SilentCorruption: (EventKind.HOST_CORRUPT,),
 }
 EVENTS_OF_SILENCE = (EventKind.HOST_LOST, EventKind.STORE_LOST, EventKind.AGENT_STARTED)
 
@@ -73,12 +81,8 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
                 return EVENTS_OF_PART[part]
             is_silent = duration_s is None or duration_s > LEASES_MISSED * lease_ttl_s
             return EVENTS_OF_SILENCE if is_silent and part is not TargetPart.LINK else ()
-        case ProcessExit():
-            return EVENTS_OF_PART[TargetPart.WORKER]
-        case UserException():
-            return (EventKind.USER_ERROR,)
-        case NanGradients():
-            return (EventKind.NONFINITE, EventKind.USER_ERROR)
+        case ProcessExit() | UserException() | NanGradients() | SilentCorruption():
+            return EVENTS_OF_WORKER_FAULT[type(fault)]
         case BitFlip(region="message"):
             return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_CORRUPT)
         case NetworkPartition(duration_s=duration_s):
@@ -116,6 +120,28 @@ def check_expected_events(
             found.append(Violation(invariant=Invariant.EVENTS, description=text))
         found += _find_forbidden(record, later, following)
     return found
+
+
+def check_findings(records: Sequence[IncidentRecord], events: Sequence[Event]) -> list[Violation]:
+    """Return a violation for each finding about a host that no incident before it explains.
+
+    A hang may be a process that hangs, is stopped or is slow, or a link; a quarantine follows any fault. In a campaign
+    without such incidents nothing may be found.
+    """
+    done = [record for record in records if not record.skip_reason]
+    causes = {
+        EventKind.HANG_NAMED: [r for r in done if isinstance(r.incident.fault, TEMPORARY_FAULTS)],
+        EventKind.HOST_QUARANTINED: done,
+    }
+    return [
+        Violation(
+            invariant=Invariant.EVENTS,
+            description=f"{event.kind} of {event.host}, which no fault explains: {event.detail}",
+        )
+        for event in events
+        if event.kind in causes
+        and not any(record.started_s <= event.monotonic_s for record in causes[event.kind])
+    ]
 
 
 def _find_forbidden(

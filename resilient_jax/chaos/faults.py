@@ -62,6 +62,15 @@ class NanGradients(_Fault, frozen=True, tag="nan"):
     """NaN in the host's accumulator after a microbatch: in the gradient and all else that is accumulated."""
 
 
+class SilentCorruption(_Fault, frozen=True, tag="corrupt"):
+    """One wrong bit in the host's gradients of a microbatch, which stay finite: once, or in every one from then on.
+
+    Only an audit notices; `job.config` must have as many (`audit_share`) as are to find it.
+    """
+
+    is_repeated: bool = False
+
+
 # The network. Each host must have a network namespace of its own.
 
 
@@ -142,6 +151,7 @@ Fault = (
     | UserException
     | MainThreadHang
     | NanGradients
+    | SilentCorruption
     | NetworkPartition
     | SlowLink
     | LossyLink
@@ -151,7 +161,7 @@ Fault = (
     | NoDescriptors
     | ClockJump
 )
-WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients)
+WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients, SilentCorruption)
 """Faults that a worker injects into itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
 STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *NETWORK_FAULTS)

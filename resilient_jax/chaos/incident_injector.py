@@ -15,6 +15,7 @@ from resilient_jax.chaos.faults import (
     ProcessExit,
     ProcessKill,
     ProcessStop,
+    SilentCorruption,
     UserException,
 )
 from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
@@ -44,6 +45,7 @@ class IncidentInjector:
 
     Attributes:
         stopped_hosts: hosts that were stopped without a duration: they are not expected to train again.
+        taken_out_hosts: hosts that compute wrongly: audits take them out for good.
         dead_processes: processes that must not run any more.
     """
 
@@ -57,6 +59,7 @@ class IncidentInjector:
         log: Callable[[str], None],
     ) -> None:
         self.stopped_hosts: set[str] = set()
+        self.taken_out_hosts: set[str] = set()
         self.dead_processes: set[ProcessIdentity] = set()
         self._job = job
         self._monitor = monitor
@@ -99,7 +102,9 @@ class IncidentInjector:
             record = dataclasses.replace(record, started_s=time.monotonic())
             return self._inject_from_outside(record, self._monitor.poll() or report)
         finally:
-            self._job.failpoints.release(_order_name(record))
+            is_lasting = isinstance(incident.fault, SilentCorruption) and incident.fault.is_repeated
+            if not is_lasting:
+                self._job.failpoints.release(_order_name(record))
 
     def _order(self, record: IncidentRecord, hosts: tuple[str, ...], action: FailPointAction) -> None:
         """Order workers to hold or fail at the incident's failpoint, and wait until they have reached the failpoint."""
@@ -126,6 +131,8 @@ class IncidentInjector:
         if isinstance(incident.fault, ProcessExit | UserException):
             pids = [pid for host in arrived for pid in find_target_pids(incident.target, host, report)]
             self.dead_processes |= set(_identify(pids))
+        if isinstance(incident.fault, SilentCorruption):
+            self.taken_out_hosts |= arrived
         if not arrived:
             return dataclasses.replace(record, skip_reason=f"no worker came to {incident.trigger.failpoint}")
         return dataclasses.replace(record, hosts=tuple(sorted(arrived)))

@@ -25,6 +25,7 @@ from resilient_jax.chaos.faults import (
     ProcessExit,
     ProcessKill,
     ProcessStop,
+    SilentCorruption,
     SlowLink,
     SlowProcess,
     UserException,
@@ -68,6 +69,8 @@ def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
             return failpoints.RaiseAction(message="an error in a step, injected by the chaos campaign")
         case MainThreadHang(duration_s=duration_s):
             return failpoints.HangAction(duration_s=duration_s)
+        case SilentCorruption(is_repeated=is_repeated):
+            return failpoints.FlipBitAction(is_repeated=is_repeated)
         case NanGradients() | BitFlip(region="message"):
             return failpoints.CorruptAction()
         case _:
@@ -128,7 +131,7 @@ def _inject(
             return _disturb_links(fault, hosts, environment.network)
         case ClockJump(jump_s=jump_s):
             return [wall_clock.jump_clock(jump_s)], f"the wall clock of this machine jumps by {jump_s:g} s"
-        case ProcessExit() | UserException() | MainThreadHang() | NanGradients():
+        case ProcessExit() | UserException() | MainThreadHang() | NanGradients() | SilentCorruption():
             raise AssertionError("made by the worker itself")
         case _:
             assert_never(fault)

@@ -127,6 +127,8 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             bridge. Needs root.
         disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
+        forks_workers: workers are forked from one process, as `launch` does; false: each is a process of its own, and
+            has a standby, as on a pod.
         config: keys of `JobConfig`, besides `CHAOS_CONFIG`.
     """
 
@@ -137,6 +139,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     network: Literal["loopback", "namespaces"] = "loopback"
     disk_mib: Count = 0
     may_set_clock: bool = False
+    forks_workers: bool = True
     config: dict[str, float | int | str] = {}
 
     @property

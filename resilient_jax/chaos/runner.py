@@ -128,6 +128,8 @@ def _make_options(manifest: CampaignManifest, directory: Path, network: Network 
     config.write_text(format_table(manifest.job.job_config))
     options = ["--config", str(config), "--devices-per-host", str(manifest.job.devices_per_host)]
     options += ["--max-host-restarts", str(MAX_HOST_RESTARTS)]
+    if not manifest.job.forks_workers:
+        options.append("--no-fork-workers")
     if network is not None:
         sites = directory / "sites.toml"
         sites.write_text(_format_sites(network))

@@ -45,9 +45,9 @@ class ArrayRead:
         self._shards: HostShards | None = None
         if leaf.sharding is not None:
             self._shards = (
-                HostShards.of_vector(size, leaf.sharding)
+                HostShards.of_vector(size, self._dtype, leaf.sharding)
                 if leaf.is_raveled
-                else HostShards(spec.shape, leaf.sharding)
+                else HostShards(spec.shape, self._dtype, leaf.sharding)
             )
         wanted = self._shards.boxes if self._shards is not None else [whole_box(spec.shape)]
         self._parts: dict[IndexBox, list[IndexBox]] = {

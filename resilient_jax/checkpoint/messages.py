@@ -17,6 +17,8 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         step: of this one.
         max_to_keep: how many of the newest to keep.
         distrusted: steps whose checkpoints could not be read: they do not count as kept.
+        verified_step: beside those, the newest of at most so many steps is kept: no host that computes wrongly has
+            touched it. None: nothing is verified.
         leaves: of the state.
     """
 
@@ -24,6 +26,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
     max_to_keep: int
     distrusted: tuple[int, ...]
+    verified_step: int | None
     leaves: list[StoredLeaf]
 
 

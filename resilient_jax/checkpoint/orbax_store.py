@@ -35,7 +35,9 @@ from resilient_jax.checkpoint.storage_client import POLL_INTERVAL_S, ReplyWait, 
 from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.telemetry.worker_activity import worker_activity
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,13 @@ class OrbaxStore:
         """Whether a save is in flight, as of the last call."""
         return self._save_in_flight is not None
 
-    def start_save(self, step: int, state: Tree, record_event: RecordEvent = ignore_event) -> bool:
+    def start_save(
+        self,
+        step: int,
+        state: Tree,
+        record_event: RecordEvent = ignore_event,
+        verified_step: int | None = None,
+    ) -> bool:
         """Copy the state, and have the copy written. Return once it is copied.
 
         Return False, and record an event, if the previous save is still in flight: then this one is skipped.
@@ -116,6 +124,7 @@ class OrbaxStore:
             step: how many steps are in the state. If a complete checkpoint of it is on storage, that one stays.
             state: arrays of which this process's devices have all shards.
             record_event: records events.
+            verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
         """
         self.poll_save(record_event)
         if self._save_in_flight is not None:
@@ -138,6 +147,7 @@ class OrbaxStore:
             step=step,
             max_to_keep=self._keep,
             distrusted=tuple(self._distrusted),
+            verified_step=verified_step,
             leaves=leaves,
         )
         try:
@@ -160,10 +170,11 @@ class OrbaxStore:
             record_event: records events.
             check: called while waiting; may raise to end the wait.
         """
-        while self._save_in_flight is not None:
-            self._wait_save(record_event, POLL_INTERVAL_S)
-            if check is not None:
-                check()
+        with worker_activity.task(WorkerTask.STORAGE):
+            while self._save_in_flight is not None:
+                self._wait_save(record_event, POLL_INTERVAL_S)
+                if check is not None:
+                    check()
 
     def wait_until_saved(
         self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
@@ -232,6 +243,26 @@ class OrbaxStore:
             self._failure = f"step {step}: {reason}"
             logger.warning("the checkpoint %s could not be written: %s", path, reason)
             note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
+
+    def distrust_after(self, step: int, record_event: RecordEvent = ignore_event) -> None:
+        """Rename the checkpoints of more than `step` steps, so that none is read again, or counts as one.
+
+        Several hosts may do so at once. A save in flight is waited for, since its checkpoint is one of them.
+        """
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        try:
+            self.wait_until_finished(record_event, lambda: _check_deadline(deadline_s))
+        except CheckpointFailed as error:
+            logger.warning("checkpoints in %s: %s", self._directory, error)
+            self._client.close()  # its process ends with the save
+            self._save_in_flight = None
+        for newer in (s for s in self.list_directory().steps if s > step):
+            path = self._directory / f".distrusted-{newer}-{time.time_ns()}"
+            try:
+                self.get_folder(newer).rename(path)
+            except FileNotFoundError:  # another host was faster
+                continue
+            record_event(EventKind.CHECKPOINT_DISTRUSTED, step=newer, path=str(path))
 
     # Loading.
 

@@ -65,7 +65,13 @@ def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
     return nbytes
 
 
-def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrusted: Collection[int]) -> None:
+def remove_old_checkpoints(
+    directory: Path,
+    step: int,
+    max_to_keep: int,
+    distrusted: Collection[int],
+    verified_step: int | None = None,
+) -> None:
     """Remove old checkpoints, and what dead writers have left.
 
     Args:
@@ -73,15 +79,18 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
         step: that was just saved. Newer ones, of a run that was not resumed, are neither counted nor removed.
         max_to_keep: the newest of those up to `step`.
         distrusted: steps that do not count as kept.
+        verified_step: the newest of at most so many steps is kept, too.
     """
     found = [
         s
         for s in list_directory(directory).steps
         if s <= step and find_tree_folder(directory / str(s)) is not None
     ]
-    kept = [s for s in found if s not in distrusted][:max_to_keep]
+    trusted = [s for s in found if s not in distrusted]
+    kept = trusted[:max_to_keep]
+    verified = [s for s in trusted if verified_step is not None and s <= verified_step][:1]
     # Distrusted ones that are newer than those kept stay; if there is none to keep, nothing is removed.
-    for old in (s for s in found if s < min(kept, default=0)):
+    for old in (s for s in found if s < min(kept, default=0) and s not in verified):
         # Renamed first: a half-removed checkpoint must not look like one.
         (directory / str(old)).rename(directory / f"{old}{TEMPORARY_MARK}-old")
     for name in list_directory(directory).unfinished:

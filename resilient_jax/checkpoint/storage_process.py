@@ -91,7 +91,9 @@ def _save(request: SaveRequest, memory: int) -> SaveReply:
     nbytes = write_checkpoint(
         directory, request.step, build_tree((leaf.path, view_leaf(leaf, mapped)) for leaf in request.leaves)
     )
-    remove_old_checkpoints(directory, request.step, request.max_to_keep, request.distrusted)
+    remove_old_checkpoints(
+        directory, request.step, request.max_to_keep, request.distrusted, request.verified_step
+    )
     return SaveReply(
         step=request.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s
     )

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from resilient_jax.cli.job_environment import make_job_environment
 from resilient_jax.cli.options import (
     ConfigOption,
     DevicesOption,
@@ -38,7 +39,6 @@ from resilient_jax.cli.outcome_text import describe_for_agent
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.run_directory import create_run_directory
-from resilient_jax.cluster.worker_process import copy_environment
 from resilient_jax.errors import (
     EXHAUSTION_ERRNOS,
     CallerError,
@@ -48,7 +48,7 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
+from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
@@ -56,7 +56,7 @@ from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.state_machine import FIRST_REVISION
-from resilient_jax.store.store_access import ETCD_PASSWORD_VARIABLE, StoreAccess, make_store_access
+from resilient_jax.store.store_access import StoreAccess, make_store_access
 from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
@@ -154,17 +154,17 @@ def agent(
     own_address = _choose_address(store, address)
     job_config = load_job_config(config, num_hosts)
     check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
-    if topology is not None and not failure_domain:
-        failure_domain = find_failure_domain(topology, host_name)
+    failure_domain = failure_domain or (find_failure_domain(topology, host_name) if topology else "")
     directory = create_run_directory(run_dir)  # last: bad input leaves nothing behind
     settings = AgentSettings(
         job=JobName(job),
         host=HostName(host_name),
         address=own_address,
         command=command,
-        environment=_make_environment(
-            directory, checked_platform, devices_per_host, job_config.collective_timeout_s
+        environment=make_job_environment(
+            os.environ, directory, checked_platform, devices_per_host, job_config.collective_timeout_s
         ),
+        fork_server=int(connected) if (connected := os.environ.pop(FORK_SERVER_VARIABLE, "")) else None,
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
         versions=read_versions(),
@@ -188,22 +188,6 @@ def _print_end(settings: AgentSettings, outcome: JobOutcome) -> None:
     is_plain = outcome.kind in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED)
     if (is_own or not settings.is_launched) and not is_plain:
         print_line(f"[{settings.host}] {describe_for_agent(outcome)}")
-
-
-def _make_environment(
-    directory: Path, platform: Platform | None, devices_per_host: int | None, collective_timeout_s: float
-) -> dict[str, str]:
-    """Return the environment of the host's workers: that of this process without the job's token."""
-    environment = copy_environment()
-    for secret in (TOKEN_VARIABLE, ETCD_PASSWORD_VARIABLE):
-        environment.pop(secret, None)
-    return environment | make_worker_environment(
-        platform=platform,
-        devices_per_host=devices_per_host,
-        cache_dir=str((directory / "compile-cache").absolute()),
-        collective_timeout_s=collective_timeout_s,
-        base=environment,
-    )
 
 
 def _read_token() -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from resilient_jax.cli.job_environment import make_job_environment
 from resilient_jax.cli.options import (
     ConfigOption,
     DevicesOption,
@@ -45,7 +46,7 @@ from resilient_jax.cluster.run_directory import (
     create_run_directory,
 )
 from resilient_jax.cluster.script_errors import read_script_errors
-from resilient_jax.config import load_toml
+from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
@@ -103,6 +104,15 @@ EtcdOption = Annotated[
 ]
 
 
+ForkOption = Annotated[
+    bool,
+    typer.Option(
+        help="Fork workers from one process that has imported JAX, so that they start sooner. Without it each imports "
+        "by itself, as on a pod. Workers on GPUs, and those of a script that sets environment variables, always do."
+    ),
+]
+
+
 def launch(
     context: typer.Context,
     script: ScriptArgument,
@@ -118,6 +128,7 @@ def launch(
     max_host_restarts: MaxHostRestartsOption = 100,
     store: EtcdOption = None,
     store_tls: StoreTlsOption = None,
+    fork_workers: ForkOption = True,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts on this machine, each with an agent as on a pod.
@@ -160,8 +171,23 @@ def launch(
         store_host=host_sites.store_host,
         store=store,
         store_tls=store_tls,
+        fork_environment=_make_fork_environment(
+            directory, checked_platform, devices_per_host, load_job_config(config, hosts)
+        )
+        # Not tried where a library may touch a GPU when it is imported.
+        if fork_workers and checked_platform == "cpu" and not host_sites.sites
+        else None,
     )
     sys.exit(_run(settings, is_used=is_used))
+
+
+def _make_fork_environment(
+    directory: Path, platform: Platform, devices_per_host: int | None, config: JobConfig
+) -> dict[str, str]:
+    """Return the environment that all agents will ask for."""
+    return make_job_environment(
+        os.environ, directory, platform, devices_per_host, config.collective_timeout_s
+    )
 
 
 def _run(settings: LaunchSettings, *, is_used: bool) -> int:

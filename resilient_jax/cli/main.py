@@ -32,7 +32,9 @@ COMMANDS = {
     "status": CommandSpec("resilient_jax.cli.status", OBSERVE),
     "logs": CommandSpec("resilient_jax.cli.logs", OBSERVE),
     "events": CommandSpec("resilient_jax.cli.events", OBSERVE),
+    "hosts": CommandSpec("resilient_jax.cli.hosts", OBSERVE),
     "kill": CommandSpec("resilient_jax.cli.kill", OBSERVE),
+    "replay": CommandSpec("resilient_jax.cli.replay", OBSERVE),
     "chaos": CommandSpec("resilient_jax.cli.chaos", OBSERVE),
     "plan": CommandSpec("resilient_jax.cli.plan", PLAN),
 }

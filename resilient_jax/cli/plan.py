@@ -23,9 +23,9 @@ from resilient_jax.cli.plan_options import (
 from resilient_jax.cli.plan_table import print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.replanning import ReplanDecision, replan
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer

@@ -8,6 +8,7 @@ import msgspec
 
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
+from resilient_jax.planning.unequal_plan import UnequalPlan
 
 
 def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
@@ -55,8 +56,18 @@ def _describe_change(change: ReplanDecision) -> dict[str, object]:
 
 
 def _describe_option(option: ReplanOption) -> dict[str, object]:
+    teams = option.plan.teams if isinstance(option.plan, UnequalPlan) else ()
     return {
         "action": option.action,
+        "teams": [
+            {
+                "shape": team.plan.shape,
+                "hosts": [dataclasses.asdict(span) for span in team.plan.hosts],
+                "microbatches": team.microbatches,
+                "sequences": team.sequences,
+            }
+            for team in teams
+        ],
         "shape": option.plan.shape,
         "step_time_s": option.step_time_s,
         "search_s": option.search_s,

@@ -21,10 +21,18 @@ ModelOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The model, such as configs/llama3_70b.toml.")
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, however many hosts are live.")]
-WithoutOption = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A host that died; repeat.")]
+WithoutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST[/DEVICE]", help="A host, or a device of it such as host-07/3, that died; repeat."
+    ),
+]
 SlowOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST=SPEED", help="A host at a part of its speed, such as host-11=0.6; repeat."),
+    typer.Option(
+        metavar="HOST=SPEED",
+        help="A host, device or link at a part of its speed: host-11=0.6, host-11/2=0.6, host-11/link=0.5; repeat.",
+    ),
 ]
 AxisOption = Annotated[
     list[str] | None,
@@ -60,7 +68,7 @@ def find_calibration(path: Path | None, topology: Path) -> Calibration:
 
 
 def change_topology(topology: Topology, lost: Iterable[str], slow: Iterable[str]) -> Topology:
-    """Return the topology without the lost hosts and with the slow ones at their speed.
+    """Return the topology without what was lost, and with what is slow at its speed: hosts, devices or links of hosts.
 
     Raises:
         CallerError: a string is not HOST=SPEED, or the topology lacks a host.

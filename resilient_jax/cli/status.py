@@ -126,6 +126,11 @@ def print_report(console: Console, report: JobReport) -> None:
         console.print(describe_outcome(generation.outcome))
         return
     console.print(describe_redundancy(report.redundancy))
+    for record in report.quarantine:  # a host that gave up has no row below
+        left_s = max(record.until_wall_s - time.time(), 0.0)
+        console.print(
+            f"{escape(record.host)}: in quarantine for {left_s:.0f} s more: {escape(record.reason)}"
+        )
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
@@ -135,6 +140,8 @@ def print_report(console: Console, report: JobReport) -> None:
         worker = host.worker
         notes = ["draining"] if host.is_draining else []
         notes += ["stopped"] if worker and worker.is_unresponsive else []
+        overdue = worker.report.overdue if worker else None
+        notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
         spare = describe_spare(host, generation) if generation is not None else ""
         notes += [spare] if spare else []
         notes += [_describe_standby(host.standby)] if host.standby is not None else []

@@ -6,6 +6,7 @@ for the worker. An agent decides nothing about membership, not even when it lead
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -15,15 +16,18 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_service import serve_agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.fork_server_connection import connect_fork_server
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.host_registration import HostRegistration
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.status_changes import are_snapshots_due
+from resilient_jax.cluster.status_combiner import StatusCombiner, StatusForwarder
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
-from resilient_jax.errors import ExitCode
+from resilient_jax.errors import ExitCode, PeerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.facts import owes_answer
@@ -41,6 +45,8 @@ from resilient_jax.transport.server_address import parse_address
 
 ANSWER_DELAY_S = 0.5
 """Time after the end of a generation in which a member's worker should stop; its report takes new snapshots along."""
+QUARANTINE_TIMEOUT_S = 3.0
+"""For the record of a host that gives up; without a store it has ended all the same."""
 DRAIN_GRACE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
@@ -66,6 +72,7 @@ class Agent:
             clock=clock or SystemClock(),
             log=self._log,
             print_line=print_line,
+            fork_server=None if settings.fork_server is None else connect_fork_server(settings.fork_server),
         )
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._server = Server(
@@ -95,6 +102,8 @@ class Agent:
             on_generation=self._on_generation,
         )
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
+        self._combiner = StatusCombiner(self._context, self._server)
+        self._forwarder = StatusForwarder(settings.credentials, self._relay)
         self._registration = HostRegistration(
             self._context,
             self._supervisor,
@@ -102,6 +111,7 @@ class Agent:
             self._follower,
             self._relay,
             self._make_status,
+            self._forwarder,
         )
 
     async def run(self) -> JobOutcome:
@@ -246,6 +256,12 @@ class Agent:
 
     async def _supervise_worker(self) -> None:
         if (outcome := await self._supervisor.supervise()) is not None:
+            # So that an agent that is started again, by a scheduler, does not begin with a new budget.
+            with contextlib.suppress(PeerError, TimeoutError):
+                async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
+                    await quarantine_host(
+                        self._context, self._settings.host, outcome.message.partition(";")[0]
+                    )
             self._end(outcome)
 
     def _on_worker_changed(self) -> None:
@@ -274,10 +290,14 @@ class Agent:
         # In this order: the worker before what it is connected to, and the lease last. Until the worker has
         # ended the others must not count this host as gone.
         await self._supervisor.close()
+        if self._context.fork_server is not None:
+            self._context.fork_server.close()
         await self._snapshots.close()
         await self._services.close()
         await self._follower.close()
         await self._registration.close()
+        await self._forwarder.close()
         await self._server.stop()
+        await self._combiner.close()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()

@@ -20,6 +20,7 @@ class AgentSettings:
         is_spare: the host takes part only in the place of another; `num_hosts` does not count it.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: of logs and events; None writes none.
+        fork_server: the descriptor of this agent's connection to the fork server of `launch`; None: there is none.
         is_launched: `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 
@@ -37,6 +38,7 @@ class AgentSettings:
     is_spare: bool = False
     failure_domain: str = ""
     show_all_output: bool = False
+    fork_server: int | None = None
     is_launched: bool = False
 
     @property

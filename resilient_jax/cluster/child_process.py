@@ -5,6 +5,7 @@ thread); it leads a process group of its own, so that ending the group ends its 
 a pidfd, in milliseconds and without a thread. Linux only, like the rest of the agent.
 """
 
+import abc
 import asyncio
 import contextlib
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 STOPPED_POLL_INTERVAL_S = 0.1
 """How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
@@ -43,55 +45,33 @@ def bind_to_this_process(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
 
 
-class ChildProcess:
-    """A running child process.
+class ChildProcess(abc.ABC):
+    """A running process of this one's: started by it, or forked for it by another.
 
     Attributes:
-        process: the handle; its pipes are the caller's to read.
+        stdout: the read end of the process's standard output, which is the caller's to read and close; None: no pipe.
+        stderr: the same of standard error.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        stdin: int = subprocess.DEVNULL,
-        stdout: int | None = subprocess.PIPE,
-        stderr: int | None = subprocess.PIPE,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.process = subprocess.Popen(
-            bind_to_this_process(command),
-            env=dict(env) if env is not None else None,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
-        )
-        try:
-            self._pidfd = os.pidfd_open(self.process.pid)
-        except OSError:  # out of descriptors: a child that cannot be watched must not run
-            with self.process:
-                self.kill()
-            raise
+    def __init__(self, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
+        self.stdout = stdout
+        self.stderr = stderr
         self._exited: asyncio.Event = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     @property
+    @abc.abstractmethod
     def pid(self) -> int:
-        """The id of the command's process, which the wrapper turns into; another process may have it after the end."""
-        return self.process.pid
+        """The id of the process; another process may have it after the end."""
 
     @property
+    @abc.abstractmethod
     def exit_code(self) -> int | None:
         """The exit code; negative for a signal, None while the process runs."""
-        return self.process.returncode
 
     async def wait_exited(self) -> int:
         """Wait for the process's end; return the exit code."""
         await self._exited.wait()
-        code = self.process.returncode
+        code = self.exit_code
         assert code is not None, "reaped"
         return code
 
@@ -102,19 +82,22 @@ class ChildProcess:
         SCHED_IDLE and not a nice value: any user may leave it again.
         """
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then start-up competes
-            os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 
     def restore_priority(self) -> None:
         """Give the process normal priority again."""
-        restore_normal_priority(self.process.pid)
+        restore_normal_priority(self.pid)
 
     def kill(self) -> None:
         """Send SIGKILL to the process and to what is left of its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        if self.process.returncode is None:
+        self._kill_group()
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, if it has not ended."""
+        if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.pid, number)
 
     async def kill_and_wait(self) -> int:
         """Kill the process if it still runs; return the exit code."""
@@ -139,24 +122,83 @@ class ChildProcess:
     def is_stopped(self) -> bool:
         """Return whether the process got SIGSTOP (a debugger's stop is another state and does not count)."""
         try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return False
         # The last parenthesis: the process's name, which stands in parentheses, may contain some itself.
         return stat.rpartition(")")[2].split()[0] == "T"
 
+    def close_pipes(self) -> None:
+        """Close what the caller has of the process's output, which it does not read to the end."""
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        """Note that the process has ended, and end what it started: the group outlives its leader."""
+        self._kill_group()
+        self._exited.set()
+
+
+class SpawnedProcess(ChildProcess):
+    """A child that runs a command.
+
+    Attributes:
+        stdin: the write end of its standard input; None: no pipe.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = subprocess.PIPE,
+        stderr: int | None = subprocess.PIPE,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._process = subprocess.Popen(
+            bind_to_this_process(command),
+            env=dict(env) if env is not None else None,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+        super().__init__(self._process.stdout, self._process.stderr)
+        self.stdin = self._process.stdin
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:  # out of descriptors: a child that cannot be watched must not run
+            with self._process:
+                self.kill()
+            raise
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        """The id of the command's process, which the wrapper turns into; another process may have it after the end."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative for a signal, None while the process runs."""
+        return self._process.returncode
+
     def _reap(self) -> None:
-        if self.process.poll() is None:
+        if self._process.poll() is None:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        if self.process.stdin is not None:
+        if self.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # what was not written yet has no reader
-                self.process.stdin.close()
-        # What the process started must not stay: the group outlives its leader.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._exited.set()
+                self.stdin.close()
+        self._end()
 
 
 def restore_normal_priority(pid: int) -> None:

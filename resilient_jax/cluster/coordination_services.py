@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 
-from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
+from resilient_jax.cluster.child_process import SpawnedProcess, open_line_reader
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat, WorldId
@@ -38,7 +38,7 @@ class CoordinationServices:
         self._log = log
         self._on_change = on_change
         self._standby: asyncio.Task[_Standby] | None = None
-        self._children: dict[CoordinationServiceStatus, ChildProcess] = {}
+        self._children: dict[CoordinationServiceStatus, SpawnedProcess] = {}
         self._starting: set[tuple[WorldId, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,10 +75,10 @@ class CoordinationServices:
         child = next((child for status, child in self._children.items() if status.address == address), None)
         if child is None:
             return
-        assert child.process.stdin is not None, "started with a pipe"
+        assert child.stdin is not None, "started with a pipe"
         with contextlib.suppress(OSError, ValueError):  # it is dead, and answers nothing
-            child.process.stdin.write("".join(f"lost {seat}\n" for seat in seats).encode())
-            child.process.stdin.flush()
+            child.stdin.write("".join(f"lost {seat}\n" for seat in seats).encode())
+            child.stdin.flush()
 
     def stop_older(self, world: WorldId) -> None:
         """End the services of worlds older than `world`."""
@@ -160,7 +160,7 @@ class CoordinationServices:
             await child.kill_and_wait()
             self.start_standby()
 
-    async def _watch(self, status: CoordinationServiceStatus, child: ChildProcess) -> None:
+    async def _watch(self, status: CoordinationServiceStatus, child: SpawnedProcess) -> None:
         code = await child.wait_exited_or_stopped()
         self._children.pop(status, None)
         self._log.record(EventKind.COORDINATION_SERVICE_EXITED, world=status.world, exit_code=code)
@@ -182,16 +182,16 @@ class CoordinationServices:
 class _Standby:
     """A standby process that has imported jaxlib and waits for an address."""
 
-    def __init__(self, child: ChildProcess, lines: asyncio.StreamReader) -> None:
+    def __init__(self, child: SpawnedProcess, lines: asyncio.StreamReader) -> None:
         self.child = child
         self.lines = lines
 
     async def serve(self, address: str, num_processes: int, num_seats: int) -> bool:
         """Take the process into service; return False if the port is taken."""
-        assert self.child.process.stdin is not None, "started with a pipe"
+        assert self.child.stdin is not None, "started with a pipe"
         try:
-            self.child.process.stdin.write(f"{address} {num_processes} {num_seats}\n".encode())
-            self.child.process.stdin.flush()
+            self.child.stdin.write(f"{address} {num_processes} {num_seats}\n".encode())
+            self.child.stdin.flush()
         except OSError:
             return False
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -200,15 +200,15 @@ class _Standby:
 
 
 async def _start_standby_process() -> _Standby:
-    child = ChildProcess(
+    child = SpawnedProcess(
         [sys.executable, "-m", SERVICE_MODULE],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert child.process.stdout is not None, "started with a pipe"
-        lines, _ = await open_line_reader(child.process.stdout.fileno())
-        child.process.stdout.close()
+        assert child.stdout is not None, "started with a pipe"
+        lines, _ = await open_line_reader(child.stdout.fileno())
+        child.stdout.close()
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await lines.readline()
         if answer.strip() != b"ready":

@@ -195,8 +195,8 @@ class GenerationFollower:
                 self._supervisor.send_order(order)
             case KillWorker(why):
                 self._supervisor.kill(why)
-            case ReplaceWorker(why):
-                self._supervisor.replace(why)
+            case ReplaceWorker(why, takes_stacks):
+                self._supervisor.replace(why, takes_stacks=takes_stacks)
             case CheckUnwound():
                 self.cancel()
                 loop = asyncio.get_running_loop()

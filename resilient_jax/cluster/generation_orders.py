@@ -16,6 +16,7 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 What it means for a standby that is a worker is in `standby_orders`.
 
 Rules:
+- If something hangs, a worker that runs gets `TakeStacks` first: with it, stacks are kept before anything unwinds.
 - A newcomer that runs, and one whose host leaves, is an outsider: the first trained in a generation that left it out.
 - A host that leaves stays while others may read a snapshot of which it has a part.
 - An outsider gets no order but is killed if it does not respond; and, where collectives cannot be broken off, replaced
@@ -42,7 +43,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     is_busy,
 )
-from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
+from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary, TakeStacks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ OrdersEvent = GenerationRead | RegistrationBegan | HostRegistered | LeaveNoticed
 class SendOrder:
     """Send the worker this order."""
 
-    order: Quiesce | Pause | RunToBoundary
+    order: Quiesce | Pause | RunToBoundary | TakeStacks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,9 +153,10 @@ class KillWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplaceWorker:
-    """Kill the worker, which has done nothing wrong, and start another at once."""
+    """Kill the worker, which has done nothing wrong, and start another at once; if so, once its stacks are kept."""
 
     why: str
+    takes_stacks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -316,6 +318,10 @@ def _read_generation(
     if generation.phase is GenerationPhase.FINISHED:
         assert generation.outcome is not None, "a finished generation has an outcome"
         return state, (*commands, EndJob(generation.outcome))
+    is_new = known is None or known.number < generation.number
+    if generation.hang and is_new and worker is not None and worker.report.state is WorkerState.RUNNING:
+        # Before the order that makes it unwind.
+        commands.append(SendOrder(TakeStacks(why=generation.hang)))
     state, orders = _order(state, generation, worker, now_s, config)
     return state, (*commands, *orders)
 
@@ -391,7 +397,7 @@ def _order_outsider(
     if worker.is_unresponsive:
         return state, (KillWorker("it was suspended, and the others continued without it"),)
     if config.replaces_workers and worker.incarnation == state.in_world:
-        return state, (ReplaceWorker(generation.reason),)
+        return state, (ReplaceWorker(generation.reason, takes_stacks=bool(generation.hang)),)
     # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
     order = SendOrder(Quiesce(generation=generation.number, reason="left out of the generation"))
     is_waited_for = state.unwinding is not None and state.unwinding.incarnation == worker.incarnation

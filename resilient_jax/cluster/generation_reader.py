@@ -28,10 +28,10 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
     async with contextlib.aclosing(store.watch(make_change_key(job), Revision(revision + 1))) as batches:
         async for batch in batches:
             for event in batch:
-                if not isinstance(event, PutEvent):
-                    continue
+                if not isinstance(event, PutEvent) or event.mod_revision <= revision:
+                    continue  # of a record that was read since
                 known = apply_change(known, decode_change(event.key_value))
                 if known is None and (record := await store.get(key)) is not None:
-                    known = decode_generation(record)
+                    known, revision = decode_generation(record), record.mod_revision
                 if known is not None:
                     yield known

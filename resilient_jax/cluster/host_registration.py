@@ -9,6 +9,8 @@ from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.quarantine import read_quarantine
+from resilient_jax.cluster.status_combiner import StatusForwarder
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
@@ -40,6 +42,7 @@ class HostRegistration:
         follower: GenerationFollower,
         relay: ProgressRelay,
         make_status: Callable[[], HostStatus],
+        forwarder: StatusForwarder,
     ) -> None:
         self.session: StoreSession | None = None
         self._context = context
@@ -48,6 +51,7 @@ class HostRegistration:
         self._follower = follower
         self._relay = relay
         self._make_status = make_status
+        self._forwarder = forwarder
 
     def mark_changed(self) -> None:
         """Have the host's status written to the store soon."""
@@ -68,6 +72,7 @@ class HostRegistration:
             self._context.clock,
             self._make_status,
             lambda until_s: self._supervisor.send_order(LeaseRenewed(valid_until_s=until_s)),
+            write_through=self._forwarder.write,
         )
 
     async def stay_registered(self, session: StoreSession) -> None:
@@ -127,6 +132,7 @@ class HostRegistration:
                 self._follower.begin_registration(known)
                 await session.open()
                 self._follower.end_registration(known)
+                await self._tell_quarantine()
                 self.session = session
                 return session
             except PeerError as error:
@@ -137,6 +143,17 @@ class HostRegistration:
                         "up. Start the store again, then this agent"
                     ) from error
                 await asyncio.sleep(0.2)
+
+    async def _tell_quarantine(self) -> None:
+        """Print why this host will take no part for a while, if so."""
+        settings = self._context.settings
+        for record in await read_quarantine(self._context.store, settings.job):
+            if record.host == settings.host:
+                left_s = record.until_wall_s - self._context.clock.wall_s()
+                self._context.print_line(
+                    f"{settings.host}: in quarantine for {left_s:.0f} s more, and takes no part: {record.reason}; "
+                    "`resilient-jax hosts clear` ends it"
+                )
 
     async def _read_generation(self) -> Generation | None:
         """Return the generation that stands while this host registers."""

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
+from resilient_jax.cluster.child_process import SpawnedProcess, get_signal_name, open_line_reader
+from resilient_jax.cluster.fork_server_process import ForkServerProcess
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import (
@@ -31,6 +32,7 @@ from resilient_jax.cluster.run_directory import (
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
@@ -42,6 +44,8 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
 from resilient_jax.transport.server import Server
 
 EVENT_LOG_FILE = "launcher.events.jsonl"
+FORK_SERVER_LOG = "fork_server.log"
+"""What libraries print when the fork server imports them."""
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""
 WATCH_RETRY_INTERVAL_S = 0.1
@@ -82,6 +86,8 @@ class LaunchSettings:
         store_host: address that the embedded store listens at.
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
+        fork_environment: of workers that are forked from one process of this machine; None: each is a process of its
+            own.
     """
 
     job: JobName
@@ -97,6 +103,7 @@ class LaunchSettings:
     store_host: str = "127.0.0.1"
     store: str | None = None
     store_tls: Path | None = None
+    fork_environment: Mapping[str, str] | None = None
 
 
 class JobView:
@@ -148,9 +155,10 @@ class Launcher:
         self._interrupted = 0
         self._codes: dict[HostName, int] = {}
         self.view = JobView()
-        self.agents: dict[HostName, ChildProcess] = {}
+        self.agents: dict[HostName, SpawnedProcess] = {}
         self.address = ""
         self._leader_endpoint = ""
+        self._fork_server: ForkServerProcess | None = None
 
     @property
     def credentials(self) -> Credentials:
@@ -159,21 +167,22 @@ class Launcher:
 
     async def run(self) -> JobOutcome:
         """Start everything, wait for the job's end, leave no process behind."""
-        directory = self._settings.run_directory
+        settings, directory = self._settings, self._settings.run_directory
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         async with self._open_store(log) as store:
             contact = JobContact(
-                job=self._settings.job,
+                job=settings.job,
                 store=self.address,
                 token=self._credentials.token,
                 launcher_pid=os.getpid(),
-                store_tls=str(self._settings.store_tls or ""),
+                store_tls=str(settings.store_tls or ""),
             )
             # Once the store answers: from now on other commands find the job.
             write_contact(directory, contact)
+            self._start_fork_server(log)
             watching = [
                 asyncio.create_task(self._watch(store)),
                 asyncio.create_task(self._follow_progress()),
@@ -186,8 +195,21 @@ class Launcher:
                 for task in watching:
                     task.cancel()
                 await asyncio.gather(*watching, return_exceptions=True)
+                if self._fork_server is not None:
+                    await self._fork_server.close()
                 remove_contact(directory, contact)
                 log.close()
+
+    def _start_fork_server(self, log: EventLog) -> None:
+        """Start the process that workers are forked from, if they are; without it they only start later."""
+        settings = self._settings
+        if settings.fork_environment is None:
+            return
+        output = settings.run_directory / FORK_SERVER_LOG
+        try:
+            self._fork_server = ForkServerProcess(settings.command[0], settings.fork_environment, log, output)
+        except OSError as error:  # no descriptor, process or memory left
+            self._on_line(f"no fork server could be started: {error}; each worker imports by itself".encode())
 
     @contextlib.asynccontextmanager
     async def _open_store(self, log: EventLog) -> AsyncGenerator[Store, None]:
@@ -300,10 +322,10 @@ class Launcher:
         while not self._interrupted and self.view.outcome is None:
             child = self._start_agent(name, index)
             self.agents[name] = child
-            assert child.process.stdout is not None, "started with a pipe"
-            lines, _ = await open_line_reader(child.process.stdout.fileno())
+            assert child.stdout is not None, "started with a pipe"
+            lines, _ = await open_line_reader(child.stdout.fileno())
             printing = asyncio.create_task(self._print(lines))
-            child.process.stdout.close()
+            child.stdout.close()
             try:
                 code = await child.wait_exited()
                 # Its last lines may still be in the pipe; a process that inherited the pipe must not delay the end.
@@ -327,7 +349,7 @@ class Launcher:
             self._on_line(f"[{name}] the host is down ({why})".encode())
             await asyncio.sleep(delay_s + backoff_s)
 
-    def _start_agent(self, name: HostName, index: int) -> ChildProcess:
+    def _start_agent(self, name: HostName, index: int) -> SpawnedProcess:
         settings = self._settings
         # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
         site = settings.sites[index] if settings.sites else HostSite(address=f"127.0.0.{index + 2}")
@@ -351,7 +373,13 @@ class Launcher:
             *settings.command,
         ]
         environment = {**settings.environment, TOKEN_VARIABLE: self._credentials.token}
-        return ChildProcess(command, env=environment, stderr=subprocess.STDOUT)
+        connection = self._fork_server.connect_agent() if self._fork_server is not None else None
+        if connection is None:
+            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT)
+        with connection:
+            descriptor = connection.fileno()
+            environment[FORK_SERVER_VARIABLE] = str(descriptor)
+            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, pass_fds=(descriptor,))
 
     async def _print(self, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
@@ -400,8 +428,7 @@ class Launcher:
         self._interrupted += 1
         forward = number if self._interrupted == 1 else signal.SIGINT
         for child in self.agents.values():
-            with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(forward)
+            child.send_signal(forward)
 
 
 def _describe_exit(code: int) -> str:

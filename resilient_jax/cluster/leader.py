@@ -7,6 +7,7 @@ they lead, at most one can write.
 
 import asyncio
 import contextlib
+from typing import assert_never
 
 import msgspec
 
@@ -16,6 +17,7 @@ from resilient_jax.cluster.dead_hosts import DeadHostFinder
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
+from resilient_jax.cluster.quarantine import follow_quarantine, quarantine_host, read_quarantine
 from resilient_jax.cluster.stored_records import (
     ENCODER,
     decode_generation,
@@ -32,10 +34,17 @@ from resilient_jax.membership.machine import (
     HostProgressed,
     MembershipEvent,
     MembershipMachine,
+    QuarantineChanged,
     Tick,
 )
 from resilient_jax.membership.redundancy import measure_redundancy
-from resilient_jax.membership.rules import MembershipCommand, PublishGeneration, make_initial_state
+from resilient_jax.membership.rules import (
+    MembershipCommand,
+    PublishGeneration,
+    QuarantineHost,
+    make_initial_state,
+)
+from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.membership.world_formation import StartCoordinationService
@@ -92,6 +101,7 @@ class Leader:
         services: CoordinationServices,
         relay: ProgressRelay,
     ) -> None:
+        self._context = context
         self._store = context.store
         self._job = context.settings.job
         self._record = LeaderRecord(
@@ -200,10 +210,16 @@ class _Term:
         for status in statuses:
             self._add_to_tree(status)
         self._leader._relay.lead(self._tree, self._on_progress)
-        machine = MembershipMachine(
-            make_initial_state(generation, statuses, self._now()), self._leader._config
+        # Before the first decision: a host in quarantine must not join by it.
+        records = await read_quarantine(self._store, self._leader._job)
+        initial = make_initial_state(
+            generation, statuses, self._now(), quarantined=frozenset(record.host for record in records)
         )
-        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1)))
+        machine = MembershipMachine(initial, self._leader._config)
+        watching = [
+            asyncio.create_task(self._watch(prefix, Revision(revision + 1))),
+            asyncio.create_task(self._watch_quarantine()),
+        ]
         try:
             # Not an event of the store: a new leader decides at once from what
             # it has read, also if nothing changes any more.
@@ -218,13 +234,15 @@ class _Term:
                     self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
                 event = await self._next(watching)
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             self._leader._relay.follow("", on_refused=lambda: None)
 
-    async def _next(self, watching: "asyncio.Task[None]") -> MembershipEvent:
-        # Without its watch a leader would decide about hosts as they were.
-        if watching.done():
-            watching.result()  # raises the error that ended the watch
+    async def _next(self, watching: "list[asyncio.Task[None]]") -> MembershipEvent:
+        # Without its watches a leader would decide about hosts as they were.
+        for task in watching:
+            if task.done():
+                task.result()  # raises the error that ended the watch
         return await wait_next_event(self._inbox)
 
     def _on_progress(self, progress: HostProgress) -> None:
@@ -240,6 +258,10 @@ class _Term:
                 for event in batch:
                     self._inbox.put_nowait(self._to_membership_event(event, prefix))
 
+    async def _watch_quarantine(self) -> None:
+        async for hosts in follow_quarantine(self._store, self._leader._job):
+            self._inbox.put_nowait(QuarantineChanged(hosts))
+
     def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
             status = decode_host_status(event.key_value)
@@ -251,11 +273,15 @@ class _Term:
         return HostLeft(host)
 
     async def _execute(self, command: MembershipCommand, state: MembershipState) -> None:
-        if isinstance(command, StartCoordinationService):
-            self._leader._services.start(command.world, command.num_processes, command.num_seats)
-            return
-        assert isinstance(command, PublishGeneration), "the machine has two commands"
-        await self._publish(command.generation, state)
+        match command:
+            case StartCoordinationService():
+                self._leader._services.start(command.world, command.num_processes, command.num_seats)
+            case QuarantineHost(host, reason):
+                await quarantine_host(self._leader._context, host, reason, leader_token=self._token)
+            case PublishGeneration(generation):
+                await self._publish(generation, state)
+            case _:
+                assert_never(command)
 
     async def _publish(self, generation: Generation, state: MembershipState) -> None:
         leader = make_leader_key(self._leader._job)
@@ -297,6 +323,8 @@ class _Term:
             token=self._token,
             revision=result.revision,
         )
+        if generation.hang and (before is None or before.number < generation.number):
+            self._record_hang(before, generation)
         for spare in list_used(before, state):
             self._record_used(spare, generation)
         if generation.state_loss is not None and (
@@ -324,6 +352,22 @@ class _Term:
             copies=redundancy.copies,
             snapshot=redundancy.snapshot is not None,
         )
+
+    def _record_hang(self, before: Generation | None, generation: Generation) -> None:
+        """Record and print what hangs, and what is done about it."""
+        trained = before.members if before is not None else ()
+        left_out = [member.host for member in trained if generation.find_member(member.host) is None]
+        is_left_out = generation.keeps_workers and bool(left_out)
+        action = Action.RESTART_WORKER if left_out else Action.RETRY_IN_PLACE
+        self._leader._log.record(
+            EventKind.HANG_NAMED,
+            generation=generation.number,
+            step=generation.step,
+            hosts=", ".join(left_out) if is_left_out else generation.failed_host or "",
+            why=generation.hang,
+            action=action.value,
+        )
+        self._leader._print_line(f"{generation.hang}; {action}")
 
     def _record_used(self, spare: HostName, generation: Generation) -> None:
         self._leader._log.record(

@@ -37,10 +37,12 @@ class ProgressReports(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sender: the host whose agent sends this.
         hosts: the reports.
+        avoided: the endpoints of agents that did not answer the sender lately.
     """
 
     sender: HostName
     hosts: tuple[HostProgress, ...]
+    avoided: tuple[str, ...] = ()
 
 
 class ReportReceipt(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,9 @@
 
 An agent collects what others tell it, too, and tells all of it at once, a few times a second at most: so in a large job
 reports reach the leader through a tree of agents (`progress_tree`). No decision needs a report: one that is lost makes
-numbers older that people read, and the leader's own record of progress. A host whose agent in the tree is lost reports
-to the leader, which names another.
+numbers older that people read, and the leader's own record of progress. A host whose agent in the tree, its parent, is
+lost reports to the leader, which names another. The first report goes to the leader at once: the parent also writes the
+host's status (`status_combiner`).
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from resilient_jax.cluster.progress_messages import (
 )
 from resilient_jax.cluster.progress_tree import FANOUT, ProgressTree
 from resilient_jax.errors import ConfigError, PeerError, PeerUnreachable, Unauthenticated
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.server import Server
@@ -51,8 +53,14 @@ class ProgressRelay:
         """Where the leader listens; empty: unknown, or this agent leads."""
         self._parent = ""
         """Whom the leader has told this agent to report to; empty: to itself."""
+        self._avoided: set[str] = set()
+        """Parents that did not answer lately."""
+        self._is_asking = False
+        """Whether the next report goes to the leader, which may name another parent."""
         self._num_reports = 0
-        """How many reports have gone there."""
+        """How many reports have arrived since the last one for that."""
+        self._is_due = asyncio.Event()
+        """Set: the next report is not delayed."""
         self._interval_s = SMALL_JOB_INTERVAL_S
         self._on_progress: Callable[[HostProgress], None] | None = None
         self._on_refused: Callable[[], None] = lambda: None
@@ -63,6 +71,11 @@ class ProgressRelay:
     def endpoint(self) -> str:
         """Where this agent listens, as host:port."""
         return self._server.address
+
+    @property
+    def parent(self) -> str:
+        """The endpoint of the agent that this one reports to; empty: the leader, or none."""
+        return self._parent
 
     def lead(self, tree: ProgressTree, on_progress: Callable[[HostProgress], None]) -> None:
         """Be the root of this tree from now on: call `on_progress` for each report that is news."""
@@ -77,16 +90,29 @@ class ProgressRelay:
         self._on_progress, self._on_refused = None, on_refused
         if leader != self._leader:
             self._leader, self._parent = leader, ""
+            self._avoided.clear()
             self._unsent.update(self._known)
+            self._is_due.set()
+
+    def abandon(self, parent: str) -> None:
+        """Report to the leader at once, which names another parent: this one did not answer."""
+        if not parent or parent != self._parent:
+            return
+        self._context.log.record(EventKind.TREE_PARENT_LOST, parent=parent)
+        self._avoided.add(parent)
+        self._parent = ""
+        # What it had been told, and has not told others yet, is lost with it.
+        self._unsent.update(self._known)
+        self._is_due.set()
 
     async def run(self) -> None:
         """Report to the leader, or to whom it names, until cancelled; a report that fails is sent again."""
         channel: Channel | None = None
         try:
             while True:
-                await asyncio.sleep(self._interval_s)
+                await self._wait_due()
                 self._look_at_own()
-                target = self._parent or self._leader
+                target = self._leader if self._is_asking else self._parent or self._leader
                 # To the leader also without news: so its death is noticed before its lease ends.
                 if (
                     self._on_progress is not None
@@ -103,6 +129,12 @@ class ProgressRelay:
         finally:
             if channel is not None:
                 await channel.close()
+
+    async def _wait_due(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._is_due.wait()
+        self._is_due.clear()
 
     def _look_at_own(self) -> None:
         own = self._make_own()
@@ -125,32 +157,37 @@ class ProgressRelay:
     async def _report(self, channel: Channel) -> None:
         hosts, self._unsent = self._unsent, set()
         reports = tuple(self._known[host] for host in hosts)
-        request = ProgressReports(sender=self._context.settings.host, hosts=reports)
+        request = ProgressReports(
+            sender=self._context.settings.host, hosts=reports, avoided=tuple(self._avoided)
+        )
         try:
             receipt = await channel.call(SERVICE, REPORT, request, timeout_s=REPORT_TIMEOUT_S)
         except (PeerError, Unauthenticated) as error:
-            if isinstance(error, PeerUnreachable) and error.is_refused and channel.address == self._leader:
+            self._unsent.update(hosts)
+            if channel.address == self._parent:
+                self.abandon(channel.address)
+            elif isinstance(error, PeerUnreachable) and error.is_refused and channel.address == self._leader:
                 self._on_refused()
-            # What this one had been told, and has not told others yet, is lost with it.
-            self._parent = ""
-            self._unsent.update(self._known)
-            return
-        if channel.address == self._leader:
-            self._parent, self._num_reports = receipt.report_to, 0
-            self._interval_s = receipt.interval_s
             return
         self._num_reports += 1
+        if channel.address == self._leader:
+            self._parent, self._is_asking = receipt.report_to, False
+            self._interval_s = receipt.interval_s
         if self._num_reports >= REPORTS_PER_ASSIGNMENT:
-            self._parent = ""
+            self._avoided.clear()
+            self._is_asking, self._num_reports = True, 0
 
     # As a server.
 
     async def _receive(self, request: ProgressReports) -> ReportReceipt:
         self._absorb(request.hosts)
-        is_root = self._on_progress is not None
+        if self._on_progress is None:
+            return ReportReceipt(report_to="", interval_s=INTERVAL_S)
+        # A host that the store has not yet told the leader of asks again soon.
+        is_soon = len(self._tree) <= FANOUT or request.sender not in self._tree
         return ReportReceipt(
-            report_to=self._tree.find_parent(request.sender) if is_root else "",
-            interval_s=SMALL_JOB_INTERVAL_S if is_root and len(self._tree) <= FANOUT else INTERVAL_S,
+            report_to=self._tree.find_parent(request.sender, request.avoided),
+            interval_s=SMALL_JOB_INTERVAL_S if is_soon else INTERVAL_S,
         )
 
     async def _read(self, _: ReadProgress) -> ProgressReports:

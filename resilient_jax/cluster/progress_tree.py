@@ -2,10 +2,11 @@
 
 The leader is the root. Hosts take places in the order in which they come, and the agent in place i collects the reports
 of the places FANOUT * (i + 1) and up, FANOUT of them. A host that leaves frees its place for the next that comes, so no
-other host moves.
+other host moves; until then, and while an agent does not answer, its hosts report to the one above it.
 """
 
 import heapq
+from collections.abc import Collection
 from typing import Final
 
 from resilient_jax.ids import HostName
@@ -28,6 +29,10 @@ class ProgressTree:
         """Return the number of hosts."""
         return len(self._places)
 
+    def __contains__(self, host: HostName) -> bool:
+        """Return whether a host has a place."""
+        return host in self._places
+
     def add(self, host: HostName, endpoint: str) -> None:
         """Give a host a place, or note where its agent listens now."""
         if host not in self._places:
@@ -44,7 +49,17 @@ class ProgressTree:
             self._endpoints[place] = ""
             heapq.heappush(self._free, place)
 
-    def find_parent(self, host: HostName) -> str:
-        """Return the endpoint of the agent that a host reports to; empty: the leader."""
+    def find_parent(self, host: HostName, avoided: Collection[str] = ()) -> str:
+        """Return the endpoint of the agent that a host reports to; empty: the leader.
+
+        Args:
+            host: that reports.
+            avoided: endpoints of agents that do not answer it.
+        """
         place = self._places.get(host, 0)
-        return self._endpoints[place // FANOUT - 1] if place >= FANOUT else ""
+        while place >= FANOUT:
+            place = place // FANOUT - 1
+            endpoint = self._endpoints[place]
+            if endpoint and endpoint not in avoided:
+                return endpoint
+        return ""

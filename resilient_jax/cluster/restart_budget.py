@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartBudget:
@@ -19,7 +21,8 @@ class RestartBudget:
     def spend(self, now: float) -> tuple["RestartBudget", float | None]:
         """Return the budget after one more restart and the seconds to wait before it; None if the budget is spent."""
         recent = tuple(t for t in self.restarts if now - t < self.window_s)
-        if len(recent) >= self.max_restarts:
+        tries = {Tries.RESTARTS: self.max_restarts}
+        if choose_action(Evidence.WORKER_DIED, len(recent), tries) is not Action.RESTART_WORKER:
             return dataclasses.replace(self, restarts=recent), None
         delay_s = 0.0 if not recent else self.backoff_s * 2 ** (len(recent) - 1)
         return dataclasses.replace(self, restarts=(*recent, now)), delay_s

@@ -27,6 +27,8 @@ class HostLog(enum.StrEnum):
     """The events, one JSON object a line."""
     OUTPUT = "log"
     """All that the host's workers print."""
+    DIGESTS = "digests.jsonl"
+    """Digests of what was computed while the host was the first one, to check steps by `resilient-jax replay`."""
 
 
 def make_log_path(directory: Path, host: str, log: HostLog) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.records import SnapshotServerStatus
@@ -55,7 +55,7 @@ class SnapshotServerProcess:
         self._log = log
         self._on_change = on_change
         self._on_end = on_end
-        self._child: ChildProcess | None = None
+        self._child: SpawnedProcess | None = None
         self._connection: AsyncConnection[NewWorker, ServerToAgent] | None = None
         self._pending: socket.socket | None = None
         """The server's end of the newest worker's socket pair, until it is handed over."""
@@ -92,7 +92,7 @@ class SnapshotServerProcess:
                 tls=settings.credentials.tls_paths,
                 connection_fd=theirs.fileno(),
             )
-            self._child = ChildProcess(
+            self._child = SpawnedProcess(
                 [sys.executable, "-m", SERVER_MODULE],
                 env={**os.environ, SETTINGS_ENV_VARIABLE: msgspec.json.encode(message).decode()},
                 stdout=subprocess.DEVNULL,
@@ -136,7 +136,7 @@ class SnapshotServerProcess:
         self._pending = None
 
     async def _listen(
-        self, connection: AsyncConnection[NewWorker, ServerToAgent], child: ChildProcess
+        self, connection: AsyncConnection[NewWorker, ServerToAgent], child: SpawnedProcess
     ) -> None:
         async for message in connection:
             if isinstance(message, EventOccurred):
@@ -151,7 +151,7 @@ class SnapshotServerProcess:
                 self.snapshots = message.snapshots
             self._on_change()
 
-    async def _watch(self, child: ChildProcess) -> None:
+    async def _watch(self, child: SpawnedProcess) -> None:
         code = await child.wait_exited_or_stopped()
         self._log.record(EventKind.SNAPSHOT_SERVER_EXITED, pid=child.pid, exit_code=code)
         # Before `on_end`, which ends the worker: the next worker's request must find no server, and start one.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.child_process import ChildProcess, get_signal_name
+from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess, get_signal_name
 from resilient_jax.cluster.standby_schedule import StandbySchedule
 from resilient_jax.cluster.worker_process import WorkerDescriptors
 from resilient_jax.events import EventKind
@@ -46,6 +46,8 @@ LAST_MESSAGE_TIMEOUT_S = 0.2
 START_VARIABLES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
 """How the names of variables begin that the interpreter, the linker and malloc read: a script sets them for others."""
 KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+MAX_MISSING_MODULES = 200
+"""Of a worker, which the fork server has not imported: to import so many takes a tenth of a second or two."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -77,6 +79,7 @@ class StandbyWorker:
         self._settings = context.settings
         self._log = context.log
         self._clock = context.clock
+        self._fork_server = context.fork_server
         self._on_change = on_change
         configured = context.settings.config.standby
         # Where a standby with a seat fails, this one is less, and better than none.
@@ -97,7 +100,7 @@ class StandbyWorker:
         self._schedule = self._schedule.commit(generation, now_s)
         if self._mode == "off" or self._standby is not None or not self._schedule.is_due(now_s):
             return
-        if self._mode == "imports" and self._imports is None:
+        if self._mode == "imports" and (self._imports is None or self._is_fork_as_fast()):
             return
         try:
             self._start(self._imports if self._mode == "imports" else None)
@@ -140,6 +143,13 @@ class StandbyWorker:
             self._end(standby)
         await asyncio.gather(*self._ending)
 
+    def _is_fork_as_fast(self) -> bool:
+        """Return whether a worker is forked with most of what it imports, so that no standby would be faster."""
+        server, imports = self._fork_server, self._imports
+        if server is None or imports is None or not server.is_open or server.refusal:
+            return False
+        return len(imports.modules) - server.num_modules <= MAX_MISSING_MODULES
+
     def _start(self, imports: ImportsReported | None) -> None:
         # With the worker's environment at its imports, since libraries read settings there when they are imported; the
         # script gets that of a worker's start.
@@ -150,14 +160,14 @@ class StandbyWorker:
         ours, given = socket.socketpair()
         with contextlib.ExitStack() as unless_started, given:
             unless_started.enter_context(ours)
-            child = ChildProcess(
+            child = SpawnedProcess(
                 [sys.executable, "-u", "-m", STANDBY_MODULE],
                 env={**environment, STANDBY_CONNECTION_VARIABLE: str(given.fileno())},
                 pass_fds=(given.fileno(),),
             )
             unless_started.pop_all()
         child.lower_priority()
-        for pipe in (child.process.stdout, child.process.stderr):
+        for pipe in (child.stdout, child.stderr):
             assert pipe is not None, "started with pipes"
             with contextlib.suppress(OSError):  # the user's pipes have taken all that a user may have
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -267,8 +277,8 @@ def _describe_end(child: ChildProcess, code: int) -> str:
     """Return how a standby ended, with the last line that it wrote to standard error."""
     if code < 0:
         return f"it was ended by {get_signal_name(-code)}"
-    assert child.process.stderr is not None, "started with pipes"
-    descriptor = child.process.stderr.fileno()
+    assert child.stderr is not None, "started with pipes"
+    descriptor = child.stderr.fileno()
     os.set_blocking(descriptor, False)  # a process of its own may still have the other end
     with contextlib.suppress(BlockingIOError):
         lines = os.read(descriptor, PIPE_BYTES).decode(errors="replace").splitlines()
@@ -280,9 +290,7 @@ def _describe_end(child: ChildProcess, code: int) -> str:
 def _close_descriptors(standby: _Standby) -> None:
     """Close what the agent has of a standby that has ended."""
     standby.connection.close()
-    for pipe in (standby.child.process.stdout, standby.child.process.stderr):
-        assert pipe is not None, "started with pipes"
-        pipe.close()
+    standby.child.close_pipes()
 
 
 def read_resident_mib(pid: int) -> int:

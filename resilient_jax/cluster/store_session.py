@@ -6,9 +6,10 @@ then may rejoin.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from resilient_jax.clock import Clock
+from resilient_jax.cluster.status_messages import NOT_WRITTEN, StatusWrite
 from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
@@ -29,6 +30,15 @@ RENEWALS_PER_TTL = 3
 TAKEN_NAME_POLL_INTERVAL_S = 0.25
 
 
+StatusWriter = Callable[[StatusWrite], Awaitable[Revision]]
+"""Has another agent write a status; returns in which revision, or `NOT_WRITTEN`."""
+
+
+async def write_nothing(_: StatusWrite) -> Revision:
+    """Have no other agent write a status."""
+    return NOT_WRITTEN
+
+
 class SessionLost(Exception):
     """The lease ended, or could not be renewed in time: other hosts may count this one as dead."""
 
@@ -47,13 +57,27 @@ class StoreSession:
         clock: Clock,
         status: Callable[[], HostStatus],
         on_renewed: Callable[[float], None] = lambda until_s: None,
+        *,
+        write_through: StatusWriter = write_nothing,
     ) -> None:
+        """Prepare the session.
+
+        Args:
+            store: of the job.
+            job: the job.
+            ttl_s: the time to live of the lease.
+            clock: measures it.
+            status: returns the host's status now.
+            on_renewed: called with `valid_until_s` after each renewal of the lease.
+            write_through: asked first to write a status that has changed.
+        """
         self._store = store
         self._job = job
         self._ttl_s = ttl_s
         self._clock = clock
         self._status = status
         self._on_renewed = on_renewed
+        self._write_through = write_through
         self._changed = asyncio.Event()
         self._renewed_s = 0.0
         self._written_revision = Revision(0)
@@ -127,6 +151,11 @@ class StoreSession:
                 await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
 
     async def _write_status(self, key: str) -> None:
+        status = self._status()
+        request = StatusWrite(status=status, lease=self.lease, replaced=self._written_revision)
+        if revision := await self._write_through(request):
+            self._written_revision, self.written = revision, status
+            return
         while True:
             status = self._status()
             result = await self._store.transaction(

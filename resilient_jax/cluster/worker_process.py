@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from resilient_jax.clock import Clock
-from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
+from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess, open_line_reader
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
+from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.standby_messages import STANDBY_CONNECTION_VARIABLE
 from resilient_jax.protocol.worker_messages import (
@@ -40,6 +41,7 @@ WORKER_VARIABLES = (
     SNAPSHOT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
     STANDBY_CONNECTION_VARIABLE,
+    FORK_SERVER_VARIABLE,
 )
 
 
@@ -140,15 +142,15 @@ class WorkerProcess:
         on_message: Callable[[AgentRequest], None],
     ) -> int:
         """Receive messages and watch until the process ends; return its exit code."""
-        process, loop = self.child.process, asyncio.get_running_loop()
-        assert process.stdout is not None, "started with pipes"
-        assert process.stderr is not None, "started with pipes"
+        child, loop = self.child, asyncio.get_running_loop()
+        assert child.stdout is not None, "started with pipes"
+        assert child.stderr is not None, "started with pipes"
         tasks: list[asyncio.Task[None]] = []
         transports: list[asyncio.ReadTransport] = []
         # From the first wait on: an agent that ends may cancel this at any of them.
         try:
-            with process.stdout, process.stderr:
-                for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
+            with child.stdout, child.stderr:
+                for pipe, is_error in ((child.stdout, False), (child.stderr, True)):
                     lines, transport = await open_line_reader(pipe.fileno())
                     transports.append(transport)
                     tasks.append(asyncio.create_task(output.follow(lines, is_error=is_error)))
@@ -156,7 +158,7 @@ class WorkerProcess:
             tasks.append(asyncio.create_task(self._listen(on_change, on_message)))
             last = tuple(tasks)
             tasks.append(asyncio.create_task(self._watch(heartbeat_timeout_s, on_change)))
-            code = await self.child.wait_exited()
+            code = await child.wait_exited()
             # Its last lines may still be in the pipes; a process that inherited them must not delay the end.
             await asyncio.wait(last, timeout=LAST_LINES_TIMEOUT_S)
             self.error = output.read_last_errors()
@@ -226,7 +228,7 @@ def launch_script(
     Raises:
         OSError: there is no descriptor, process or memory left for it.
     """
-    return ChildProcess(
+    return SpawnedProcess(
         [sys.executable, "-u", *command],
         env={
             **environment,
@@ -237,8 +239,3 @@ def launch_script(
         },
         pass_fds=descriptors,
     )
-
-
-def copy_environment() -> dict[str, str]:
-    """Return this process's environment without what belongs to another agent."""
-    return {k: v for k, v in os.environ.items() if k not in WORKER_VARIABLES}

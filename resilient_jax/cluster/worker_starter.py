@@ -1,4 +1,4 @@
-"""Starts the worker of a host: by the promotion of its standby, or as a new process."""
+"""Starts the worker of a host: by the promotion of its standby, as a fork of a prepared process, or as a new one."""
 
 import socket
 from collections.abc import Callable
@@ -8,12 +8,16 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.standby_worker import StandbyWorker
 from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess, launch_script
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.worker_messages import SnapshotSettings, WorkerSettings
+
+STALL_DUMP_SHARE = 0.5
+"""Of `heartbeat_timeout_s`: a process from which nothing is heard prints its stacks before it is killed."""
 
 
 class WorkerStarter:
@@ -30,6 +34,7 @@ class WorkerStarter:
         self._settings = context.settings
         self._log = context.log
         self._clock = context.clock
+        self._fork_server = context.fork_server
         self._snapshots = snapshots
         self._standby = standby
         self._is_start_urgent = is_start_urgent
@@ -72,7 +77,7 @@ class WorkerStarter:
 
     async def _launch_standby(self, descriptors: WorkerDescriptors) -> ChildProcess:
         settings = msgspec.structs.replace(_make_settings(self._settings), is_standby=True)
-        child = launch_script(self._settings.command, self._settings.environment, settings, descriptors)
+        child = await self._start_process(settings, descriptors)
         child.lower_priority()
         return child
 
@@ -86,15 +91,24 @@ class WorkerStarter:
                 EventKind.WORKER_PROMOTED, pid=promoted.pid, incarnation=self._incarnation, seconds=seconds
             )
             return promoted
-        child = launch_script(self._settings.command, self._settings.environment, settings, descriptors)
+        child = await self._start_process(settings, descriptors)
         if not self._is_start_urgent():
             child.lower_priority()
         return child
 
+    async def _start_process(self, settings: WorkerSettings, descriptors: WorkerDescriptors) -> ChildProcess:
+        """Return a new process that runs the script, forked if there is a fork server that can do it."""
+        command, environment = self._settings.command, self._settings.environment
+        if (server := self._fork_server) is not None:
+            if (child := await server.fork(command, environment, settings, descriptors)) is not None:
+                return child
+            self._log.record(EventKind.WORKER_NOT_FORKED, why=server.refusal)
+        return launch_script(command, environment, settings, descriptors)
+
 
 def _make_settings(settings: AgentSettings) -> WorkerSettings:
     """Return what a worker of this host is told at its start."""
-    config = settings.config
+    config, directory = settings.config, settings.run_directory
     return WorkerSettings(
         job=settings.job,
         host=settings.host,
@@ -112,5 +126,14 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         ),
         failure_domain=settings.failure_domain,
         compile_cache_bytes=config.compile_cache_mib * 2**20,
+        collective_timeout_s=config.collective_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
+        user_code_timeout_s=config.user_code_timeout_s,
+        stall_dump_s=config.heartbeat_timeout_s * STALL_DUMP_SHARE,
         live_nodes=settings.uses_live_nodes,
+        digest_log=str(make_log_path(directory.absolute(), settings.host, HostLog.DIGESTS))
+        if directory
+        else "",
+        digest_interval_steps=config.digest_interval_steps,
+        audit_share=config.audit_share,
     )

@@ -5,13 +5,16 @@ The half of the agent that is independent of generations.
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
+from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.stacks_file import StacksFile, describe_process
 from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mib
 from resilient_jax.cluster.worker_exit import (
     SIGNAL_EXIT_CODE_BASE,
@@ -25,7 +28,7 @@ from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
-from resilient_jax.errors import ExitCode, JoinRefused, PeerError, ScriptRefused
+from resilient_jax.errors import ExitCode, HostCorrupt, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
@@ -38,6 +41,7 @@ from resilient_jax.protocol.worker_messages import (
     LeaseRenewed,
     SnapshotServerReady,
     SnapshotServerRequested,
+    StacksTaken,
     StepCommitted,
     StopWorker,
     WorkerAdmitted,
@@ -50,12 +54,20 @@ ADMISSION_RETRY_INTERVAL_S = 0.2
 """How soon to compare a worker's script again when the store did not answer."""
 LAST_LINES_TIMEOUT_S = 1.0
 """For the last lines of a worker that has ended, and for the record of its error."""
+STACKS_TIMEOUT_S = 2.0
+"""For the stacks of a worker that is to be killed: one that holds the interpreter cannot send them."""
 START_RETRY_INTERVAL_S = 1.0
 """How long after a failed start (no descriptor, process or memory left) the next is tried."""
 JOINING_STATES = (WorkerState.STARTING, WorkerState.PREPARING)
 """What a worker that is about to join does before it is idle."""
 FINISH_REMINDER_INTERVAL_S = 60.0
 """How often to print that a script still works after training, for which it may take as long as it likes."""
+
+LEAVING_EVENTS: Final[dict[EventKind, type[JoinRefused]]] = {
+    EventKind.SCRIPT_REFUSED: ScriptRefused,
+    EventKind.HOST_CORRUPT: HostCorrupt,
+}
+"""Events with which a worker takes its host out of the job, and the error with which the agent then ends."""
 
 
 class WorkerSupervisor:
@@ -115,6 +127,7 @@ class WorkerSupervisor:
         """The worker, if it took over from one whose end was not handled yet."""
         self._exit_recorded = asyncio.Event()
         self._restarts = WorkerRestarts(context)
+        self._stacks = StacksFile(directory, settings.host)
         self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
@@ -249,6 +262,8 @@ class WorkerSupervisor:
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
             self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
+            # Before the others go on without it, and it is killed. It does not answer, so from outside.
+            self._stacks.append(worker.report, "it does not respond", describe_process(worker.child.pid))
         is_dying = worker.is_dying and worker.child.exit_code is None
         if is_dying and self.status is not None and not self.status.is_dying:
             self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
@@ -275,25 +290,29 @@ class WorkerSupervisor:
             case EventOccurred():
                 self._log.append(message.event)
                 worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
-                if message.event.kind is EventKind.SCRIPT_REFUSED:
+                if (refusal := LEAVING_EVENTS.get(message.event.kind)) is not None:
                     why = f"host {self._settings.host} leaves the job. {message.event.detail['why']}"
-                    self._refuse(ScriptRefused(why))
+                    self._refuse(refusal(why))
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
                 standby.commit(worker.report.generation)
+            case StacksTaken():
+                self._stacks.append(worker.report, message.why, message.stacks)
             case ImportsReported():
                 self.standby.remember_imports(message)
             case SnapshotServerRequested():
-                self._wants_snapshots = True
-                try:
-                    self._snapshots.start()
-                except OSError as error:
-                    self._print_line(f"{self._settings.host}: no snapshot server could be started: {error}")
-                    self.kill(
-                        f"no snapshot server could be started: {error}"
-                    )  # the next worker requests one again
-                self.on_snapshots_changed()
+                self._start_snapshot_server()
+
+    def _start_snapshot_server(self) -> None:
+        self._wants_snapshots = True
+        try:
+            self._snapshots.start()
+        except OSError as error:
+            why = f"no snapshot server could be started: {error}"
+            self._print_line(f"{self._settings.host}: {why}")
+            self.kill(why)  # the next worker requests one again
+        self.on_snapshots_changed()
 
     async def _admit(self, worker: WorkerProcess, script: dict[str, str]) -> None:
         """Let a worker in once its script has been compared with the job's; end it if that differs."""
@@ -314,7 +333,7 @@ class WorkerSupervisor:
     def _refuse(self, error: JoinRefused) -> None:
         """End the worker, and then `supervise` with this error."""
         self._refusal = error
-        self.kill("its script is another than the job's")
+        self.kill(f"this host leaves the job: {type(error).__name__}")
 
     def on_snapshots_changed(self) -> None:
         """Send the endpoint of the snapshot server to a worker that waits for it."""
@@ -336,16 +355,25 @@ class WorkerSupervisor:
         if is_urgent and self.worker is not None and self.worker.child.exit_code is None:
             self.worker.child.restore_priority()
 
-    def kill(self, why: str) -> None:
-        """Send SIGKILL to the worker, if it runs."""
+    def kill(self, why: str, worker: WorkerProcess | None = None) -> None:
+        """Send SIGKILL to the worker, if it runs, and is still the one that is meant: `worker`; None: any."""
+        if worker is not None and worker is not self.worker:
+            return
         if self.worker is not None and self.worker.child.exit_code is None:
             self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
             self.worker.child.kill()
 
-    def replace(self, why: str) -> None:
-        """Kill the worker because the world that it is in has lost another; start one that takes its place at once."""
-        self._replaced = self.worker
-        self.kill(f"its collectives cannot be broken off: {why}")
+    def replace(self, why: str, *, takes_stacks: bool = False) -> None:
+        """Kill the worker because the world that it is in has lost another; start one that takes its place at once.
+
+        If so, once its stacks have arrived, or `STACKS_TIMEOUT_S` has passed.
+        """
+        self._replaced, reason = self.worker, f"its collectives cannot be broken off: {why}"
+        if takes_stacks:
+            kill = functools.partial(self.kill, reason, self.worker)
+            self._stacks.call_when_next(kill, STACKS_TIMEOUT_S)
+        else:
+            self.kill(reason)
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
@@ -357,7 +385,9 @@ class WorkerSupervisor:
         worker.send_order(StopWorker(reason=str(outcome.kind)))
         exited = asyncio.create_task(worker.child.wait_exited())
         if outcome.kind is JobOutcomeKind.DONE:
-            await self._let_script_end(worker, exited)
+            await _let_script_end(
+                worker, exited, lambda line: self._print_line(f"{self._settings.host}: {line}")
+            )
         elif outcome.exit_code != ExitCode.INTERRUPTED:
             await asyncio.wait((exited,), timeout=STOP_GRACE_S)
         if not exited.done():
@@ -366,17 +396,6 @@ class WorkerSupervisor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_LINES_TIMEOUT_S):
                 await self._exit_recorded.wait()
-
-    async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
-        """Wait while a script still saves and prints. A worker that was left out of training, or is stopped, is not
-        waited for.
-        """
-        while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
-            if worker.child.is_stopped() or not worker.report.is_done:
-                return
-            self._print_line(
-                f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it"
-            )
 
     def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
         """Return the outcome with the exit code of a script that failed after training, or was killed then."""
@@ -398,6 +417,18 @@ class WorkerSupervisor:
         await self.seat_standby.close()
         await self.standby.close()
         self._output.close()
+
+
+async def _let_script_end(
+    worker: WorkerProcess, exited: "asyncio.Task[int]", print_line: Callable[[str], None]
+) -> None:
+    """Wait while a script still saves and prints. A worker that was left out of training, or is stopped, is not waited
+    for.
+    """
+    while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
+        if worker.child.is_stopped() or not worker.report.is_done:
+            return
+        print_line("training is done, the script still works; Ctrl-C ends it")
 
 
 def _measure_memory(worker: WorkerProcess, before: WorkerStatus | None) -> int:

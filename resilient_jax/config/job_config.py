@@ -36,10 +36,19 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     milliseconds, a long local program may have to end first."""
 
     collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
-    """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new generation.
-    A thread that gloo keeps waiting for a dead peer ends with it, and frees its memory. Must be longer than any host
-    keeps the others waiting: while it compiles, or in a callback that only it makes. On GPUs a program that takes twice
-    as long ends its process."""
+    """Seconds that a collective between CPUs, or a stage of a pipeline, waits for a peer; then it fails, and is tried
+    again in a new generation. A thread that gloo keeps waiting for a dead peer ends with it, and frees its memory. Must
+    be longer than any host keeps the others waiting: while it compiles, or in a callback that only it makes. On GPUs a
+    program that takes twice as long ends its process."""
+
+    hang_timeout_s: Seconds = 60.0
+    """Seconds below which a step's input, computation or sum is never taken for a hang. The deadline of each is 10
+    times the longest of late in this very job, if that is more. Then the host that keeps the others waiting is named,
+    the stacks of all hosts are kept, and its worker is left out and started again."""
+
+    user_code_timeout_s: Seconds = 240.0
+    """The same for code of the script's own between tasks, for checkpoints, for restoring, and for what runs for the
+    first time. On CPU shorter than `collective_timeout_s`, or the collectives of the hosts that wait fail first."""
 
     start_timeout_s: Seconds = 300.0
     """Seconds from the launch until `min_hosts` have joined; then the job ends with an error. Machines of one
@@ -53,8 +62,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds an agent keeps trying to reach the store before it gives up. Outlasts the restart of a store node."""
 
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves, and the
-    others continue without it. Zero: never restart."""
+    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and is quarantined, and
+    the others continue without it. Zero: never restart."""
+
+    quarantine_s: Seconds = 3600.0
+    """Seconds for which a host takes no part whose worker died too often, or which is suspected of failed collectives.
+    `resilient-jax hosts` lists such hosts and ends it."""
 
     restart_window_s: Seconds = 600.0
     """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's job is not ended by
@@ -91,8 +104,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     train on CPU, where gloo's connections are shut instead."""
 
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
-    """New generations at one step after failed collectives in which no host died; then the error is taken for the
-    user's own and ends the job."""
+    """New generations at one step after failed collectives in which no host died. Then the host that reported most of
+    them is quarantined; if that does not help, the error is taken for the user's own and ends the job."""
 
     snapshot_parity: Annotated[int, Meta(ge=0, le=254)] = 1
     """How many hosts of a group may be lost at once without losing a snapshot in memory. Each costs about 1/(group -
@@ -119,6 +132,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mean_time_between_failures_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
     """Expected seconds between two failures anywhere in the job; used by `snapshot_interval_steps = "auto"`. Three
     hours: Llama 3's training on 16,384 GPUs."""
+
+    audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.001
+    """Share of microbatches that two hosts compute, to find a host that computes wrongly without failing; steps take
+    longer by this share. With 0 there are no audits."""
+
+    digest_interval_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
+    """Steps between two whose sums and state are recorded as digests in the run folder of the first host, by which
+    `resilient-jax replay` checks what was computed. A record reads sums and state once; 0: none."""
 
     state_loss_grace_s: Seconds = 30.0
     """Seconds to wait for missing hosts before the state in their memory counts as lost: the network may only be

@@ -26,6 +26,7 @@ from resilient_jax.data.example_layout import Tree
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import DataError
+from resilient_jax.telemetry.worker_activity import worker_activity
 
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for reads in progress; a source that takes longer hangs."""
@@ -161,7 +162,8 @@ class Prefetcher:
     def _read_ahead(self) -> None:
         """Run a thread until the prefetcher is closed."""
         while (begun := self._wait_next()) is not None:
-            self._read(*begun)
+            with worker_activity.help_reading():
+                self._read(*begun)
             del begun  # else an idle thread would keep the last microbatch in memory
 
     def _wait_next(self) -> tuple[MicrobatchKey, Future[Tree]] | None:

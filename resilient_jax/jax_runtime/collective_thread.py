@@ -26,7 +26,13 @@ from resilient_jax.jax_runtime.failures import CollectiveGivenUp, RehearsalFaile
 class _Call:
     """A program and its arguments, until it has returned or was given up."""
 
-    def __init__(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        enter: Callable[[], object] | None,
+    ) -> None:
+        self._enter = enter
         self._program = program
         self._arguments = arguments
         self._lock = threading.Lock()
@@ -38,6 +44,8 @@ class _Call:
         program, arguments = self._program, self._arguments
         self._arguments = ()  # the frame below has the last reference, which ends with it
         try:
+            if self._enter is not None:
+                self._enter()
             result = jax.block_until_ready(program(*arguments))
         except BaseException as error:  # raised again by `wait`, in the thread that called
             self.settle(None, error)
@@ -69,9 +77,14 @@ class _Call:
 
 
 class CollectiveThread:
-    """The thread that runs one collective at a time, for the main thread."""
+    """The thread that runs one collective at a time, for the main thread.
+
+    Attributes:
+        enter: called on the thread before each collective, for a test that holds or breaks it there; None: nothing is.
+    """
 
     def __init__(self) -> None:
+        self.enter: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -101,7 +114,7 @@ class CollectiveThread:
             return _load(program, arguments)
         if self.is_current:
             return jax.block_until_ready(program(*arguments))
-        call = _Call(program, arguments)
+        call = _Call(program, arguments, self.enter)
         del arguments
         with self._lock:
             if self._thread is None:

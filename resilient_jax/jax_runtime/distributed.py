@@ -30,7 +30,12 @@ from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.backend_gate import BackendGate
 from resilient_jax.jax_runtime.clique_interruption import CliqueInterrupter
 from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
-from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets, find_listening_endpoints
+from resilient_jax.jax_runtime.gloo import (
+    Endpoint,
+    GlooSockets,
+    find_listening_endpoints,
+    lower_gloo_thread_priority,
+)
 from resilient_jax.jax_runtime.jaxlib_types import (
     Backend,
     Collectives,
@@ -39,7 +44,7 @@ from resilient_jax.jax_runtime.jaxlib_types import (
     jaxlib_runtime,
 )
 from resilient_jax.jax_runtime.live_processes import set_members
-from resilient_jax.jax_runtime.trace_cache import clear_traces, keep_traces
+from resilient_jax.jax_runtime.trace_cache import clear_operations, clear_traces, keep_traces
 from resilient_jax.jax_runtime.world_forming import (
     FormingAttempt,
     FormingStage,
@@ -194,6 +199,7 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
             _forget()
         gc.collect()
         if _alive(backends):
+            clear_operations()
             gc.collect()  # the first pass frees functions; the second frees their traces and what these refer to
         if _alive(backends) and not is_backend_in_use:
             clear_traces()  # a constant in a trace may refer to the backend
@@ -279,7 +285,10 @@ def _make_collectives(
     opened: frozenset[Endpoint] = frozenset()
     for _ in range(MAX_LISTENER_ATTEMPTS):
         before = find_listening_endpoints()
-        collectives = jaxlib_runtime.make_gloo_tcp_collectives(distributed_client=client, hostname=bind_host)
+        with lower_gloo_thread_priority():
+            collectives = jaxlib_runtime.make_gloo_tcp_collectives(
+                distributed_client=client, hostname=bind_host
+            )
         opened = find_listening_endpoints() - before
         if len(opened) == 1:
             return collectives, opened

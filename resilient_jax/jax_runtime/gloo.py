@@ -1,19 +1,42 @@
-"""Which TCP sockets of this process are gloo's. Imports no jax.
+"""Which TCP sockets of this process are gloo's, and its thread. Imports no jax.
 
 The rule: gloo opens one listening socket when its collectives object is made. Every connection of gloo
 has, at one end, such a listener: ours, or a peer's whose address the peer published. Any other socket is not gloo's
 and is never touched.
 """
 
+import contextlib
 import dataclasses
 import os
 import socket
 from collections.abc import Iterator
+from typing import Final
 
 Endpoint = tuple[str, int]
 """Address and port, as `socket.getsockname` gives them, IPv4-mapped addresses as IPv4."""
 GlooConnection = tuple[Endpoint, Endpoint]
 """Our end and the other end of a connection."""
+
+
+GLOO_THREAD_NICENESS: Final = 5
+"""Of the thread with which gloo receives. As long as a peer's data has arrived for a collective that this process has
+not come to, that thread spins, and takes half of the core on which the process computes what the peers wait for. Tried
+with four hosts on two cores: a step took 8 % less, and the kernel's time of a small job halved. Less priority still, of
+10, 19 or SCHED_IDLE, delays what it receives on a busy machine."""
+
+
+@contextlib.contextmanager
+def lower_gloo_thread_priority() -> Iterator[None]:
+    """Give the thread that gloo starts in this context a little less priority than those that compute."""
+    before = set(os.listdir("/proc/self/task"))
+    yield
+    started = set(os.listdir("/proc/self/task")) - before
+    if len(started) == 1:  # else others have started threads, too, and gloo's cannot be distinguished
+        (thread,) = map(int, started)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(
+                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + GLOO_THREAD_NICENESS
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ import msgspec
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
+from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
-    DroppedWorker,
     Generation,
     GenerationPhase,
     HostStatus,
@@ -33,6 +33,8 @@ class MembershipState:
     generation: Generation
     hosts: Mapping[HostName, HostStatus]
     phase_since_s: float
+    quarantined: frozenset[HostName] = frozenset()
+    """Hosts that take no part for a while, by the store's records."""
 
 
 def join_names(hosts: Iterable[HostName]) -> str:
@@ -80,7 +82,7 @@ def list_unseated_standbys(state: MembershipState) -> list[HostStatus]:
         and view.worker is not None
         and view.worker.is_alive
         and is_idle(view.worker)
-        and not view.is_draining
+        and not is_draining(state, view.host)
         and find_seat(state.generation, view) is None
     ]
 
@@ -141,8 +143,8 @@ def is_unreplaced(status: HostStatus, dropped: DroppedWorker | None) -> bool:
 
 
 def is_draining(state: MembershipState, host: HostName) -> bool:
-    """Return whether the host got a notice to leave."""
-    return host in state.hosts and state.hosts[host].is_draining
+    """Return whether the host got a notice to leave, or is in quarantine."""
+    return host in state.hosts and (state.hosts[host].is_draining or host in state.quarantined)
 
 
 def find_seat(generation: Generation, status: HostStatus) -> Member | None:
@@ -174,13 +176,13 @@ def is_on_its_way(status: HostStatus) -> bool:
 
 
 def list_joiners(state: MembershipState) -> list[HostStatus]:
-    """Return the hosts whose worker is idle and not a member, by name."""
+    """Return the hosts whose worker is idle and not a member, by name; none that is in quarantine."""
     generation = state.generation
     dropped = {d.host: d for d in generation.dropped_workers}
     return [
         status
         for host, status in sorted(state.hosts.items())
-        if is_joiner(generation, status, dropped.get(host))
+        if host not in state.quarantined and is_joiner(generation, status, dropped.get(host))
     ]
 
 
@@ -334,6 +336,8 @@ def find_disruption_by(generation: Generation, member: Member, worker: WorkerSta
             failure.text,
             unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
         )
+    if failure is not None and not is_old and failure.kind is WorkerFailureKind.CORRUPTION:
+        return Disruption(failure.text, member.host, failure.text)
     if _stopped_early(generation, worker):
         return Disruption(f"{member.host} stopped training (it lost the store)")
     return None
@@ -424,7 +428,13 @@ def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[
         return ()
     # Snapshots from before the job began anew are of another course of the training.
     began, unreadable = generation.initial_generation, generation.unreadable_snapshots
-    return tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable)
+    return tuple(
+        s
+        for s in status.snapshots
+        if s.id.generation >= began
+        and s.id not in unreadable
+        and not any(void.has(s.id) for void in generation.void_snapshots)
+    )
 
 
 def owes_answer(generation: Generation, status: HostStatus) -> bool:

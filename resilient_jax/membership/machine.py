@@ -47,11 +47,18 @@ class HostProgressed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class QuarantineChanged:
+    """The store's records of hosts in quarantine have changed: these are in it now."""
+
+    hosts: frozenset[HostName]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing happened, but time has passed: timeouts are looked at."""
 
 
-MembershipEvent = HostChanged | HostLeft | HostProgressed | Tick
+MembershipEvent = HostChanged | HostLeft | HostProgressed | QuarantineChanged | Tick
 
 
 class MembershipMachine:
@@ -100,6 +107,10 @@ class MembershipMachine:
                 if self._hosts.pop(host, None) is not None:
                     self._tally.look_at(host)
                     self._is_changed = True
+            case QuarantineChanged(hosts):
+                if hosts != self._state.quarantined:
+                    self._enter(dataclasses.replace(self._state, quarantined=hosts))
+                    self._is_changed = True
             case Tick():
                 pass
             case _:
@@ -123,7 +134,7 @@ class MembershipMachine:
         generation, tally = self._state.generation, self._tally
         if generation.phase is not GenerationPhase.ACTIVE:
             return False
-        if generation.state_loss is not None or (
+        if (generation.state_loss, generation.trusted_step) != (None, None) or (
             generation.snapshot is not None and tally.is_snapshot_released()
         ):
             return True
@@ -165,7 +176,7 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
     member = generation.find_member(status.host)
     trains = worker is not None and member is not None and worker.incarnation == member.incarnation
     return (
-        worker.report.holds_state if worker is not None and trains else worker,
+        (worker.report.holds_state, worker.report.overdue) if worker is not None and trains else worker,
         standby.worker if standby is not None else None,
         status.services,
         status.is_draining,

@@ -17,8 +17,11 @@ The rules, from which the code below follows:
 6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
    hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
    that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
+   Members that find a host which computes wrongly say which states it cannot have touched: others count no more.
 7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
-   retried a few times, and then ends the job with its error.
+   retried a few times; then the host that reported most of the failures is quarantined, and if that does not help, the
+   job ends with the error. A worker that keeps the others waiting (`hangs`) is left out. What escalates, and how, is in
+   `severities`. A host in quarantine leaves as after a notice, and does not join.
 8. Where collectives cannot be broken off, an unplanned change has no survivors: the agents kill all workers that were
    in the world, and those that replace them resume from a snapshot.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
@@ -39,8 +42,9 @@ from typing import assert_never
 import msgspec
 
 from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
+from resilient_jax.membership.doubt import doubt_newer_states
 from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
@@ -65,8 +69,10 @@ from resilient_jax.membership.facts import (
     list_survivors,
     owes_answer,
 )
+from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
+from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.state_loss import (
     decide_after_state_loss,
@@ -99,7 +105,15 @@ class PublishGeneration:
     generation: Generation
 
 
-MembershipCommand = PublishGeneration | StartCoordinationService
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuarantineHost:
+    """Write a host's `QuarantineRecord` to the store, before the generation without it."""
+
+    host: HostName
+    reason: str
+
+
+MembershipCommand = PublishGeneration | StartCoordinationService | QuarantineHost
 
 FIRST_GENERATION = Generation(
     number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts"
@@ -107,11 +121,17 @@ FIRST_GENERATION = Generation(
 
 
 def make_initial_state(
-    generation: Generation | None, statuses: Iterable[HostStatus], now: float
+    generation: Generation | None,
+    statuses: Iterable[HostStatus],
+    now: float,
+    *,
+    quarantined: frozenset[HostName] = frozenset(),
 ) -> MembershipState:
     """Return the state from which a new leader starts: the stored statuses and generation, or the first one."""
     hosts = {status.host: status for status in statuses}
-    return MembershipState(generation=generation or FIRST_GENERATION, hosts=hosts, phase_since_s=now)
+    return MembershipState(
+        generation=generation or FIRST_GENERATION, hosts=hosts, phase_since_s=now, quarantined=quarantined
+    )
 
 
 def decide(
@@ -125,7 +145,11 @@ def decide(
             commands.append(transition)
             break
         transition = msgspec.structs.replace(transition, keeps_workers=not config.replaces_workers)
+        taken_out, taken_out_before = transition.taken_out, state.generation.taken_out
         state = dataclasses.replace(state, generation=transition, phase_since_s=now)
+        if taken_out is not None and taken_out != taken_out_before:
+            state = dataclasses.replace(state, quarantined=state.quarantined | {taken_out})
+            commands.append(QuarantineHost(taken_out, transition.reason))
         measured = msgspec.structs.replace(transition, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
@@ -146,6 +170,8 @@ def _next_transition(
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
         return _break_off(state, disruption, config)
+    if hang := find_hang(state):
+        return _end_hang(state, hang, config)
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return _in_quiesce(state, now, config)
@@ -172,16 +198,20 @@ def _quiesce(
     state: MembershipState, why: Disruption, members: tuple[Member, ...] | None = None
 ) -> Generation:
     """Return the next number, in QUIESCE, with the members that are left."""
-    generation = state.generation
+    generation, number = state.generation, GenerationNumber(state.generation.number + 1)
+    # Before any of them is left out, for only that one may know it.
+    doubted = doubt_newer_states(state, number) or generation
     members = list_survivors(state) if members is None else members
     no_member_died = members == generation.members
     # The members' own steps: one that only a dead host committed would count as progress forever.
     made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
+    before = generation.suspects if attempts > 1 else ()
+    suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
     return msgspec.structs.replace(
-        generation,
-        number=GenerationNumber(generation.number + 1),
+        doubted,
+        number=number,
         phase=GenerationPhase.QUIESCE,
         members=members,
         unreadable_snapshots=generation.unreadable_snapshots
@@ -191,14 +221,33 @@ def _quiesce(
         progress=find_recoverable_step(state),
         attempts=attempts,
         failed_host=why.failed_host,
+        suspects=suspects,
+        taken_out=generation.taken_out if attempts > 1 else None,
         failure_text=why.failure_text,
         reason=why.reason,
+        hang="",
     )
 
 
-def _break_off(state: MembershipState, why: Disruption, config: MembershipConfig) -> Generation:
+def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
+    """Return the next number, in QUIESCE, without the workers that hang: their agents end them if they do not unwind.
+
+    If none of them has failed to enter a collective, all try again.
+    """
+    why = Disruption(hang.reason, hang.hosts[0] if hang.hosts else None, hang.reason)
+    left = tuple(m for m in list_survivors(state) if m.host not in hang.hosts)
+    quiescing = _break_off(state, why, config, left)
+    return msgspec.structs.replace(quiescing, hang=hang.reason)
+
+
+def _break_off(
+    state: MembershipState,
+    why: Disruption,
+    config: MembershipConfig,
+    members: tuple[Member, ...] | None = None,
+) -> Generation:
     """Return the next number, in QUIESCE; without members where all workers of the world are replaced."""
-    left = _quiesce(state, why)
+    left = _quiesce(state, why, members)
     if not config.replaces_workers:
         return left
     return msgspec.structs.replace(
@@ -240,7 +289,8 @@ def _in_quiesce(
     if waiting:
         names = join_names(m.host for m, _ in waiting)
         left = _without_late(generation, waiting)
-        return _quiesce(state, Disruption(f"{names} did not stop within {waited_s:.1f} s"), left)
+        text = f"{names} did not stop within {waited_s:.1f} s{describe_places(waiting)}"
+        return _quiesce(state, Disruption(text), left)
     return _settle(state, now, config)
 
 
@@ -268,15 +318,17 @@ def _in_pause(state: MembershipState) -> Generation | None:
 def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
     late = [
-        member.host
+        (member, worker)
         for member, worker in zip(generation.members, list_live_workers(state), strict=True)
         if not (worker.report.has_formed and worker.report.generation == generation.number)
     ]
     if not late:
         return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
     if now - state.phase_since_s > config.forming_timeout_s:
-        text = f"{join_names(late)} did not join the world within {config.forming_timeout_s:g} s"
-        return _break_off(state, Disruption(text, late[0], text), config)
+        hosts = [member.host for member, _ in late]
+        text = f"{join_names(hosts)} did not join the world within {config.forming_timeout_s:g} s"
+        why = Disruption(text + describe_places(late), hosts[0], text)
+        return _break_off(state, why, config)
     return None
 
 
@@ -289,8 +341,8 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         return None
     # All have resumed from the snapshot: hosts that stay only because of it may leave.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
-    if (snapshot, None) != (generation.snapshot, generation.state_loss):
-        return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
+    if (snapshot, None, None) != (generation.snapshot, generation.state_loss, generation.trusted_step):
+        return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None, trusted_step=None)
     progress = find_recoverable_step(state)
     if count_losses_left(state) != generation.losses_left:
         return msgspec.structs.replace(generation, progress=max(progress, generation.progress))
@@ -318,7 +370,8 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
 
 def _find_reason_to_change(state: MembershipState, joiners: list[HostStatus]) -> str | None:
     """Return why to change members between two steps; None if there is no reason."""
-    leaving = [m.host for m in state.generation.members if is_draining(state, m.host)]
+    staying = {status.host for status in list_staying(state)}
+    leaving = [m.host for m in state.generation.members if m.host in state.hosts and m.host not in staying]
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
     joining = [status.host for status in joiners if not awaits_seat(state.generation, status)]
@@ -334,21 +387,16 @@ def _settle(
 ) -> Generation | StartCoordinationService | None:
     """Decide, once all members are idle, which hosts resume, from which state, and how."""
     generation = state.generation
-    if generation.attempts > config.max_collective_retries:
-        message = (
-            f"training failed {generation.attempts} times in a row at step {find_newest_step(state)} although "
-            f"no host died; the last error:\n{generation.failure_text or generation.reason}"
-        )
-        host = generation.failed_host
-        return _finish(
-            generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
-        )
+    if (escalated := _escalate(state, config)) is not None:
+        return escalated
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
-    if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
-        return None
     # A host that hangs answers no more, and soon has no lease.
-    if any(owes_answer(generation, status) for status in state.hosts.values()):
+    if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members) or any(
+        owes_answer(generation, status) for status in state.hosts.values()
+    ):
         return None
+    if (doubted := doubt_newer_states(state, generation.number)) is not None:
+        return doubted
     kept = list_staying(state)
     joiners = choose_joiners(state, kept, config)
     if not kept and joiners:
@@ -368,7 +416,8 @@ def _settle(
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
         are_all_here = sum(not status.is_spare for status in state.hosts.values()) >= config.num_hosts
-        if waited_s <= (
+        # No state that a host may bring back would count if it is in doubt.
+        if generation.trusted_step is None and waited_s <= (
             config.regroup_grace_s if are_all_here else max(config.regroup_grace_s, config.state_loss_grace_s)
         ):
             return None  # a host that only lost the store for a moment rejoins with its state
@@ -381,6 +430,52 @@ def _settle(
             return _finish(generation, decision)
         lost = decision
     return _form(state, kept, joiners, origin, lost, waited_s, config)
+
+
+def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | None:
+    """Return what follows attempts that failed although no host died; None: another attempt."""
+    generation = state.generation
+    tries = {Tries.COLLECTIVE: config.max_collective_retries}
+    if generation.attempts == 0:
+        return None
+    action = choose_action(Evidence.COLLECTIVE_FAILED, generation.attempts - 1, tries)
+    if action is Action.TAKE_HOST_OUT and generation.taken_out is not None:
+        return None  # what is left is tried once
+    suspect = find_suspect(state, config) if action is Action.TAKE_HOST_OUT else None
+    if suspect is not None:
+        reason = (
+            f"{suspect} is taken out: training failed {generation.attempts} times in a row at step "
+            f"{find_newest_step(state)} although no host died, and it reported most of the failures: "
+            f"{generation.reason}"
+        )
+        left = tuple(m for m in generation.members if m.host != suspect)
+        without = _quiesce(state, Disruption(reason, suspect, generation.failure_text), left)
+        return msgspec.structs.replace(
+            without, attempts=generation.attempts, suspects=generation.suspects, taken_out=suspect
+        )
+    if action is Action.RETRY_IN_PLACE:
+        return None
+    without = f", also without {generation.taken_out}" if generation.taken_out is not None else ""
+    message = (
+        f"training failed {generation.attempts} times in a row at step {find_newest_step(state)} although "
+        f"no host died{without}; the last error:\n{generation.failure_text or generation.reason}"
+    )
+    host = generation.failed_host
+    return _finish(
+        generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
+    )
+
+
+def find_suspect(state: MembershipState, config: MembershipConfig) -> HostName | None:
+    """Return the host that reported most of the failed attempts, the latest of several; None: it cannot be spared."""
+    here = [host for host in state.generation.suspects if host in state.hosts]
+    num_left = sum(
+        status.worker is not None and status.worker.is_alive and not is_draining(state, host)
+        for host, status in state.hosts.items()
+    )
+    if not here or num_left <= max(config.min_hosts, 1):
+        return None
+    return max(reversed(here), key=here.count)
 
 
 def _form(

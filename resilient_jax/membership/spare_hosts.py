@@ -25,8 +25,10 @@ from resilient_jax.protocol.records import Generation, GenerationPhase, HostStat
 
 
 def list_staying(state: MembershipState) -> list[HostStatus]:
-    """Return the members that got no notice to leave."""
-    return [state.hosts[m.host] for m in state.generation.members if not is_draining(state, m.host)]
+    """Return the members that got no notice to leave. A quarantine alone ends no job: the last members stay in it."""
+    members = [state.hosts[member.host] for member in state.generation.members if member.host in state.hosts]
+    staying = [status for status in members if not is_draining(state, status.host)]
+    return staying or [status for status in members if not status.is_draining]
 
 
 def count_places(state: MembershipState, ready: Iterable[HostStatus], num_hosts: int) -> int:

@@ -23,10 +23,14 @@ class StateLossPolicy(enum.StrEnum):
     """Resume from the newest checkpoint on storage; begin with the initial state if there is none."""
 
 
-def find_newest_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
-    """Return the step of the newest checkpoint that any of these hosts sees on storage."""
+def find_newest_checkpoint(hosts: Iterable[HostStatus], trusted_step: int | None = None) -> int | None:
+    """Return the step of the newest checkpoint that any of these hosts sees on storage, and that is not in doubt.
+
+    Hosts see only the newest: the trainer has renamed those that are in doubt, a loop of one's own has not.
+    """
     seen = [s.worker.report.checkpoint_step for s in hosts if s.worker is not None]
-    return max((step for step in seen if step is not None), default=None)
+    counted = [s for s in seen if s is not None and (trusted_step is None or s <= trusted_step)]
+    return max(counted, default=None)
 
 
 def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPolicy) -> bool:
@@ -40,14 +44,15 @@ def decide_after_state_loss(
     state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
 ) -> StateLoss | JobOutcome:
     """Decide from which state these hosts resume, or how the job ends."""
-    checkpoint = find_newest_checkpoint(hosts)
+    trusted = state.generation.trusted_step
+    checkpoint = find_newest_checkpoint(hosts, trusted)
     step = max(
         find_newest_step(state), checkpoint or 0
     )  # a checkpoint was committed, even if no live host committed it
     loss = StateLoss(
         step=step,
         is_lower_bound=all(_step_of(host) < step for host in hosts),
-        reason=explain_snapshots(state),
+        reason=explain_snapshots(state) if trusted is None else _explain_doubt(state, trusted),
         checkpoint_step=checkpoint,
     )
     match policy:
@@ -59,7 +64,12 @@ def decide_after_state_loss(
             goes_on = True
         case _:
             assert_never(policy)
-    return loss if goes_on else _stop(loss)
+    return loss if goes_on else _stop(loss, trusted)
+
+
+def _explain_doubt(state: MembershipState, trusted_step: int) -> str:
+    text = state.generation.failure_text
+    return f"states of more than {trusted_step} steps are in doubt{f' ({text})' if text else ''}"
 
 
 def count_lost_steps(loss: StateLoss) -> int:
@@ -95,7 +105,11 @@ def _step_of(host: HostStatus) -> int:
     return max(host.step, host.worker.report.step if host.worker is not None else 0)
 
 
-def _stop(loss: StateLoss) -> JobOutcome:
+def _stop(loss: StateLoss, trusted_step: int | None) -> JobOutcome:
+    if trusted_step is None:
+        what = "too many of the hosts that held the training state were lost at once"
+    else:
+        what = "a host computed wrongly, and the training state may be wrong"
     if loss.checkpoint_step is None:
         rest = (
             "no host sees a checkpoint on storage. Launch the job again to begin with the initial state. Against the "
@@ -110,6 +124,6 @@ def _stop(loss: StateLoss) -> JobOutcome:
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),
-        message=f"too many of the hosts that held the training state were lost at once, after {loss.step} committed "
-        f"steps{' or more' if loss.is_lower_bound else ''}: {loss.reason}; {rest}",
+        message=f"{what}, after {loss.step} committed steps{' or more' if loss.is_lower_bound else ''}: {loss.reason}; "
+        f"{rest}",
     )

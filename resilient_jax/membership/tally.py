@@ -21,6 +21,7 @@ from resilient_jax.membership.facts import (
     is_unreplaced,
     owes_answer,
 )
+from resilient_jax.membership.hangs import HANGING_PHASES
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
@@ -35,6 +36,8 @@ class Fact(enum.Enum):
     """It is a member's host, and the member is dead or stopped."""
     LIVE = enum.auto()
     """It is a member's host, and the member lives; so for all facts up to DONE."""
+    OVERDUE = enum.auto()
+    """The member reports a task that takes longer than its deadline."""
     DISRUPTIVE = enum.auto()
     """The member reports what ends the generation."""
     WAITED_FOR = enum.auto()
@@ -138,6 +141,7 @@ class MembershipTally:
         facts = {
             Fact.LIVE: True,
             Fact.DISRUPTIVE: find_disruption_by(generation, member, worker) is not None,
+            Fact.OVERDUE: report.overdue is not None,
             Fact.WAITED_FOR: is_waited_for,
             Fact.COMPILING: is_waited_for and report.is_compiling,
             Fact.IDLE: is_idle(worker),
@@ -151,7 +155,7 @@ class MembershipTally:
 
     def _find_host_facts(self, status: HostStatus, *, is_member: bool) -> list[Fact]:
         generation, host = self._state.generation, status.host
-        joins = is_joiner(generation, status, self._dropped.get(host))
+        joins = host not in self._state.quarantined and is_joiner(generation, status, self._dropped.get(host))
         facts = {
             Fact.OWES_REPORT: owes_answer(generation, status)
             or (is_member and awaits_snapshot_report(status)),
@@ -212,6 +216,8 @@ class MembershipTally:
         # While members unwind, their reports still have the failure that they unwind because of.
         if generation.phase is GenerationPhase.QUIESCE:
             return False
+        if counts[Fact.OVERDUE] and generation.phase in HANGING_PHASES:
+            return True
         is_done = generation.phase is GenerationPhase.ACTIVE and counts[Fact.DONE] == len(generation.members)
         return is_done or bool(counts[Fact.DISRUPTIVE]) or self._lacks_service()
 
@@ -235,7 +241,9 @@ class MembershipTally:
             return True
         if counts[Fact.OWES_REPORT]:
             return False
-        if generation.members or waited_s > config.start_timeout_s:
+        # Where the state is in doubt, no host is waited for that may bring one back.
+        is_in_doubt = generation.trusted_step is not None
+        if generation.members or is_in_doubt or waited_s > config.start_timeout_s:
             return True
         if generation.world == 0 and not self._exists_state():
             return counts[Fact.REGULAR_JOINER] >= max(config.num_hosts, config.min_hosts, 1)

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import HostName, Seat, WorldId
+from resilient_jax.membership.doubt import is_trusted
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
@@ -66,7 +67,7 @@ def find_state_origin(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> StateOrigin:
     """Return the newest complete state: a worker's, or, if that is newer, a snapshot's."""
-    holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
+    holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
     # At the same step the worker's wins: it is in device memory, and a snapshot must be read first.
@@ -114,10 +115,21 @@ def _choose_sources(sources: tuple[StateSource, ...], *, does_any_fetch: bool) -
     return sources[:: -(-len(sources) // MAX_SOURCES)] if does_any_fetch else sources[:1]
 
 
-def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
-    """Return the hosts that may serve the state: members; only if none of them has it, hosts that come back."""
+def _holders_of(
+    generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
+) -> list[HostStatus]:
+    """Return the hosts that may serve the state: members; only if none of them has it, hosts that come back.
+
+    None with a state that is in doubt.
+    """
     of_kept, of_joiners = (
-        [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
+        [
+            s
+            for s in hosts
+            if s.worker is not None
+            and s.worker.report.holds_state
+            and is_trusted(generation, s.worker.report)
+        ]
         for hosts in (kept, joiners)
     )
     return of_kept or of_joiners
@@ -171,10 +183,17 @@ def form_next_generation(
         reason=f"{generation.reason}: {explain_state_loss(state_loss)}"
         if state_loss is not None
         else generation.reason,
-        progress=max(generation.progress, origin.step) if origin.exists else 0,
+        progress=_find_progress(generation, origin),
         # Without a state the job begins anew: snapshots of earlier generations do not count any more.
         initial_generation=generation.initial_generation if origin.exists else generation.number,
     )
+
+
+def _find_progress(generation: Generation, origin: StateOrigin) -> int:
+    """Return the steps that are done from now on: fewer than before if newer states are in doubt."""
+    if not origin.exists:
+        return 0
+    return origin.step if generation.trusted_step is not None else max(generation.progress, origin.step)
 
 
 def give_seats(

@@ -26,9 +26,9 @@ class Calibration:
             runs of nccl-tests is 0.75 to 0.9 of the line rate.
         latency_factor: latency of a message in a collective, as a multiple of the link's. 1: data sheets and nccl-tests
             state what NCCL has. On a machine whose devices share a few cores messages wait for a core.
-        layer_overhead_s: time of each pass through a layer (forward, backward, recompute) for launches and the ends of
-            kernels. Efficiency becomes a curve over the work w of a pass: `matrix_efficiency w / (w + w_half)`. 20 us:
-            assumed.
+        kernel_overhead_s: time of each kernel for its launch, its first and its last wave. Efficiency becomes a curve
+            over the work w of a kernel, `matrix_efficiency w / (w + w_half)`: wide tensor groups, which divide each
+            kernel, and small microbatches reach less. 5 us: assumed.
         step_overhead_s: time of each step for dispatch of the update and input. 1 ms: assumed.
         fsdp_overlap: part of the computing time under which FSDP's gathers and scatters can hide. 0.9: the first and
             the last layer of a pass have nothing to hide under.
@@ -44,7 +44,7 @@ class Calibration:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_factor: float = 1.0
-    layer_overhead_s: float = 20e-6
+    kernel_overhead_s: float = 5e-6
     step_overhead_s: float = 1e-3
     fsdp_overlap: float = 0.9
     activation_overlap: float = 0.0

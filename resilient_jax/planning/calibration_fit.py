@@ -19,7 +19,7 @@ FITTED_CONSTANTS = (
     "memory_efficiency",
     "link_efficiency",
     "latency_factor",
-    "layer_overhead_s",
+    "kernel_overhead_s",
     "step_overhead_s",
 )
 """Fitted in this order. The overlaps and memory are left out: step times hardly tell them apart."""

@@ -39,15 +39,16 @@ def find_device_links(
         efficiency: part of the bandwidth that a large collective reaches.
         latency_factor: multiple of the links' latency that a message in a collective has.
     """
-    # bandwidth_l = efficiency (a device's bandwidth while all devices of the largest host send) [bytes/s];
-    # latency_l = latency_factor (latency of the level) [s].
+    # bandwidth_l = efficiency (a device's bandwidth while all devices of the largest host send) [bytes/s], between
+    # hosts that of the slowest host's link; latency_l = latency_factor (latency of the level) [s].
     senders = max(kind.devices for kind in topology.classes)
+    slowest = min(host.link_speed for host in topology.hosts)
     return tuple(
         DeviceLink(
-            bytes_per_s=level.bandwidth_of_device(senders) * efficiency,
+            bytes_per_s=level.bandwidth_of_device(senders) * efficiency * (slowest if place else 1.0),
             latency_s=level.latency_s * latency_factor,
         )
-        for level in topology.levels
+        for place, level in enumerate(topology.levels)
     )
 
 

@@ -1,8 +1,8 @@
 """The estimated cost of one plan, part by part; each part is computed once for a search.
 
-A replica of P pipeline stages does a microbatch in t on its slowest stage, and N of them in `(N + (P - 1) / r) t`, with
-r pipeline repeats. A step's microbatches are assigned to the replicas with the least makespan. Then gradients are
-all-reduced over replicas, and each device updates its part: `step = makespan + all-reduce + update`.
+A replica does N microbatches in `N p + fill`, by the slowest of its P pipeline stages and the transfers between them
+(`pipeline`). A step's microbatches are assigned to the replicas with the least makespan. Then gradients are all-reduced
+over replicas, and each device updates its part: `step = makespan + all-reduce + update`.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from resilient_jax.planning.host_pool import Composition, find_stage_kinds
 from resilient_jax.planning.layer_split import StageRun, split_layers_by_run
 from resilient_jax.planning.makespan import UNLIMITED, MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.memory import DeviceMemory
+from resilient_jax.planning.pipeline import PipelineTime, find_weight_share, time_pipeline
 from resilient_jax.planning.plan_request import PlanRequest
 from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.planning.stage_cost import (
@@ -39,21 +40,23 @@ class ReplicaTime(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layer_split: (consecutive stages, layers of each).
-        microbatch_s: time of one microbatch on the slowest stage.
-        slowest_stage: that stage's time by term.
+        pipeline: times of the pipeline of its stages.
+        slowest_stage: the time of a microbatch on its slowest stage by term.
         memory: memory of the fullest device.
         synced_bytes: gradients of one device, of the stage that has most.
         updated_bytes: bytes that the optimizer of one device reads and writes, the most of any device.
         host_kind: index of the slowest host's kind.
+        transfer_s: time until a neighboring stage has a result.
     """
 
     layer_split: tuple[tuple[int, int], ...]
-    microbatch_s: float
+    pipeline: PipelineTime
     slowest_stage: StageTime
     memory: DeviceMemory
     synced_bytes: float
     updated_bytes: float
     host_kind: int
+    transfer_s: float
 
 
 class BlockClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +151,9 @@ class CostModel:
             if (time := costs.times[key]) is not None:
                 found.append(BlockClass(composition=composition, blocks=number, time=time))
         return tuple(
-            sorted(found, key=lambda one: (one.time.microbatch_s, one.time.host_kind, one.composition))
+            sorted(
+                found, key=lambda one: (one.time.pipeline.microbatch_s, one.time.host_kind, one.composition)
+            )
         )
 
     def _cost_layout(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> _LayoutCosts:
@@ -187,14 +192,27 @@ class CostModel:
         The slowest stage takes at least the average of the stages, and at least the longest stage's layers.
         """
         # t >= max(longest layer_s, (L layer_s + ends_s) / P) on the fastest host kind; a replica has ceil(N / R) of the
-        # step's N microbatches or more; makespan >= (ceil(N / R) + (P - 1) / r) t.
+        # step's N microbatches or more; makespan >= ceil(N / R) p(t) + fill(t).
         stages, layers = layout.axes.pipeline, self.layers
         layer = min(part.layer.total_s for part in parts)
         ends = min(part.embedding.total_s + part.head.total_s for part in parts)
         longest = self.memory.find_longest_stage(layout.axes, microbatch)
         microbatch_s = max(longest * layer, (layers * layer + ends) / stages)
         quota = -(-self.memory.count_microbatches(layout.axes, microbatch) // replicas)
-        return (quota + (stages - 1) / self.request.pipeline_repeats) * microbatch_s
+        pipeline = self._time_pipeline(stages, microbatch_s, parts[0].transfer_s, microbatch)
+        return float(quota * pipeline.microbatch_s + pipeline.fill_s)
+
+    def _time_pipeline(
+        self, stages: int, stage_s: float, transfer_s: float, microbatch: MicrobatchConfig
+    ) -> PipelineTime:
+        found = time_pipeline(
+            stages,
+            stage_s,
+            transfer_s,
+            weight_share=find_weight_share(is_remat=microbatch.remat),
+            repeats=self.request.pipeline_repeats,
+        )
+        return PipelineTime(*map(float, found))
 
     def _time_replica(
         self,
@@ -209,7 +227,7 @@ class CostModel:
             return None
         split, memory = found
         # All wait for the fullest or slowest stage s of P, with L_s layers:
-        #     t = max_s (L_s layer_s + ends_s + transfer_s)   s per microbatch
+        #     t = max_s (L_s layer_s + ends_s)                s per microbatch
         #     synced = max_s gradients_s                      bytes, all-reduced over replicas
         #     updated = max_s updated_s                       bytes, read and written by the optimizer
         stages, state = layout.axes.pipeline, self.memory.count_state(layout.axes)
@@ -224,12 +242,13 @@ class CostModel:
             stage += count
         return ReplicaTime(
             layer_split=tuple((count, layers) for _, count, layers in split),
-            microbatch_s=slowest.total_s,
+            pipeline=self._time_pipeline(stages, slowest.total_s, parts[0].transfer_s, microbatch),
             slowest_stage=slowest,
             memory=memory,
             synced_bytes=synced,
             updated_bytes=updated,
             host_kind=max(kind for kind, _, _ in split),
+            transfer_s=parts[0].transfer_s,
         )
 
     def _find_split(
@@ -263,15 +282,13 @@ class CostModel:
         """Return the fastest split of the layers over stages with these limits, whatever memory it needs."""
         if sum(count for _, count, _ in runs) == 1:
             return [(runs[0][0], 1, self.layers)]
-        # Minimize max_s (L_s layer_s + extra_s) in s. Every stage between sends to two neighbors, so that is no
-        # difference between splits; the ends send to one: extra_0 = embedding - transfer, extra_(P-1) = head -
-        # transfer.
+        # Minimize max_s (L_s layer_s + extra_s) in s: extra_0 = embedding, extra_(P-1) = head.
         first, last = parts[runs[0][0]], parts[runs[-1][0]]
         split = split_layers_by_run(
             self.layers,
             [StageRun(count, parts[kind].layer.total_s, limit) for kind, count, limit in runs],
-            first.embedding.total_s - first.transfer_s,
-            last.head.total_s - last.transfer_s,
+            first.embedding.total_s,
+            last.head.total_s,
         )
         return [(runs[i][0], count, layers) for i, count, layers in split]
 
@@ -279,16 +296,16 @@ class CostModel:
         self, layout: DeviceLayout, classes: Sequence[BlockClass], blocks: int
     ) -> list[MachineClass]:
         """Return the replicas of the fastest `blocks` blocks as machines, to assign microbatches to."""
-        # n microbatches take (n + (P - 1) / r) t: a machine that starts at (P - 1) / r t with tasks of t.
-        fill = (layout.axes.pipeline - 1) / self.request.pipeline_repeats
+        # n microbatches take n p + fill: a machine that starts at `fill` with tasks of p.
         found = []
         for one in classes:
             taken = min(one.blocks, blocks)
             blocks -= taken
             if taken:
-                microbatch_s = one.time.microbatch_s
-                count = taken * layout.replicas_per_block
-                found.append(MachineClass(count=count, start_s=fill * microbatch_s, task_s=microbatch_s))
+                time, count = one.time.pipeline, taken * layout.replicas_per_block
+                found.append(
+                    MachineClass(count=count, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
+                )
         return found
 
     def assign_microbatches(
@@ -331,7 +348,7 @@ class CostModel:
         blocks: int,
     ) -> PlanCost:
         """Return the cost of a step on the fastest `blocks` blocks."""
-        # step = max_i (n_i + (P - 1) / r) t_i + all-reduce + update, in s; i over replicas, sum_i n_i = microbatches
+        # step = max_i (n_i p_i + fill_i) + all-reduce + update, in s; i over replicas, sum_i n_i = microbatches
         # of a step.
         assignment = self.assign_microbatches(layout, microbatch, classes, blocks)
         reduction, update = self.estimate_reduction_and_update_s(layout, classes, blocks)

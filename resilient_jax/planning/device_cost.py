@@ -1,7 +1,7 @@
 """The cost of one microbatch on one device in one part of the model: computing, and each collective.
 
 Roofline without overlap: a device with peak F FLOP/s and memory bandwidth B computes f FLOPs of matrix products and
-moves b bytes in `f / (F e_matrix) + b / (B e_memory) + passes overhead`. Every amount of the program is divided by
+moves b bytes in `f / (F e_matrix) + b / (B e_memory) + kernels overhead`. Every amount of the program is divided by
 the axes that shard it; collectives follow `collectives`.
 """
 
@@ -30,12 +30,12 @@ class DeviceWork(NamedTuple):
     Attributes:
         flops: FLOPs of matrix products.
         moved_bytes: bytes to and from its memory: activations, gathered parameters, gradients.
-        passes: passes through the part: forward, backward, and recompute.
+        kernels: kernels of all passes: forward, backward, and recompute.
     """
 
     flops: float
     moved_bytes: float
-    passes: int
+    kernels: int
 
 
 def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes: ReplicaAxes) -> float:
@@ -71,7 +71,7 @@ def count_device_work(
     Formula: each amount's share times the sequences. Parameters are read in each pass, and a gradient is added to its
     sum (read and written).
     """
-    # Remat repeats the forward pass: its FLOPs, its bytes moved, and a third read of the parameters.
+    # Remat repeats the forward pass: its FLOPs, its bytes moved, its kernels, and a third read of the parameters.
     is_remat = microbatch.remat and cost.part is ModelPart.LAYER
     flops = compute_device_share(program_cost, cost.step_flops, axes)
     moved = compute_device_share(program_cost, cost.step_bytes, axes)
@@ -82,7 +82,7 @@ def count_device_work(
     return DeviceWork(
         flops=flops * microbatch.sequences,
         moved_bytes=moved * microbatch.sequences + passes * state.gathered + 2 * state.gradients,
-        passes=passes,
+        kernels=(passes + 1) * cost.kernels,
     )
 
 
@@ -91,13 +91,13 @@ def estimate_compute_s(
 ) -> float:
     """Return the seconds that a device at its healthy speed computes.
 
-    Formula: `flops / (peak matrix_efficiency) + moved / (bandwidth memory_efficiency) + passes layer_overhead_s`.
+    Formula: `flops / (peak matrix_efficiency) + moved / (bandwidth memory_efficiency) + kernels kernel_overhead_s`.
     Matrix products and element-wise kernels run one after another, so the terms add up.
     """
     return (
         cost.flops / (peak_flops_per_s * constants.matrix_efficiency)
         + cost.moved_bytes / (memory_bytes_per_s * constants.memory_efficiency)
-        + cost.passes * constants.layer_overhead_s
+        + cost.kernels * constants.kernel_overhead_s
     )
 
 

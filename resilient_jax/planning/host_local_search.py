@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_choice
+from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION, NO_FIXED_AXES, search_plans
+from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plans
 from resilient_jax.topology import Topology
 
 MAX_PLANS_PER_SEARCH = 16

@@ -1,21 +1,17 @@
 """Why no plan is feasible, and how much memory or how many devices would suffice."""
 
 import dataclasses
+import itertools
 import math
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import (
-    PlanCandidate,
-    PlanConstraints,
-    enumerate_axes,
-    find_useful_levels,
-    visit_candidates,
-)
+from resilient_jax.planning.candidate_table import list_axis_sizes
+from resilient_jax.planning.candidates import PlanCandidate, find_useful_levels, visit_candidates
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, enumerate_layouts
 from resilient_jax.planning.errors import NoFeasiblePlan
 from resilient_jax.planning.host_pool import HostPool
-from resilient_jax.planning.lower_bounds import find_divisors
+from resilient_jax.planning.plan_request import PlanConstraints
 
 MAX_HOSTS_TRIED = 1 << 14
 """No more hosts are tried: a request that needs more has the wrong model or the wrong cluster."""
@@ -90,14 +86,10 @@ def _count_most(cost_model: CostModel, axes: ReplicaAxes) -> int:
 
 
 def _all_groups(cost_model: CostModel, constraints: PlanConstraints) -> list[ReplicaAxes]:
-    parts = find_divisors(cost_model.request.global_batch)
-    devices = cost_model.devices
+    sizes = [list_axis_sizes(cost_model, constraints, Axis(name)) for name in ReplicaAxes._fields]
+    most = cost_model.devices // _least_replicas(constraints)
     return [
-        narrow._replace(fsdp=fsdp)
-        for narrow in enumerate_axes(cost_model, constraints)
-        for fsdp in parts
-        if fsdp == constraints.axes.get(Axis.FSDP, fsdp)
-        and narrow.devices * fsdp * _least_replicas(constraints) <= devices
+        axes for axes in itertools.starmap(ReplicaAxes, itertools.product(*sizes)) if axes.devices <= most
     ]
 
 

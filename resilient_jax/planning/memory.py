@@ -1,13 +1,13 @@
 """What a plan needs of the memory of one device, by term.
 
-Stage i of P with L layers keeps F_i microbatches of activations under the 1F1B schedule (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 2.2; Chameleon, arXiv 2508.21613, with its terms taken apart):
+Stage i of P with L layers keeps F_i microbatches of activations (Chameleon, arXiv 2508.21613, with its terms taken
+apart, and the in-flight bound of the schedule that hosts run, `pipeline_schedule.tasks.DEFAULT_SCHEDULE`):
 
     parameters  = L p                    p, g, o: bytes of a layer's parameters, gradients and optimizer state
     gradients   = L g                        on this device; the ends add those of the embedding and the head
     optimizer   = L o
     activations = F_i (L a + ends) + x   a: residuals of a layer, x: the most that one part's backward adds
-    F_i         = min(P - i, N)          N: microbatches of a replica in a step
+    F_i         = min(P, N)              N: microbatches of a replica in a step
 """
 
 import dataclasses
@@ -146,16 +146,14 @@ def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes)
 
 
 def count_in_flight(stage: int, stages: int, microbatches: int, repeats: int = 1) -> float:
-    """Return how many microbatches a stage keeps activations of under 1F1B: `min(P - i, N)`, i from 0.
+    """Return how many microbatches a stage keeps activations of: `min(P, N)` with weight gradients in gaps.
 
-    With r repeats each chunk has its own: `(1 + (P - 1) / (P r))` times as many as without, at most.
+    Interleaved in r repeats stage i, from 0, has `P - i + (P - 1) / r`: each chunk has its own.
     """
-    # Stage i has F_i = min(P - i, N); interleaved, the first has P (1 + (P - 1) / (P r)) = P + (P - 1) / r
+    # Weight gradients that wait for a gap keep their inputs, so every stage has as many as the first of 1F1B
+    # (`pipeline_schedule.task_orders`, rule 2). Interleaved, the first has P (1 + (P - 1) / (P r)) = P + (P - 1) / r
     # (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198), and stage i has i fewer.
-    depth = stages - stage
-    if repeats > 1:
-        return min(depth + (stages - 1) / repeats, microbatches)
-    return min(depth, microbatches)
+    return min(stages - stage + (stages - 1) / repeats if repeats > 1 else stages, microbatches)
 
 
 class StagePosition(NamedTuple):

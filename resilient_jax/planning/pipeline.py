@@ -1,87 +1,93 @@
-"""The time of a pipeline: by formula, by longest path, and with failed stages whose work their peers take over.
+"""The time of a pipeline as hosts run it: by a formula that the simulated schedule confirms, transfers included.
 
-P stages, N microbatches, t = forward + backward of one microbatch on one stage, r repeats (chunks of layers per stage):
+P stages, N microbatches, t the time of one microbatch on the slowest stage, of which weight gradients take W, and x the
+time from the end of a task until the next stage has its result:
 
-    1F1B          (N + P - 1) t                          Chameleon, arXiv 2508.21613
-    interleaved   (N + (P - 1) / r) t                    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, 2.2
-    rerouted      (P + N - 1 + sum_i N F_i / (D - F_i)) t    Chameleon; F_i of D peers of stage i have failed
+    weights apart   N p + (P - 1) (t - W + 2 x),   p = max(t, t - W + W / P + 2 x (P - 1) / P)
+    interleaved     (N + (P - 1) / r) (t + 2 x)         r > 1 chunks of layers on a stage; Narayanan et al. 2021, 2.2
+    redundant       weights apart with t + F: each stage also computes the forward pass of the next (Bamboo, arXiv
+                    2204.12013); a pipeline that lost a stage has P - 1 stages, one of which takes 2 t
+    rerouted        the same + sum_i N F_i / (D - F_i) p     F_i of D peers of stage i failed; arXiv 2508.21613
+
+The first is `pipeline_schedule.tasks.DEFAULT_SCHEDULE` (ZB-H1, https://arxiv.org/abs/2401.10241): weight gradients fill
+the gaps, so that only F and B of P - 1 stages are waited for. At most P microbatches are in flight, so one cannot
+follow another sooner than in a P-th of its way there and back. Without any transfer the schedule is up to W (P - 1)
+faster.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from resilient_jax.errors import CallerError
+from resilient_jax.planning.makespan import MachineClass, assign_tasks
+
+Seconds = float | NDArray[np.float64]
+"""One time, or a column of them."""
+WEIGHT_SHARE: Final = 1 / 3
+"""W of a microbatch's time: forward pass, input gradient and weight gradient have equal FLOPs."""
+REMAT_WEIGHT_SHARE: Final = 1 / 4
+"""The same where the forward pass is computed twice."""
 
 
-def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline_repeats: int = 1) -> float:
-    """Return `(N + (P - 1) / r) t`: all microbatches through the slowest stage, and filling and draining the pipeline.
+def find_weight_share(*, is_remat: bool) -> float:
+    """Return the part of weight gradients in a microbatch's time."""
+    return REMAT_WEIGHT_SHARE if is_remat else WEIGHT_SHARE
+
+
+class PipelineTime(NamedTuple):
+    """Seconds of a pipeline: `N microbatch_s + bubble_s + sending_s` for N microbatches."""
+
+    microbatch_s: Seconds
+    """From one microbatch to the next."""
+    bubble_s: Seconds
+    """Computing that fills and drains the pipeline."""
+    sending_s: Seconds
+    """Transfers while it fills and drains."""
+
+    @property
+    def fill_s(self) -> Seconds:
+        """What a step takes besides its microbatches."""
+        return self.bubble_s + self.sending_s
+
+
+def time_pipeline(
+    stages: int,
+    stage_s: Seconds,
+    transfer_s: Seconds = 0.0,
+    *,
+    weight_share: Seconds = WEIGHT_SHARE,
+    repeats: int = 1,
+) -> PipelineTime:
+    """Return the times of a pipeline; columns for columns.
 
     Args:
         stages: P.
-        microbatches: N, of one pipeline in one step.
-        stage_s: t, of the slowest stage.
-        pipeline_repeats: r: each chunk of layers fills the pipeline in a part of the time.
+        stage_s: t, of the slowest stage, without transfers.
+        transfer_s: x, to one neighbor.
+        weight_share: W / t.
+        repeats: r, chunks of layers on each stage; more than one: interleaved 1F1B.
 
-    >>> estimate_pipeline_s(4, 8, 1.0)
-    11.0
+    >>> time_pipeline(4, 1.0, 0.0, repeats=3).fill_s
+    1.0
     """
-    return (microbatches + (stages - 1) / pipeline_repeats) * stage_s
-
-
-def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
-    """Return the longest path through the graph of a 1F1B schedule, each stage in its own order.
-
-    Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. The result equals
-    `estimate_pipeline_s` where all stages are equal; the formula is never less. Takes time and memory O(P N).
-    """
-    # end(task) = max(end of the stage's task before, end of its input) + time: each stage runs as far as its inputs
-    # are known, until no stage can run further. 1F1B has no cyclic wait, so then all are done.
-    stages = len(forward_s)
-    orders = [_order_of(stage, stages, microbatches) for stage in range(stages)]
-    ends: dict[tuple[int, bool, int], float] = {}
-    free = [0.0] * stages
-    places = [0] * stages
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(stages):
-            while places[stage] < len(orders[stage]):
-                is_forward, microbatch = orders[stage][places[stage]]
-                ready = _ready_s(ends, stage, stages, is_forward, microbatch)
-                if ready is None:
-                    break
-                took = forward_s[stage] if is_forward else backward_s[stage]
-                free[stage] = max(free[stage], ready) + took
-                ends[stage, is_forward, microbatch] = free[stage]
-                places[stage] += 1
-                moved = True
-    return max(free)
-
-
-def _order_of(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
-    # Warm-up of min(P - i, N) forward passes, then one backward and one forward in turn, then the remaining backwards.
-    first = min(stages - stage, microbatches)
-    order = [(True, i) for i in range(first)]
-    for i in range(microbatches):
-        order.append((False, i))
-        if first + i < microbatches:
-            order.append((True, first + i))
-    return order
-
-
-def _ready_s(
-    ends: dict[tuple[int, bool, int], float], stage: int, stages: int, is_forward: bool, microbatch: int
-) -> float | None:
-    """Return when the input of a task is ready; None if the input is not computed yet."""
-    if is_forward:
-        return 0.0 if stage == 0 else ends.get((stage - 1, True, microbatch))
-    if stage == stages - 1:
-        return ends.get((stage, True, microbatch))
-    return ends.get((stage + 1, False, microbatch))
+    if repeats > 1:
+        each = stage_s + 2 * transfer_s * (stages > 1)
+        return PipelineTime(each, (stages - 1) / repeats * each, 0.0 * each)
+    weights = weight_share * stage_s
+    round_trip = stage_s - weights + weights / stages + 2 * transfer_s * (stages - 1) / stages
+    return PipelineTime(
+        np.maximum(stage_s, round_trip),
+        (stages - 1) * (stage_s - weights),
+        (stages - 1) * 2 * transfer_s,
+    )
 
 
 def estimate_rerouted_s(
-    stages: int, microbatches: int, pipelines: int, failed: Sequence[int], stage_s: float
+    stages: int, microbatches: int, pipelines: int, failed: Sequence[int], time: PipelineTime
 ) -> float | None:
     """Return the step time when the peers of a stage take over the microbatches of its failed replicas.
 
@@ -90,7 +96,7 @@ def estimate_rerouted_s(
         microbatches: N, of one pipeline.
         pipelines: D, before the failure.
         failed: F_i, failed peers of stage i.
-        stage_s: t.
+        time: of the pipeline.
 
     Returns:
         Seconds; None if all peers of a stage failed.
@@ -98,7 +104,7 @@ def estimate_rerouted_s(
     Raises:
         CallerError: `failed` has another length than the number of stages.
 
-    >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0), 3)
+    >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], PipelineTime(1.0, 3.0, 0.0)), 3)
     13.667
     """
     if len(failed) != stages:
@@ -107,4 +113,29 @@ def estimate_rerouted_s(
         return None
     # Each of the D - F_i live peers of stage i takes N F_i / (D - F_i) of the N F_i microbatches of the failed ones.
     more = math.fsum(microbatches * count / (pipelines - count) for count in failed)
-    return (stages + microbatches - 1 + more) * stage_s
+    return float((microbatches + more) * time.microbatch_s + time.fill_s)
+
+
+def estimate_redundant_s(
+    stages: int, microbatches: int, pipelines: int, failed: int, stage_s: float, transfer_s: float = 0.0
+) -> float:
+    """Return the step time of pipelines in which each stage can take over the next: redundant computation.
+
+    Each device needs the memory of two stages. What a failure interrupts is not counted, which favors redundancy.
+
+    Args:
+        stages: P, two or more.
+        microbatches: of a step, of all pipelines together.
+        pipelines: D.
+        failed: pipelines that lost one stage.
+        stage_s: t, without redundancy; a third of it is the forward pass.
+        transfer_s: x.
+    """
+    whole = time_pipeline(stages, (1 + WEIGHT_SHARE) * stage_s, transfer_s)
+    broken = time_pipeline(stages - 1, 2 * stage_s, transfer_s)
+    machines = [
+        MachineClass(count=count, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
+        for count, time in ((pipelines - failed, whole), (failed, broken))
+        if count
+    ]
+    return assign_tasks(microbatches, machines).makespan_s

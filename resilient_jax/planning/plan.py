@@ -20,8 +20,8 @@ class StepTime:
     Attributes:
         compute_s: computing of the slowest stage, all its microbatches.
         tensor_s, sequence_s, expert_s, fsdp_s: its collectives along these axes.
-        transfer_s: transfers between stages.
-        bubble_s: filling and draining the pipeline: `(P - 1) / repeats` microbatches.
+        transfer_s: transfers between stages that computing does not hide.
+        bubble_s: computing while the pipeline fills and drains, see `pipeline`.
         gradient_all_reduce_s: all-reduce of the gradients over replicas.
         optimizer_s: the update, and the overhead of a step.
     """
@@ -57,14 +57,16 @@ class ReplicaClass:
         speeds: (part of the healthy speed, host slots) of one replica, fastest first.
         layers: layers of each stage.
         quotas: (replicas, microbatches of each), those with more first.
-        microbatch_s: time of a microbatch on the slowest stage.
+        stage_s: time of a microbatch on the slowest stage, without transfers.
+        transfer_s: time until a neighboring stage has a result; 0 for one stage.
     """
 
     replicas: int
     speeds: tuple[tuple[float, int], ...]
     layers: tuple[int, ...]
     quotas: tuple[tuple[int, int], ...]
-    microbatch_s: float
+    stage_s: float
+    transfer_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

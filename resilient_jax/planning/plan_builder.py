@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from resilient_jax.planning.branch_and_bound import PlanCandidate
+from resilient_jax.planning.candidates import PlanCandidate
 from resilient_jax.planning.cost_model import BlockClass, CostModel, PlanCost
+from resilient_jax.planning.pipeline import PipelineTime
 from resilient_jax.planning.placement import find_host_ranges, place_replicas
 from resilient_jax.planning.plan import Plan, ReplicaClass, StepTime
 
@@ -14,7 +15,7 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
     classes = cost_model.find_block_classes(layout, candidate.microbatch)
     cost = cost_model.estimate_plan(layout, candidate.microbatch, classes, candidate.blocks)
     used = _select_used(classes, candidate.blocks)
-    step = _find_terms(cost_model, candidate, used, cost)
+    step = _find_terms(used, cost)
     memory = max((block_class.time.memory for block_class in used), key=lambda memory: memory.total)
     # A measured program that computes one microbatch per step accumulates nothing.
     most_microbatches = max(number for shares in cost.assignment.task_counts for _, number in shares)
@@ -67,30 +68,31 @@ def _select_used(classes: Sequence[BlockClass], blocks: int) -> list[BlockClass]
     return used
 
 
-def _find_terms(
-    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], cost: PlanCost
-) -> StepTime:
+def _find_terms(classes: Sequence[BlockClass], cost: PlanCost) -> StepTime:
     """Return the terms of the replica that is done last."""
-    # The replica that is done last: argmax_i (n_i + (P - 1) / r) t_i. Its terms are n_i times those of its slowest
-    # stage, and the bubble (P - 1) / r t_i, so all terms sum to the step.
-    fill = (candidate.layout.axes.pipeline - 1) / cost_model.request.pipeline_repeats
+    # The replica that is done last: argmax_i n_i p_i + fill_i. Its terms are n_i times those of its slowest stage, the
+    # bubble, and the transfers n_i (p_i - t_i) + sending, so all terms sum to the step.
     counts = [shares[0][1] for shares in cost.assignment.task_counts]
     last = max(
         range(len(counts)),
-        key=lambda i: (counts[i] + fill) * classes[i].time.microbatch_s if counts[i] else 0.0,
+        key=lambda i: _finish_s(classes[i].time.pipeline, counts[i]) if counts[i] else 0.0,
     )
-    stage, number = classes[last].time.slowest_stage, counts[last]
+    stage, number, pipeline = classes[last].time.slowest_stage, counts[last], classes[last].time.pipeline
     return StepTime(
         compute_s=number * stage.compute_s,
         tensor_s=number * stage.tensor_s,
         sequence_s=number * stage.sequence_s,
         expert_s=number * stage.expert_s,
         fsdp_s=number * stage.fsdp_s,
-        transfer_s=number * stage.transfer_s,
-        bubble_s=fill * stage.total_s,
+        transfer_s=float(number * (pipeline.microbatch_s - stage.total_s) + pipeline.sending_s),
+        bubble_s=float(pipeline.bubble_s),
         gradient_all_reduce_s=cost.gradient_all_reduce_s,
         optimizer_s=cost.optimizer_s,
     )
+
+
+def _finish_s(pipeline: PipelineTime, microbatches: int) -> float:
+    return float(microbatches * pipeline.microbatch_s + pipeline.fill_s)
 
 
 def _describe_classes(
@@ -104,7 +106,8 @@ def _describe_classes(
             speeds=tuple((kinds[kind].speed, number) for kind, number in block_class.composition),
             layers=tuple(layers for stages, layers in block_class.time.layer_split for _ in range(stages)),
             quotas=shares,
-            microbatch_s=block_class.time.microbatch_s,
+            stage_s=block_class.time.slowest_stage.total_s,
+            transfer_s=block_class.time.transfer_s,
         )
         for block_class, taken, shares in zip(classes, takers, cost.assignment.task_counts, strict=True)
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.unequal_plan import UnequalPlan
 
 _SHOWN = 0.005
 """Terms with a smaller part of the step are omitted."""
@@ -82,7 +83,7 @@ def _uneven(plan: Plan) -> str:
     )
 
 
-def explain_change(plan: Plan, before: Plan) -> str:
+def explain_change(plan: Plan | UnequalPlan, before: Plan) -> str:
     """Return a sentence that compares a plan with the one before it."""
     change = plan.step_time_s / before.step_time_s - 1
     return f"Before: {before.shape} on {before.device_count} devices; the step takes {change:+.1%} now."

@@ -175,6 +175,7 @@ class PartCost:
         working_bytes: what the part's backward needs for a time, beyond what is kept.
         remat_working_bytes: the same where the part is recomputed; None: `working_bytes` and `residual_bytes`.
         collectives: collectives between devices.
+        kernels: kernels of a forward pass; a backward pass has twice as many.
         step_flops, step_bytes: forward and backward together.
     """
 
@@ -193,6 +194,7 @@ class PartCost:
     working_bytes: AmountByAxis
     collectives: tuple[ActivationCollective, ...] = ()
     remat_working_bytes: AmountByAxis | None = None
+    kernels: int = 1
     step_flops: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)
     step_bytes: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)
 

@@ -1,24 +1,34 @@
-"""Replanning after a failure: a new plan, the old plan on fewer replicas, or rerouting the work of lost hosts to peers.
+"""Replanning after a failure: a new plan of equal or unequal replicas, the old plan on fewer, or rerouted work.
 
 Options are compared by Chameleon's score (arXiv 2508.21613), the samples per second until the next failure. With batch
 B, step time t, transition time T and time D to the next failure, `score = (B / t) (D - T) / D`; a new plan with step
 time t_dyn beats rerouting with t_rr from `D = T / (1 - t_dyn / t_rr)` on.
 """
 
+import collections
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable
 
-from resilient_jax.planning.branch_and_bound import NO_FIXED_AXES, PlanConstraints
-from resilient_jax.planning.cost_model import CostModel
+from resilient_jax.planning.collectives import find_device_links
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
-from resilient_jax.planning.pipeline import estimate_pipeline_s, estimate_rerouted_s
+from resilient_jax.planning.pipeline import find_weight_share
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_change
+from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
+from resilient_jax.planning.rerouted_step import LostStage, price_rerouted_s
 from resilient_jax.planning.search import search_plans
-from resilient_jax.planning.state_migration import HostTransfer, StateMigration, plan_migration
+from resilient_jax.planning.state_migration import (
+    HostTransfer,
+    StateMigration,
+    plan_migration,
+    plan_team_migration,
+)
+from resilient_jax.planning.unequal_plan import UnequalPlan
+from resilient_jax.planning.unequal_search import search_unequal_plan
 from resilient_jax.topology import Topology
 
 DEVICE_HOURS_PER_FAILURE = 50_700.0
@@ -35,6 +45,8 @@ class ReplanAction(enum.StrEnum):
     """Take another plan: other axes, or another microbatch."""
     KEEP = "keep"
     """Keep the program, on the replicas that are left, or on as many as are possible now."""
+    UNEQUAL = "unequal"
+    """Take a plan of unequal teams, so that more devices work than equal replicas can use."""
     REROUTE = "reroute"
     """Move no state: the peers of a lost stage compute its microbatches."""
 
@@ -45,7 +57,7 @@ class ReplanOption:
 
     Attributes:
         action: the action.
-        plan: the plan that runs then; for `REROUTE` the plan before.
+        plan: the plan that runs then; for `REROUTE` the plan before, for `UNEQUAL` one of unequal teams.
         step_time_s: time of each step from then on.
         search_s, compile_s, migration_s: times before the first step: the search where it was not done ahead, the
             program where no cache has it, the state.
@@ -54,7 +66,7 @@ class ReplanOption:
     """
 
     action: ReplanAction
-    plan: Plan
+    plan: Plan | UnequalPlan
     step_time_s: float
     search_s: float
     compile_s: float
@@ -87,7 +99,7 @@ class ReplanDecision:
     reason: str
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | UnequalPlan:
         """The plan that runs from now on."""
         return self.chosen.plan
 
@@ -194,6 +206,11 @@ def replan(
     ]
     if not _is_same_program(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
         options.append(_make_option(plan, kept, horizon, 0.0, 0.0))
+    # Whole hosts of other speeds get other quotas and layers in equal replicas, too.
+    devices = {(host.devices, host.device_speeds) for host in topology.hosts}
+    is_uneven = new.devices_spare > 0 or len(devices) > 1
+    if is_uneven and (unequal := _try_unequal(plan, topology, horizon, search_s, compile_s, min_replicas)):
+        options.append(unequal)
     if (stayed := _try_stay(plan, topology, horizon, min_replicas)) is not None:
         options.append(stayed)
     if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
@@ -243,14 +260,49 @@ def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, comp
     # move = bytes / (bandwidth devices) + latency, in s: the bytes of the host that sends or receives the most, over
     # the outermost links of all its devices at once. T = search + compile + move.
     migration = plan_migration(before, plan)
-    request = plan.request
-    cost_model = CostModel(request)
-    bandwidth = cost_model.links[-1].bytes_per_s * request.pool.devices_per_host
-    migration_s = migration.count_max_host_bytes() / bandwidth + (
-        cost_model.links[-1].latency_s if migration.transfers else 0.0
-    )
+    migration_s = _estimate_migration_s(before, migration)
     return ReplanOption(
         action=ReplanAction.KEEP if _is_same_program(before, plan) else ReplanAction.NEW,
+        plan=plan,
+        step_time_s=plan.step_time_s,
+        search_s=search_s,
+        compile_s=compile_s,
+        migration_s=migration_s,
+        migration=migration,
+        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + migration_s, horizon),
+    )
+
+
+def _estimate_migration_s(before: Plan, migration: StateMigration) -> float:
+    request = before.request
+    links = find_device_links(
+        request.topology, request.calibration.link_efficiency, request.calibration.latency_factor
+    )
+    bandwidth = links[-1].bytes_per_s * request.pool.devices_per_host
+    return migration.count_max_host_bytes() / bandwidth + (
+        links[-1].latency_s if migration.transfers else 0.0
+    )
+
+
+def _try_unequal(
+    before: Plan, topology: Topology, horizon: float, search_s: float, compile_s: float, min_replicas: int
+) -> ReplanOption | None:
+    """Return the option of unequal teams, none of whose programs a cache has."""
+    request = before.request
+    plan = search_unequal_plan(
+        request.program_cost,
+        topology,
+        global_batch=request.global_batch,
+        calibration=request.calibration,
+        number_format=request.number_format,
+        min_replicas=min_replicas,
+    )
+    if plan is None:
+        return None
+    migration = plan_team_migration(before, [team.plan for team in plan.teams])
+    migration_s = _estimate_migration_s(before, migration)
+    return ReplanOption(
+        action=ReplanAction.UNEQUAL,
         plan=plan,
         step_time_s=plan.step_time_s,
         search_s=search_s,
@@ -273,18 +325,25 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     was = plan.request.topology
     if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
         return None
-    failed = _count_failed(plan, set(now))
-    if not any(failed):
+    lost = _find_lost_stages(plan, set(now))
+    if not lost:
         return None
-    if plan.replicas - max(failed) < min_replicas:
+    stages = plan.layout.axes.pipeline
+    if plan.replicas - max(collections.Counter(stage for _, stage in lost).values()) < min_replicas:
         return None
-    # N: the most microbatches of a replica; t: the time of a microbatch on the slowest stage.
-    slot, quota = replica_class.microbatch_s, max(plan.quotas)
-    # step = before + rerouted - pipeline, in s: all-reduce and update stay, only the pipeline takes longer.
-    time = estimate_rerouted_s(plan.layout.axes.pipeline, quota, plan.replicas, failed, slot)
-    if time is None:
+    # step = before + rerouted - undisturbed, in s, both simulated: all-reduce and update stay.
+    price = functools.partial(
+        price_rerouted_s,
+        stages,
+        plan.quotas,
+        stage_s=replica_class.stage_s,
+        transfer_s=replica_class.transfer_s,
+        weight_share=find_weight_share(is_remat=plan.microbatch.remat),
+    )
+    rerouted, undisturbed = price(lost=lost), price(lost=())
+    if rerouted is None or undisturbed is None:
         return None
-    step = plan.step_time_s + time - estimate_pipeline_s(plan.layout.axes.pipeline, quota, slot)
+    step = plan.step_time_s + rerouted - undisturbed
     return _make_immediate_option(ReplanAction.REROUTE, plan, step, horizon)
 
 
@@ -327,20 +386,22 @@ def _list_hosts_without_speeds(topology: Topology) -> tuple[object, ...]:
     return topology.levels, hosts
 
 
-def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
-    """Return for each stage the number of replicas in which it lost a host."""
+def _find_lost_stages(plan: Plan, alive: set[str]) -> frozenset[LostStage]:
+    """Return the stages of replicas that lost a host."""
     request, layout = plan.request, plan.layout
     hosts = request.topology.hosts
-    failed = [0] * layout.axes.pipeline
-    for cells in place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks):
+    lost: set[LostStage] = set()
+    placed = place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks)
+    for index, cells in enumerate(placed):
         # With s stages per host, stage i of P is on c s / P of a replica's c slots, from the (i // s)-th such group on.
         # One missing host makes the stage fail in all replicas that share the slot.
         each = len(cells) * layout.stages_per_host // layout.axes.pipeline
+        sharing = range(index * layout.replicas_per_slot, (index + 1) * layout.replicas_per_slot)
         for stage in range(layout.axes.pipeline):
             start = stage // layout.stages_per_host * each
             if any(hosts[place].name not in alive for place in cells[start : start + each]):
-                failed[stage] += layout.replicas_per_slot
-    return failed
+                lost.update((replica, stage) for replica in sharing)
+    return frozenset(lost)
 
 
 def _compute_loss(option: ReplanOption, best: ReplanOption) -> float:
@@ -355,6 +416,7 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
         ReplanAction.NEW: f"A new plan, {best.plan.shape}",
         ReplanAction.KEEP: f"The plan before, {best.plan.shape}"
         + (", unchanged; all wait for the slowest" if stays else " now"),
+        ReplanAction.UNEQUAL: f"Unequal teams, {best.plan.shape}",
         ReplanAction.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost hosts would have",
     }[best.action]
     sentences = [
@@ -369,6 +431,9 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
         ""
         if any(option.action is ReplanAction.KEEP for option in options)
         else f"{before.shape} does not fit the hosts that are left.",
+        "No job runs unequal teams yet: this is what they would keep."
+        if best.action is ReplanAction.UNEQUAL
+        else "",
         "" if stays else explain_change(best.plan, before),
         f"{best.migration.bytes_lost / 1e9:.3g} GB are on no host that is left: they come from parity or a checkpoint."
         if best.migration.bytes_lost

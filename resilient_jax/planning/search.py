@@ -3,24 +3,18 @@
 import math
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.branch_and_bound import (
-    NO_CONSTRAINTS,
-    NO_FIXED_AXES,
-    PlanCandidate,
-    PlanConstraints,
-    visit_candidates,
-)
 from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.candidate_table import find_divisors
+from resilient_jax.planning.candidates import PlanCandidate, visit_candidates
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import ReplicaAxes
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_pool import build_host_pool
 from resilient_jax.planning.infeasibility import explain_infeasibility
-from resilient_jax.planning.lower_bounds import find_divisors
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_builder import build_plan
 from resilient_jax.planning.plan_explanation import explain_choice
-from resilient_jax.planning.plan_request import PlanRequest
+from resilient_jax.planning.plan_request import NO_CONSTRAINTS, NO_FIXED_AXES, PlanConstraints, PlanRequest
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
 from resilient_jax.topology import NumberFormat, Topology
@@ -42,7 +36,7 @@ def search_plan(
 ) -> Plan:
     """Return the plan with the least estimated step time.
 
-    Exact: no plan of the space described in `branch_and_bound` is estimated to be faster. A faster link, more memory on
+    Exact: no plan of the space described in `candidates` is estimated to be faster. A faster link, more memory on
     every device or one more host of the same kind never results in a slower plan.
 
     Args:

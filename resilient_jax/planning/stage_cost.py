@@ -38,8 +38,6 @@ class StageTime(NamedTuple):
     sequence_s: float = 0.0
     expert_s: float = 0.0
     fsdp_s: float = 0.0
-    transfer_s: float = 0.0
-    """Transfers to and from the neighboring stages."""
 
     @property
     def total_s(self) -> float:
@@ -58,19 +56,17 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
     layer: StageTime
     head: StageTime
     transfer_s: float
-    """Time to send to one neighbor and receive from it."""
+    """Time until one neighbor has the result of a task."""
 
     def estimate_stage(self, layers: int, stage: int, stages: int) -> StageTime:
         """Return the time of one stage with so many layers."""
-        # t = L layer + embedding (first stage) + head (last stage) + neighbors transfer, in s; a stage has two
-        # neighbors, an end one, and a single stage none.
-        is_first, is_last = stage == 0, stage == stages - 1
+        # t = L layer + embedding (first stage) + head (last stage), in s.
         time = StageTime(*[layers * term for term in self.layer])
-        if is_first:
+        if stage == 0:
             time = time.plus(self.embedding)
-        if is_last:
+        if stage == stages - 1:
             time = time.plus(self.head)
-        return time._replace(transfer_s=time.transfer_s + (2 - is_first - is_last) * self.transfer_s)
+        return time
 
 
 class PartLoad(NamedTuple):
@@ -126,7 +122,7 @@ def estimate_transfer_s(
     microbatch: MicrobatchConfig,
     links: tuple[DeviceLink, ...],
 ) -> float:
-    """Return the time to send to one neighboring stage and receive from it, one microbatch forward and backward."""
+    """Return the time until a neighboring stage has a result; each stage sends one forward and one backward."""
     if layout.axes.pipeline == 1:
         return 0.0
     # M = b (bytes of a layer's input) / s bytes: b sequences of which each device along the sequence axis has 1 / s.

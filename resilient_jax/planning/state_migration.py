@@ -81,6 +81,18 @@ def plan_migration(before: Plan, after: Plan) -> StateMigration:
     return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=is_exact)
 
 
+def plan_team_migration(before: Plan, teams: Sequence[Plan]) -> StateMigration:
+    """Return what moves to unequal teams; each host stays where the search put it, so fewer bytes might do."""
+    weights = count_layer_bytes(before.request.program_cost)
+    alive = {host.name for team in teams for host in team.request.topology.hosts}
+    held = {name: regions for name, regions in find_host_states(before).items() if name in alive}
+    wanted: dict[HostName, HostState] = {}
+    for team in teams:
+        for name, regions in find_host_states(team).items():
+            wanted[name] = wanted.get(name, NOTHING) | regions
+    return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=False)
+
+
 def count_missing_bytes(held: HostState, wanted: HostState, weights: tuple[float, ...]) -> float:
     """Return the bytes of what is wanted and not held."""
     return sum(count_region_bytes(part, weights) for region in wanted for part in _subtract(region, held))

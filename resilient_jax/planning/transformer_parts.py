@@ -57,6 +57,9 @@ class Precision:
 MIXED_PRECISION: Final = Precision()
 """Parameters, gradients, AdamW's moments and logits in float32, all else in bfloat16."""
 
+LAYER_KERNELS: Final = 12
+"""Of a layer's forward pass: products of queries, keys, values, outputs, and two or three of the feed-forward network;
+attention, two norms, rotation, activation function, and residual sums that the compiler does not fuse into others."""
 SINGLE_PRECISION: Final = Precision(compute_bytes=4)
 """Everything in float32."""
 
@@ -154,6 +157,7 @@ def analyze_layer(shape: TransformerShape, precision: Precision, attention: Atte
         residual_bytes=count_residuals(shape, attention).scaled(precision.compute_bytes),
         working_bytes=count_working_set(shape, attention).scaled(precision.compute_bytes),
         collectives=_list_layer_collectives(shape, precision, width_bytes),
+        kernels=LAYER_KERNELS,
     )
 
 

@@ -32,7 +32,7 @@ from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.message_decoding import decode_message
 
 RECEIVE_BUFFER_BYTES: Final = 65_536
-MAX_DESCRIPTORS: Final = 4
+MAX_DESCRIPTORS: Final = 5
 """Of one message."""
 SEND_TIMEOUT_S: Final = 60
 """A peer that reads nothing for so long, while its buffer of about a hundred messages is full, is as good as dead."""
@@ -197,6 +197,14 @@ class Connection(Generic[SentT, ReceivedT]):
             except EOFError:
                 return
             yield from messages
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for a poll of several."""
+        return self._socket.fileno()
+
+    def abandon(self) -> None:
+        """Forget the descriptor without closing it, after a fork of the process that uses it."""
+        self._socket.detach()
 
     def shut_down(self) -> None:
         """End `receive` at both ends. Any thread may call it."""

@@ -33,6 +33,12 @@ class FailPoint(enum.StrEnum):
     """A microbatch is about to be computed."""
     AFTER_MICROBATCH = "after_microbatch"
     """The microbatch's gradient was handed to the devices."""
+    BEFORE_INPUT_GRADIENT = "before_input_gradient"
+    """A stage of a pipeline is about to compute the gradient that the stage before waits for."""
+    BEFORE_WEIGHT_GRADIENT = "before_weight_gradient"
+    """A stage of a pipeline is about to compute the gradients of its weights for a microbatch."""
+    IN_COLLECTIVE = "in_collective"
+    """This host has entered a collective, on the thread that runs it; nothing is exchanged yet."""
     BEFORE_LIMITS = "before_limits"
     """The hosts have agreed on the limits of exact sums; this host does not use them yet."""
     BEFORE_REDUCE = "before_reduce"
@@ -95,11 +101,30 @@ class HangAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     duration_s: float
 
 
+class Corruption(enum.IntEnum):
+    """What becomes of what was computed at a failpoint."""
+
+    NONE = 0
+    NAN = 1
+    BIT_FLIP = 2
+    """One bit is another: of a gradient the number stays finite, and nothing but a comparison notices."""
+
+
+class FlipBitAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Flip one bit of what was computed here: silent corruption.
+
+    Attributes:
+        is_repeated: whether it happens at every hit from now on, or once.
+    """
+
+    is_repeated: bool = False
+
+
 class CorruptAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Replace the elements that were computed here by NaN; of bytes that are sent flip one bit."""
 
 
-FailPointAction = HoldAction | ExitAction | RaiseAction | HangAction | CorruptAction
+FailPointAction = HoldAction | ExitAction | RaiseAction | HangAction | CorruptAction | FlipBitAction
 
 
 class InjectedFault(RuntimeError):
@@ -109,7 +134,7 @@ class InjectedFault(RuntimeError):
 class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What these hosts do when they hit this failpoint in this step.
 
-    A host carries out every action but `HoldAction` once.
+    A host carries out every action once, but `HoldAction` and a repeated `FlipBitAction`.
     """
 
     failpoint: FailPoint
@@ -118,6 +143,17 @@ class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     index: int = ANY_INDEX
     action: FailPointAction = HoldAction()
     name: str = "hold"
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a host carries it out at every hit."""
+        match self.action:
+            case HoldAction():
+                return True
+            case FlipBitAction(is_repeated=is_repeated):
+                return is_repeated
+            case _:
+                return False
 
     def matches(self, host: str, place: FailPoint, step: int, index: int) -> bool:
         """Return whether the order is meant for a host at this failpoint."""
@@ -145,32 +181,32 @@ class FailPoints:
         directory = os.environ.get(FAILPOINTS_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
-    def hit(self, failpoint: FailPoint, step: int = ANY_STEP, index: int = ANY_INDEX) -> bool:
+    def hit(self, failpoint: FailPoint, step: int = ANY_STEP, index: int = ANY_INDEX) -> Corruption:
         """Carry out the orders for this failpoint.
 
         Returns:
-            Whether what was computed or is sent here is to be corrupted.
+            What becomes of what was computed or is sent here.
 
         Raises:
             InjectedFault: as ordered.
         """
-        spoils = False
+        found = Corruption.NONE
         for order in _read_orders(self._directory):
             if order.matches(self._host, failpoint, step, index) and self._arrive(order, step):
-                spoils |= self._obey(order)
-        return spoils
+                found = max(found, self._obey(order))
+        return found
 
     def _arrive(self, order: FailPointOrder, step: int) -> bool:
         """Mark that the host is here; return whether the order is still to be carried out."""
         mark = self._directory / f"at-{order.name}-{self._host}"
         try:
-            with mark.open("w" if isinstance(order.action, HoldAction) else "x") as file:
+            with mark.open("w" if order.is_repeated else "x") as file:
                 file.write(str(step))
         except OSError:
-            return isinstance(order.action, HoldAction)
+            return order.is_repeated
         return True
 
-    def _obey(self, order: FailPointOrder) -> bool:
+    def _obey(self, order: FailPointOrder) -> Corruption:
         match order.action:
             case HoldAction():
                 end_s = time.monotonic() + HOLD_TIMEOUT_S
@@ -183,8 +219,10 @@ class FailPoints:
             case HangAction(duration_s=seconds):
                 time.sleep(seconds)
             case CorruptAction():
-                return True
-        return False
+                return Corruption.NAN
+            case FlipBitAction():
+                return Corruption.BIT_FLIP
+        return Corruption.NONE
 
 
 class FailPointController:

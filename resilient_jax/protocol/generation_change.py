@@ -2,20 +2,30 @@
 
 A generation names every member: of some thousand hosts it is some hundred kilobytes, which each of them would read in
 each phase. So the leader writes the change beside the record, and agents apply it to what they have. A digest of the
-base and of the result tells an agent that it has missed a change; it then reads the record.
+base and of the result tells an agent that it has missed a change; it then reads the record. Where all is new the change
+is the record, compressed: members are much alike, so that it has a fraction of the size.
 """
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from resilient_jax.errors import MessageError
+from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.records import Generation
 
 SMALL_RECORD_BYTES: Final = 2048
 """A record of at most so many bytes is its own change: to read it costs no more than to look for what is different."""
+MAX_PACKED_BYTES: Final = 128 * 1024
+"""Of a compressed record beside the record, in one transaction. A larger one is not sent: hosts read the record."""
+MAX_RECORD_BYTES: Final = 4 * 1024 * 1024
+"""Of what a compressed record may become."""
+_COMPRESSION_LEVEL: Final = 1
 _DIGEST_BYTES: Final = 16
+_DECODER: Final = msgspec.msgpack.Decoder(Generation)
 
 
 class KeptItems(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -43,16 +53,18 @@ class GenerationChange(msgspec.Struct, frozen=True, kw_only=True):
     """The difference between two generations.
 
     Attributes:
-        base: the digest of the generation before; empty: `values` has all fields, or none.
+        base: the digest of the generation before; empty: `packed` has all.
         digest: the digest of this one.
-        values: the fields that have other values, as msgpack has them. No field at all: the record must be read.
+        values: the fields that have other values, as msgpack has them.
         lists: the fields that are lists with other items, as parts of the list in the base and new items.
+        packed: the record, compressed; empty without a base: it must be read.
     """
 
     base: bytes
     digest: bytes
-    values: dict[str, Any]
-    lists: dict[str, list[ListPart]]
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    lists: dict[str, list[ListPart]] = msgspec.field(default_factory=dict)
+    packed: bytes = b""
 
 
 def digest_record(record: bytes) -> bytes:
@@ -61,18 +73,19 @@ def digest_record(record: bytes) -> bytes:
 
 
 def describe_change(before: Generation | None, after: Generation) -> GenerationChange:
-    """Return the difference of two generations, or what a host does without one."""
+    """Return the difference of two generations, or all of the second, whichever is smaller."""
     record = msgspec.msgpack.encode(after)
     digest = digest_record(record)
-    if len(record) <= SMALL_RECORD_BYTES:
-        values = msgspec.to_builtins(after, builtin_types=(bytes,))
-        return GenerationChange(base=b"", digest=digest, values=values, lists={})
-    values, lists = _compare(before, after) if before is not None else ({}, {})
-    base = digest_record(msgspec.msgpack.encode(before)) if before is not None else b""
+    packed = zlib.compress(record, _COMPRESSION_LEVEL)
+    whole = GenerationChange(
+        base=b"", digest=digest, packed=packed if len(packed) <= MAX_PACKED_BYTES else b""
+    )
+    if before is None or len(record) <= SMALL_RECORD_BYTES:
+        return whole
+    values, lists = _compare(before, after)
+    base = digest_record(msgspec.msgpack.encode(before))
     change = GenerationChange(base=base, digest=digest, values=values, lists=lists)
-    if not base or len(msgspec.msgpack.encode(change)) > len(record) // 2:
-        return GenerationChange(base=b"", digest=digest, values={}, lists={})
-    return change
+    return change if len(msgspec.msgpack.encode(change)) <= len(packed) else whole
 
 
 def _compare(before: Generation, after: Generation) -> tuple[dict[str, Any], dict[str, list[ListPart]]]:
@@ -120,21 +133,31 @@ def apply_change(known: Generation | None, change: GenerationChange) -> Generati
         change: the change.
     """
     if not change.base:
-        values: dict[str, Any] = change.values
-    elif known is None or digest_record(msgspec.msgpack.encode(known)) != change.base:
+        return _unpack(change)
+    if known is None or digest_record(msgspec.msgpack.encode(known)) != change.base:
         return None
-    else:
-        values = {
-            name: change.values.get(name, getattr(known, name)) for name in Generation.__struct_fields__
-        }
-        for name, parts in change.lists.items():
-            values[name] = _join(_to_list(getattr(known, name)), parts)
-        values = msgspec.to_builtins(values, builtin_types=(bytes,))
+    values: dict[str, Any] = {
+        name: change.values.get(name, getattr(known, name)) for name in Generation.__struct_fields__
+    }
+    for name, parts in change.lists.items():
+        values[name] = _join(_to_list(getattr(known, name)), parts)
+    values = msgspec.to_builtins(values, builtin_types=(bytes,))
     try:
         after = msgspec.convert(values, Generation, builtin_types=(bytes,))
     except msgspec.ValidationError:
         return None
     return after if digest_record(msgspec.msgpack.encode(after)) == change.digest else None
+
+
+def _unpack(change: GenerationChange) -> Generation | None:
+    """Return the generation in a change that has all of it; None if it is not there, or damaged."""
+    try:
+        record = zlib.decompressobj().decompress(change.packed, MAX_RECORD_BYTES)
+        if digest_record(record) != change.digest:
+            return None
+        return decode_message(_DECODER, record, "a generation in a change")
+    except (zlib.error, MessageError):
+        return None
 
 
 def _join(old: list[Any], parts: list[ListPart]) -> list[Any]:

@@ -11,7 +11,9 @@ import functools
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus
+from resilient_jax.protocol.dropped_worker import DroppedWorker
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
+from resilient_jax.protocol.worker_tasks import OverdueTask
 
 
 class GenerationPhase(enum.StrEnum):
@@ -68,20 +70,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     seat: Seat
     endpoint: str = ""
-
-
-class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that was left out, and may yet enter a world that it was sent into.
-
-    Attributes:
-        host: the worker's host.
-        incarnation: the number of the worker's start; a later start on this host has a greater one.
-        required_generation: the worker may join again only after it has answered this generation or a later one.
-    """
-
-    host: HostName
-    incarnation: Incarnation
-    required_generation: GenerationNumber
 
 
 class StateSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,19 +150,23 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         snapshot: the snapshot that has the state of `step`, if no member has all of it; then there are no sources.
             None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
+        trusted_step: states of more steps are in doubt; None again once all members have resumed from another.
         unreadable_snapshots: the snapshots that turned out to be corrupt beyond their parity.
+        void_snapshots: those that hosts which computed wrongly may have touched.
         dropped_workers: the workers that were left out before they had answered.
-        progress: the newest committed step the leader ever saw, from when a complete state was known to be somewhere;
-            some seconds old while all goes well.
-        losses_left: how many more hosts may be lost before the committed state is, when this was written. 0: what
-            brings redundancy back is urgent. None: there is no state.
+        progress: the newest committed step that the leader saw, once a complete state was known; some seconds old.
+        losses_left: how many more hosts may be lost before the committed state is. 0: what brings redundancy back is
+            urgent. None: there is no state.
         keeps_workers: whether the workers of a world outlive the loss of one of them.
         initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones
             are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         failed_host: the host that reported the last failed attempt; None: no attempt failed.
+        suspects: the hosts that reported those failed attempts, one each; any of them may be the cause.
+        taken_out: the host that is quarantined with this number, because the attempts failed; None: none is.
         failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
         reason: why the membership changed.
+        hang: what hung, for which all hosts keep the stacks of their workers before these unwind; empty: nothing.
         outcome: how the job ended; None: it has not.
     """
 
@@ -195,7 +187,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     receivers: tuple[HostName, ...] = ()
     snapshot: SnapshotPlan | None = None
     state_loss: StateLoss | None = None
+    trusted_step: int | None = None
     unreadable_snapshots: tuple[SnapshotId, ...] = ()
+    void_snapshots: tuple[VoidSnapshots, ...] = ()
     dropped_workers: tuple[DroppedWorker, ...] = ()
     progress: int = 0
     losses_left: int | None = None
@@ -203,8 +197,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     initial_generation: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
     failed_host: HostName | None = None
+    suspects: tuple[HostName, ...] = ()
+    taken_out: HostName | None = None
     failure_text: str = ""
     reason: str = ""
+    hang: str = ""
     outcome: JobOutcome | None = None
 
     def find_member(self, host: HostName) -> Member | None:
@@ -250,6 +247,8 @@ class WorkerFailureKind(enum.StrEnum):
     """A collective or the forming of a world failed: another host's death, or the network."""
     SNAPSHOT = "snapshot"
     """The snapshot that the generation resumes from is corrupt beyond its parity."""
+    CORRUPTION = "corruption"
+    """A host has computed wrongly, and committed states are in doubt."""
     USER = "user"
     """The user's function raised although nothing was aborted."""
 
@@ -260,10 +259,12 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: what the error means.
         text: the traceback.
+        trusted_step: of a corruption: states of more steps are in doubt.
     """
 
     kind: WorkerFailureKind
     text: str
+    trusted_step: int | None = None
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +289,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         is_compiling: whether the worker compiles, and cannot unwind now.
         endpoint: the address where it serves its state.
         failure: the error that ended its last attempt; None: there was none.
+        overdue: the task that takes longer than its deadline; None: none does.
+        trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
+        entered: the generation in which it has trained last, or trains.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -305,6 +309,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     is_done: bool = False
     is_compiling: bool = False
     failure: WorkerFailure | None = None
+    overdue: OverdueTask | None = None
+    trusted_step: int | None = None
+    entered: GenerationNumber = GenerationNumber(0)
     endpoint: str = ""
 
 

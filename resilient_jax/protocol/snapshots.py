@@ -116,3 +116,19 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
     id: SnapshotId
     groups: tuple[ParityGroup, ...]
     sources: tuple[SnapshotSource, ...]
+
+
+class VoidSnapshots(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshots that a host which computed wrongly may have touched.
+
+    Attributes:
+        before: taken in generations before this one,
+        after_step: of states of more steps than so many.
+    """
+
+    before: GenerationNumber
+    after_step: int
+
+    def has(self, id: SnapshotId) -> bool:
+        """Return whether a snapshot is one of them."""
+        return id.generation < self.before and id.step > self.after_step

@@ -28,6 +28,16 @@ def make_change_key(job: JobName) -> str:
     return f"/{job}/change"
 
 
+def make_quarantine_prefix(job: JobName) -> str:
+    """Return the prefix of all `QuarantineRecord` keys."""
+    return f"/{job}/quarantine/"
+
+
+def make_quarantine_key(job: JobName, host: HostName) -> str:
+    """Return the key of one host's `QuarantineRecord`."""
+    return f"{make_quarantine_prefix(job)}{host}"
+
+
 def make_hosts_prefix(job: JobName) -> str:
     """Return the prefix of all `HostStatus` keys."""
     return f"/{job}/hosts/"

@@ -65,6 +65,12 @@ class HoldTraining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: the store is lost; stop training, keep the state, wait."""
 
 
+class TakeStacks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Order: send the stacks of all threads, before anything is interrupted."""
+
+    why: str
+
+
 class LeaseRenewed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The host may train until this monotonic time of this machine; after it, without a newer message, the worker
     holds.
@@ -127,6 +133,18 @@ class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     event: Event
 
 
+class StacksTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stacks of all threads, for a file of the run folder.
+
+    Attributes:
+        why: they were taken.
+        stacks: the text.
+    """
+
+    why: str
+    stacks: str
+
+
 class ImportsReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the script has imported, and in which surroundings, for a standby to do the same before it is needed.
 
@@ -150,12 +168,20 @@ WorkerOrder = (
     | FormWorld
     | TakeSeat
     | HoldTraining
+    | TakeStacks
     | LeaseRenewed
     | SnapshotServerReady
     | WorkerAdmitted
     | StopWorker
 )
-AgentRequest = StepCommitted | SnapshotServerRequested | AdmissionRequested | EventOccurred | ImportsReported
+AgentRequest = (
+    StepCommitted
+    | SnapshotServerRequested
+    | AdmissionRequested
+    | EventOccurred
+    | StacksTaken
+    | ImportsReported
+)
 """What an agent handles itself, beside the report that it passes on."""
 WorkerMessage = WorkerReported | Heartbeat | AgentRequest
 
@@ -195,8 +221,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
         failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
         compile_cache_bytes: of compiled programs on this host.
+        collective_timeout_s: how long a step waits for a peer's message at most.
+        hang_timeout_s: the least deadline of a task that every step has; see `JobConfig`.
+        user_code_timeout_s: the least deadline of all other tasks.
+        stall_dump_s: after how long a process whose threads cannot run Python prints their stacks.
         live_nodes: whether members meet in the coordination service before their first collective.
         is_standby: whether this worker keeps the low priority that its agent gave it, until it replaces another.
+        digest_log: the file for digests of steps; "" for none.
+        digest_interval_steps: steps between two that are recorded there.
+        audit_share: of microbatches, which two hosts compute.
     """
 
     job: str
@@ -209,8 +242,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: SnapshotSettings = SnapshotSettings()
     failure_domain: str = ""
     compile_cache_bytes: int = 2**32
+    collective_timeout_s: float = 300.0
+    hang_timeout_s: float = 60.0
+    user_code_timeout_s: float = 240.0
+    stall_dump_s: float = 30.0
     live_nodes: bool = False
     is_standby: bool = False
+    digest_log: str = ""
+    digest_interval_steps: int = 0
+    audit_share: float = 0.0
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

@@ -9,15 +9,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.sharding.raveled_array import RaveledArray
+from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
 
+Tree = TypeVar("Tree")
 MIN_SHARDED_SIZE: Final = 1024
 """Elements of a leaf that is worth sharding: below it, names and offsets of shards outweigh their contents. Elements
 and not bytes, so that a gradient is sharded as its parameter is, whatever their dtypes."""
@@ -64,6 +65,16 @@ class ReplicatedPlacement(Placement):
     def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
         """Return the empty spec: no axis shards the leaf."""
         return P()
+
+
+class RaveledPlacement(Placement):
+    """Every raveled leaf over all devices of the mesh; others replicated."""
+
+    __slots__ = ()
+
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct | RaveledArray) -> P:
+        """Return all axes for the vector of a raveled leaf."""
+        return P(tuple(map(str, self.mesh.axis_names))) if is_raveled(leaf) else P()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,3 +146,18 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullyShardedPlacement:
     [(None, ('host', 'local')), ('local',), ()]
     """
     return FullyShardedPlacement(mesh)
+
+
+def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
+    """Return the tree with the shardings of a placement, which has no devices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.tree.map(
+            # Of a raveled array its vector is the only leaf.
+            lambda array: jax.lax.with_sharding_constraint(
+                array, placement(jax.tree_util.keystr(path), leaf)
+            ),
+            leaf,
+        ),
+        tree,
+        is_leaf=is_raveled,
+    )

@@ -100,8 +100,10 @@ class FlatState:
 
 
 def _is_complete(value: jax.Array | np.ndarray) -> bool:
-    if isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated:
+    if isinstance(value, np.ndarray) or value.is_fully_addressable:
         return True
+    if value.is_fully_replicated:
+        return bool(value.addressable_shards)  # else other hosts hold it
     # Sharded over the devices of each host, with a copy on every host.
     boxes = {tuple((cut.start, cut.stop) for cut in shard.index) for shard in value.addressable_shards}
     # (distinct shards here) x (elements of a shard) = (elements of the array), as all shards have one shape.
@@ -119,8 +121,14 @@ def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytr
     return FlatState(
         step=step,
         leaves=tuple(_flatten_leaf(path, value) for path, value in named if not isinstance(value, str)),
-        strings={path: str(value) for path, value in named if isinstance(value, str)},
+        strings=flatten_strings(tree),
     )
+
+
+def flatten_strings(tree: Any) -> dict[str, str]:  # noqa: ANN401 - any pytree
+    """Return the leaves of a tree that are strings, by path."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_raveled)
+    return {jax.tree_util.keystr(path): str(value) for path, value in named if isinstance(value, str)}
 
 
 def make_abstract_state(init: Callable[[], Tree]) -> Tree:
@@ -232,7 +240,7 @@ def copy_array(path: str, value: jax.Array | np.ndarray) -> np.ndarray:
         return value
     if value.is_fully_addressable:
         return np.array(value)
-    if value.is_fully_replicated:
+    if value.is_fully_replicated and value.addressable_shards:
         return np.array(value.addressable_data(0))
     return assemble_array(path, value)
 

@@ -1,6 +1,7 @@
 """The shards of an array that a host's devices need, as distinct boxes, and the array that is made of them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +19,10 @@ class HostShards:
         boxes: the distinct boxes, sorted.
     """
 
-    def __init__(self, shape: tuple[int, ...], sharding: Sharding) -> None:
-        """Find the boxes of this host's devices; the sharding may span several hosts."""
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> None:
+        """Find the boxes of this host's devices; the sharding may span several hosts, or others alone."""
         self._shape = shape
+        self._dtype = dtype
         self._sharding = sharding
         self._box_of: dict[Device, IndexBox] = {
             device: whole_box(shape) if index is None else box_from_index(index, shape)
@@ -29,9 +31,9 @@ class HostShards:
         self.boxes = sorted(set(self._box_of.values()))
 
     @classmethod
-    def of_vector(cls, size: int, sharding: Sharding) -> "HostShards":
+    def of_vector(cls, size: int, dtype: np.dtype[Any], sharding: Sharding) -> "HostShards":
         """Return the shards of a raveled array of `size` elements: ranges of its vector, padding included."""
-        return cls((compute_padded_size(size, len(sharding.device_set)),), sharding)
+        return cls((compute_padded_size(size, len(sharding.device_set)),), dtype, sharding)
 
     @property
     def num_elements(self) -> int:
@@ -48,4 +50,6 @@ class HostShards:
             jax.device_put(buffers[box], SingleDeviceSharding(device, memory_kind=kind))
             for device, box in self._box_of.items()
         ]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
+        return jax.make_array_from_single_device_arrays(
+            self._shape, self._sharding, shards, dtype=self._dtype
+        )

@@ -120,7 +120,9 @@ class _Wanted:
         sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
         size = math.prod(leaf.spec.shape)
         self._share = (
-            HostShards.of_vector(size, sharding) if leaf.is_raveled else HostShards(leaf.spec.shape, sharding)
+            HostShards.of_vector(size, self._dtype, sharding)
+            if leaf.is_raveled
+            else HostShards(leaf.spec.shape, self._dtype, sharding)
         )
         self._stored = whole_box((size,) if leaf.is_raveled else leaf.spec.shape)
         self._buffers: dict[IndexBox, np.ndarray] = {}

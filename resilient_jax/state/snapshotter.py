@@ -27,6 +27,7 @@ from resilient_jax.snapshot.parity_groups import describe_weaknesses, form_parit
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatState
+from resilient_jax.state.host_rows import ROW_SIZE, gather_rows, gather_texts
 from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.protection_schedule import (
     FIRST_OFFSET,
@@ -51,8 +52,6 @@ NUM_MEASURED_STEPS: Final = 8
 """The first steps of a generation, each with a snapshot, from which `"auto"` computes the interval."""
 MAX_DESCRIPTION_BYTES: Final = MAX_FRAME_BYTES - (2 << 20)
 """Paths, slices and strings travel in one message with the checksums of a part, for which 2 MiB are left."""
-ADDRESS_BYTES: Final = 192
-"""Room for a server's address and a failure domain's name."""
 
 
 class SnapshotAgentConnection(Protocol):
@@ -234,7 +233,7 @@ class Snapshotter:
         except SnapshotRefused as error:
             why = str(error)
         # A host without memory takes part in no snapshot, so none of them would be committed.
-        if _gather(world, np.array([bool(why)])).any() or opened is None:
+        if gather_rows(world, np.array([bool(why)])).any() or opened is None:
             why = why or "another host cannot keep its part"
             self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {why}")
             return None
@@ -383,34 +382,19 @@ class Snapshotter:
 
     def _exchange(self, world: SnapshotWorld, server: str) -> Mapping[HostName, _Peer]:
         text = f"{server} {self._domain}".encode()
-        if len(text) > ADDRESS_BYTES:
+        if len(text) > ROW_SIZE:
             raise CallerError(
                 f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
-                f"{ADDRESS_BYTES} at most. Give it a shorter name"
+                f"{ROW_SIZE} at most. Give it a shorter name"
             )
-        rows = _gather(world, np.frombuffer(text, np.uint8))
-        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in rows]
+        texts = gather_texts(world, text)
         return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
-
-
-def _gather(world: SnapshotWorld, values: np.ndarray) -> np.ndarray:
-    """Return the values of every host, int32[hosts, ADDRESS_BYTES], one program for all that hosts tell each other.
-
-    Args:
-        world: of the hosts, all of which must call this.
-        values: of this host, at most ADDRESS_BYTES whole numbers that int32 can represent.
-    """
-    # Each host fills in its own row, so the sum over hosts has the rows of all.
-    rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
-    rows[world.host_index, : len(values)] = values
-    # As a vector, which `step.accumulation_call` compiles ahead for other numbers of hosts.
-    return world.all_reduce(rows.reshape(-1)).reshape(rows.shape)
 
 
 def _find_longest(world: SnapshotWorld, durations_s: Sequence[float]) -> list[float]:
     """Return the longest of each duration on any host, to a microsecond."""
     microseconds = np.clip(np.array(durations_s) * 1e6, 1, 2**31 - 1)
-    return [float(us) * 1e-6 for us in _gather(world, microseconds).max(axis=0)[: len(durations_s)]]
+    return [float(us) * 1e-6 for us in gather_rows(world, microseconds).max(axis=0)[: len(durations_s)]]
 
 
 def check_description_size(description_bytes: int, state: FlatState) -> None:

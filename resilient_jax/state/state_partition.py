@@ -16,6 +16,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.sharding.holder_sharding import is_holder_sharding
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafSlice
 from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, split_box, whole_box
@@ -50,7 +51,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
     """Return the parts of all hosts, of equal size (to within one row of a leaf) where hosts have the same shards.
 
     A leaf in host memory, or on the devices of one host only, is assumed to be the same on every host, as it is when
-    each host computes the state by itself.
+    each host computes the state by itself; unless its sharding says that this host alone holds it.
 
     Args:
         leaves: of a state; only their shapes, dtypes and shardings are read, not their values.
@@ -133,7 +134,7 @@ def _holdings_of(leaf: FlatLeaf, value: jax.Array, host_of: HostOf, hosts: Seque
             f"the state's leaf {leaf.path} is on devices of {sorted(found - set(hosts))}, expected only live hosts: "
             f"{list(hosts)}. Place the state on world.mesh(...) of this generation"
         )
-    if len(found) == 1:
+    if len(found) == 1 and not is_holder_sharding(value.sharding):
         return {stored: tuple(hosts)}
     if leaf.raveled_shape is not None:
         # Padding is in no part, so a snapshot does not depend on the number of devices.

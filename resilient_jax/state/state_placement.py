@@ -4,6 +4,7 @@ import math
 from typing import Final, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -16,13 +17,16 @@ from resilient_jax.state.flat_state import (
     copy_leaf,
     copy_to_host,
     flatten_state,
+    flatten_strings,
     make_abstract_state,
 )
-from resilient_jax.state.tree_match import MatchedLeaf, match_tree
+from resilient_jax.state.tree_match import MatchedLeaf, list_leaf_specs, match_tree
 
 Tree = TypeVar("Tree")
 EXPECTED_STATE: Final = "the state that the init function makes. Commit the same tree that init makes"
 """For errors."""
+PLACEHOLDER: Final = 2.0**-6
+"""Of a placeholder's floats: neither zero nor negative, so that variances, norms and quotients of them are numbers."""
 
 
 def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | None) -> Tree:
@@ -58,6 +62,20 @@ def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
     return restore_state(abstract, copy_to_host(flatten_state(0, tree)), sharding)
 
 
+def place_placeholder_state(abstract: Tree, sharding: ShardingRule | None) -> Tree:
+    """Return a state of the right shapes, placed like a restored one, that cost no program to make.
+
+    Floats are all equal; integers, booleans and the data of random keys are zero; strings are those of `abstract`.
+    """
+    leaves = []
+    for spec in list_leaf_specs(abstract):
+        dtype = jnp.dtype(spec.dtype)
+        value = np.full(spec.shape, PLACEHOLDER if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)
+        leaves.append(FlatLeaf(path=spec.path, value=value, key_impl=spec.key_impl))
+    strings = flatten_strings(abstract)
+    return restore_state(abstract, FlatState(step=0, leaves=tuple(leaves), strings=strings), sharding)
+
+
 def _place(leaf: FlatLeaf, wanted: MatchedLeaf) -> jax.Array:
     value, sharding = leaf.value, wanted.sharding
     if isinstance(value, np.ndarray):
@@ -84,14 +102,14 @@ def _place_array(array: np.ndarray, wanted: MatchedLeaf) -> jax.Array:
     sharding = wanted.sharding or SingleDeviceSharding(jax.local_devices()[0])
     shape = _find_shape(wanted, sharding)
     if not wanted.is_raveled:
-        return jax.make_array_from_callback(shape, sharding, lambda index: array[index])
+        return jax.make_array_from_callback(shape, sharding, lambda index: array[index], dtype=array.dtype)
     elements, length = array.reshape(-1), sharding.shard_shape(shape)[0]
 
     def read_range(index: tuple[slice, ...] | None) -> np.ndarray:
         found = elements[index or ...]
         return np.concatenate([found, np.zeros(length - found.size, found.dtype)])
 
-    return jax.make_array_from_callback(shape, sharding, read_range)
+    return jax.make_array_from_callback(shape, sharding, read_range, dtype=array.dtype)
 
 
 def _find_shape(wanted: MatchedLeaf, sharding: Sharding) -> tuple[int, ...]:
@@ -110,7 +128,7 @@ def _move_shards(value: jax.Array, sharding: Sharding) -> jax.Array | None:
         for device, index in wanted.items()
     ):
         return jax.make_array_from_single_device_arrays(
-            value.shape, sharding, [shards[device][1] for device in wanted]
+            value.shape, sharding, [shards[device][1] for device in wanted], dtype=value.dtype
         )
     return None
 

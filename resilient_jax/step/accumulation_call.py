@@ -12,9 +12,10 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.state.snapshotter import ADDRESS_BYTES
+from resilient_jax.state.host_rows import ROW_SIZE
 from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
+from resilient_jax.step.auditor import DESCRIPTION_WORDS
 from resilient_jax.step.claims import pad_claims_size
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
@@ -74,12 +75,13 @@ class AccumulationCall:
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
-        # The exchanges of claims, of digests, of speeds, of limits, and of what snapshots need; the decision whether to
-        # stop.
+        # The exchanges of claims, of digests, of speeds, of audits, of limits, and of what snapshots need; the decision
+        # whether to stop.
         claims = pad_claims_size(self.spec.num_microbatches, grid.num_hosts)
         digests = pad_rows_size(grid.num_hosts, COMPARED_WORDS)
         speeds = pad_rows_size(grid.num_hosts, 1)
-        for size in sorted({claims, digests, speeds, num_limits, grid.num_hosts * ADDRESS_BYTES, 1} - {0}):
+        audits = pad_rows_size(grid.num_hosts, DESCRIPTION_WORDS)
+        for size in sorted({claims, digests, speeds, audits, num_limits, grid.num_hosts * ROW_SIZE, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)

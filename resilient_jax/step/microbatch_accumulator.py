@@ -4,23 +4,29 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.failpoints import Corruption, FailPoint
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.audit import Audit, Digest
+from resilient_jax.step.audit_run import digest_result
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replicas import Replica
 from resilient_jax.step.running_total import add_to_total, find_exponents, start_total
+from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
+FLIPPED_BIT: Final = 2**22
+"""The highest bit of a float32's mantissa: the number changes by a third at most, and stays finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +76,8 @@ class StepHooks(Protocol):
         """End this host's part in the job, which goes on without it: its script is another than that of the others."""
         ...
 
-    def hit_failpoint(self, failpoint: FailPoint, index: int = ...) -> bool:
-        """Let a test hold or break this host; return whether the values computed here are to be corrupted."""
+    def hit_failpoint(self, failpoint: FailPoint, index: int = ...) -> Corruption:
+        """Let a test hold or break this host; return what becomes of the values computed here."""
         ...
 
 
@@ -99,6 +105,7 @@ class MicrobatchAccumulator:
     """Calls the user's function for one microbatch after the other.
 
     Attributes:
+        digests: of what was computed of the audited microbatches, by index.
         lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
             None.
     """
@@ -110,12 +117,15 @@ class MicrobatchAccumulator:
         data: BatchSource | None,
         hooks: StepHooks,
         turns: CompilationTurns,
+        audits: Sequence[Audit] = (),
     ) -> None:
         self._compute_fn = compute_fn
         self._spec = spec
         self._data = data
         self._hooks = hooks
         self._turns = turns
+        self._audited = {audit.microbatch for audit in audits}
+        self.digests: dict[int, Digest] = {}
         self.lone_microbatch: Any = None
 
     def accumulate(
@@ -199,21 +209,40 @@ class MicrobatchAccumulator:
             is_counted=_is_counted(replica),
         )
 
+    def compute_digest(self, replica: Replica, index: int) -> Digest:
+        """Return the digest of a microbatch that is computed on a replica for comparison, and not accumulated."""
+        self._hooks.raise_if_ended()
+        return digest_result(self._call(replica, index))
+
     def _compute(self, replica: Replica, index: int) -> Any:  # noqa: ANN401 - a tree
-        step = self._spec.step
         # A replica on one host runs no collective that a peer's death would break: only this check ends its work.
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.BEFORE_MICROBATCH, index)
-        batch = self._data.get(step, index, replica.data_shard) if self._data is not None else None
+        found = self._call(replica, index)
+        if index in self._audited:
+            self.digests[index] = digest_result(found)
+        return found
+
+    def _call(self, replica: Replica, index: int) -> Any:  # noqa: ANN401 - a tree
+        """Return what the user's function gives of a microbatch."""
+        step = self._spec.step
+        batch = None
+        if self._data is not None:
+            with worker_activity.task(WorkerTask.INPUT):
+                batch = self._data.get(step, index, replica.data_shard)
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
-        with self._turns.take(self._spec.name, replica):
+        with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
             if replica.is_on_one_host:
                 found = self._compute_fn(microbatch)
             else:  # its programs have collectives
                 found = collective_thread.run(self._compute_fn, microbatch)
-        if self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
-            found = jax.tree.map(_corrupt, found)
-        return found
+        match self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
+            case Corruption.NAN:
+                return jax.tree.map(_replace_by_nan, found)
+            case Corruption.BIT_FLIP:
+                return flip_bit(found)
+            case Corruption.NONE:
+                return found
 
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -225,6 +254,18 @@ def _is_counted(replica: Replica) -> bool:
     return replica.data_shard[0] == 0
 
 
-def _corrupt(leaf: jax.Array) -> jax.Array:
+def _replace_by_nan(leaf: jax.Array) -> jax.Array:
     """Return NaN wherever the dtype has it, as a faulty processor may."""
     return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+
+def flip_bit(tree: Tree) -> Tree:
+    """Return the tree with one bit flipped, in the middle of the largest leaf of float32: finite, and unnoticed."""
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32 and leaf.size]
+    largest = max(floats, key=lambda i: leaves[i].size)
+    leaf = leaves[largest]
+    words = np.array(leaf).view(np.uint32)
+    words.reshape(-1)[words.size // 2] ^= np.uint32(FLIPPED_BIT)
+    leaves[largest] = jax.device_put(words.view(np.float32), leaf.sharding)
+    return treedef.unflatten(leaves)

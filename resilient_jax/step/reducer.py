@@ -28,6 +28,7 @@ from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.state_digest import make_no_digest
 from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
 from resilient_jax.step.assignment import (
@@ -39,6 +40,8 @@ from resilient_jax.step.assignment import (
     locate_replicas,
     replica_speeds,
 )
+from resilient_jax.step.audit import Audit
+from resilient_jax.step.auditor import Auditor, HostCollectives, OwnResults
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.claims import Claims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
@@ -66,6 +69,7 @@ from resilient_jax.step.running_total import (
     start_total,
     start_total_of_hosts,
 )
+from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
 SPEED_EXCHANGE_INTERVAL_STEPS: Final = 16
@@ -113,6 +117,7 @@ class Reducer:
         kept: contributions by the name of their accumulation; they outlive the reducer.
         hooks: of the session.
         max_microbatches: of one accumulation that a replica computes at most, in a rehearsal; None: all.
+        auditor: finds hosts that compute wrongly; None: there are no audits.
 
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
@@ -127,8 +132,10 @@ class Reducer:
         hooks: StepHooks,
         *,
         max_microbatches: int | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._max_microbatches = max_microbatches
+        self._auditor = auditor
         self._list_devices = list_devices
         self._process_index = process_index
         self._kept = kept
@@ -151,6 +158,10 @@ class Reducer:
     @functools.cached_property
     def _live(self) -> _LiveHosts:
         return _LiveHosts.from_devices(self._list_devices(), self._process_index)
+
+    @property
+    def _collectives(self) -> HostCollectives:
+        return HostCollectives(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
 
     def locate_replicas(self, shape: ReplicaShape) -> tuple[ReplicaLocation, ...]:
         """Return where the replicas of this generation are.
@@ -178,11 +189,12 @@ class Reducer:
         """Return the sum over hosts of each leaf, exact where these are floats."""
         grid = self._live.grid
         is_rounded = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(tree)]
-        if grid.num_hosts > 1 and any(is_rounded):
-            total = ExactReduce(grid)(start_total_of_hosts(tree), tree)
-        else:
-            total = AllReduce(grid)(tree)
-        jax.block_until_ready(total)
+        with worker_activity.task(WorkerTask.SUM):
+            if grid.num_hosts > 1 and any(is_rounded):
+                total = ExactReduce(grid)(start_total_of_hosts(tree), tree)
+            else:
+                total = AllReduce(grid)(tree)
+            jax.block_until_ready(total)
         # Also after a collective that returned: the generation may have ended meanwhile, and this host must stop.
         self._hooks.raise_if_ended()
         return total
@@ -244,12 +256,16 @@ class Reducer:
         assignment = assign_microbatches(locations, claims, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
-        accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns)
+        audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._collectives)
+        accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns, audits)
         self._compute(accumulator, contributions, replicas, assignment, agree)
+        if audits:
+            self._audit(audits, accumulator, spec, assignment, replicas)
         self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        total, misfits = self._reduce(contributions, zeros)
-        jax.block_until_ready(total)
+        with worker_activity.task(WorkerTask.SUM):
+            total, misfits = self._reduce(contributions, zeros)
+            jax.block_until_ready(total)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         if not misfits.any():
@@ -417,11 +433,30 @@ class Reducer:
                 for done in [threads.submit(exchange.call, call) for call in calls]:
                     done.result()
         # Without this the time measured below could be that of dispatching only.
-        jax.block_until_ready([part.total for part in contributions.parts.values()])
+        with worker_activity.task(WorkerTask.COMPUTE):
+            jax.block_until_ready([part.total for part in contributions.parts.values()])
         count = sum(len(assignment.by_replica[number]) for number in replicas)
         if count:
             self._own_seconds = (time.monotonic() - started_s - exchange.seconds) / count
             self._has_computed = True
+
+    def _audit(
+        self,
+        audits: Sequence[Audit],
+        accumulator: MicrobatchAccumulator,
+        spec: AccumulationSpec,
+        assignment: Assignment,
+        replicas: dict[int, Replica],
+    ) -> None:
+        """Return if what has been computed may be reduced."""
+        assert self._auditor is not None
+        own = OwnResults(
+            digests=accumulator.digests,
+            replicas=frozenset(replicas),
+            compute=lambda number, index: accumulator.compute_digest(replicas[number], index),
+            doubt=lambda: self._kept.pop(spec.name, None),
+        )
+        self._auditor.run(audits, spec, assignment, own, self._collectives)
 
     def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, np.ndarray]:
         """Return the sum, and bool[leaves in fixed point]: which are wrong."""

@@ -5,6 +5,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import Self
 
 from resilient_jax.ids import HostName
 from resilient_jax.topology.accelerator import Accelerator
@@ -22,8 +23,11 @@ class Host:
     Attributes:
         name: unique in its topology.
         accelerator: kind of all its devices.
-        devices: number of devices.
-        speed: current part of its accelerator's rates in (0, 1]; 1 is healthy.
+        devices: number of devices that compute.
+        speed: current part of its accelerator's rates in (0, 1]; 1 is healthy. All wait for the slowest device.
+        lost_devices: indexes of devices that do not compute any more.
+        device_speeds: the speed of each device that computes, in the order of their indexes; empty: all have `speed`.
+        link_speed: current part of the bandwidth of its links to other hosts in (0, 1].
         domains: names of the domains that contain it, innermost first: one for each level between the host itself and
             the outermost, which has all hosts.
         source: source of the information.
@@ -36,6 +40,9 @@ class Host:
     speed: float = 1.0
     domains: tuple[str, ...] = ()
     source: str = dataclasses.field(default="", repr=False, compare=False)
+    lost_devices: tuple[int, ...] = ()
+    device_speeds: tuple[float, ...] = ()
+    link_speed: float = 1.0
     order: SortKey = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -49,8 +56,44 @@ class Host:
                 "healthy speed that it has now. Use without() for a host that does not compute any more",
                 key="hosts",
             )
+        if not 0 < self.link_speed <= 1:
+            raise TopologyError(
+                f"host {self.name!r}: link: found {self.link_speed}, expected a number > 0 and <= 1, the part of its "
+                "healthy bandwidth. Use without() for a host that cannot be reached any more",
+                key="hosts",
+            )
         domains = tuple(_natural(domain) for domain in reversed(self.domains))
         object.__setattr__(self, "order", (domains, _natural(self.name), self.name))
+
+    @property
+    def living_devices(self) -> tuple[int, ...]:
+        """The indexes of the devices that compute."""
+        every = range(self.devices + len(self.lost_devices))
+        return tuple(index for index in every if index not in self.lost_devices)
+
+    def without_device(self, index: int) -> Self:
+        """Return the host after one of its devices was lost; it must have another one."""
+        left = [(speed, other) for speed, other in self._list_speeds() if other != index]
+        return self._with_speeds(left, tuple(sorted((*self.lost_devices, index))))
+
+    def slowed_device(self, index: int, speed: float) -> Self:
+        """Return the host with one device at a part of its healthy speed."""
+        speeds = [(speed if other == index else old, other) for old, other in self._list_speeds()]
+        return self._with_speeds(speeds, self.lost_devices)
+
+    def _list_speeds(self) -> list[tuple[float, int]]:
+        speeds = self.device_speeds or (self.speed,) * self.devices
+        return list(zip(speeds, self.living_devices, strict=True))
+
+    def _with_speeds(self, speeds: list[tuple[float, int]], lost: tuple[int, ...]) -> Self:
+        values = tuple(speed for speed, _ in speeds)
+        return dataclasses.replace(
+            self,
+            devices=len(values),
+            speed=min(values, default=self.speed),
+            device_speeds=values if len(set(values)) > 1 else (),
+            lost_devices=lost,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from resilient_jax.ids import HostName
 from resilient_jax.topology.accelerator import Accelerator
@@ -18,6 +18,8 @@ from resilient_jax.topology.errors import TopologyError, UnknownHost
 from resilient_jax.topology.hosts import Host, HostClass, classify_hosts, sort_hosts
 from resilient_jax.topology.links import HOST_LEVEL, LinkLevel
 
+LINK = "link"
+"""After a host's name and a slash: its links to other hosts."""
 _NEAREST = 3
 """How many names an error suggests."""
 
@@ -144,30 +146,43 @@ class Topology:
         return {host: group.domain.name for group in self.domains(level) for host in group.hosts}
 
     def without(self, *names: str) -> "Topology":
-        """Return this topology after these hosts were lost.
+        """Return this topology after hosts, single devices ("host-07/3") or links of hosts ("host-07/link") were lost.
+
+        A host without a link, or without its last device, is lost.
 
         Raises:
-            UnknownHost: there is no such host; also if it was lost before.
+            UnknownHost: there is no such host or device; also if it was lost before.
             TopologyError: no host would be left.
         """
-        lost = {self._place(name) for name in names}
-        kept = tuple(host for place, host in enumerate(self.hosts) if place not in lost)
-        return dataclasses.replace(self, hosts=kept) if lost else self
+        changed: dict[int, Host | None] = {}
+        for name in names:
+            place, index = self._find(name, changed)
+            host = changed.get(place, self.hosts[place])
+            is_whole = host is None or index in (None, LINK) or host.devices == 1
+            changed[place] = None if is_whole else host.without_device(int(index))  # type: ignore[arg-type]
+        return self._with_changes(changed)
 
     def slowed(self, name: str, speed: float) -> "Topology":
-        """Return this topology with one host computing at a part of its healthy speed; its links are unchanged.
+        """Return this topology with a host, a device ("host-07/3") or a link ("host-07/link") at a part of its speed.
 
         Args:
-            name: name of the host.
-            speed: part of its healthy speed in (0, 1], whatever it was before; 1 heals the host.
+            name: name of the host, device or link. A slow host has healthy links.
+            speed: part of its healthy speed in (0, 1], whatever it was before; 1 heals it.
 
         Raises:
-            UnknownHost: there is no such host.
+            UnknownHost: there is no such host or device.
             TopologyError: the speed is out of range.
         """
-        place = self._place(name)
-        slow = dataclasses.replace(self.hosts[place], speed=speed)
-        return dataclasses.replace(self, hosts=(*self.hosts[:place], slow, *self.hosts[place + 1 :]))
+        place, index = self._find(name, {})
+        host = self.hosts[place]
+        match index:
+            case None:
+                slow = dataclasses.replace(host, speed=speed, device_speeds=())
+            case str():
+                slow = dataclasses.replace(host, link_speed=speed)
+            case _:
+                slow = host.slowed_device(index, speed)
+        return self._with_changes({place: slow})
 
     def with_hosts(self, hosts: Iterable[Host]) -> "Topology":
         """Return this topology with more hosts: new ones, or those that come back (`full.host(name)`).
@@ -176,6 +191,30 @@ class Topology:
             TopologyError: a name is taken, or the domains do not fit the levels.
         """
         return dataclasses.replace(self, hosts=(*self.hosts, *hosts))
+
+    def _with_changes(self, changed: Mapping[int, Host | None]) -> "Topology":
+        """Return this topology with other hosts in some places; None: without the host."""
+        if not changed:
+            return self
+        now = (changed.get(place, host) for place, host in enumerate(self.hosts))
+        return dataclasses.replace(self, hosts=tuple(host for host in now if host is not None))
+
+    def _find(self, name: str, changed: Mapping[int, Host | None]) -> tuple[int, int | str | None]:
+        """Return the place of a host, and which of its devices or `LINK` is named; None: the host."""
+        whole, slash, part = name.rpartition("/")
+        if not slash or HostName(name) in self._places:
+            return self._place(name), None
+        place = self._place(whole)
+        host = changed.get(place, self.hosts[place])
+        if part == LINK:
+            return place, LINK
+        if not part.isdecimal() or (host is not None and int(part) not in host.living_devices):
+            devices = "none" if host is None else ", ".join(map(str, host.living_devices))
+            raise UnknownHost(
+                f"device {name!r}: found no such device on host {whole!r}, expected HOST/INDEX with one of its devices "
+                f"({devices}), or HOST/{LINK}"
+            )
+        return place, int(part)
 
     def _place(self, name: str) -> int:
         place = self._places.get(HostName(name))

@@ -10,6 +10,7 @@ from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.errors import CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.records import StateLoss
+from resilient_jax.protocol.replay import ReplayOrder
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.host_checks import agree_on_checkpoint
@@ -24,6 +25,9 @@ def restore_newest(
     world: World, store: OrbaxStore, checkpoints: Checkpoints, abstract: Tree, sharding: ShardingRule | None
 ) -> tuple[int, Tree] | None:
     """Return the step and the state of the newest checkpoint that all hosts can read. All hosts must call this.
+
+    Only a checkpoint counts that no host which computed wrongly can have touched; in a replay one from before the step
+    that is computed again.
 
     Each checkpoint that some host cannot read is an event, on every host. None: the directory has no checkpoint.
 
@@ -48,10 +52,15 @@ def restore_newest(
     for name in listing.unfinished:
         path = str(store.get_folder(0).with_name(name))
         world.record_event(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
+    newest = world.trusted_step if world.replay is None else world.replay.step
+    end = None if newest is None else newest + 1
     while True:
         step = agree_on_checkpoint(
-            world, listing.find_newest_before(min(refused) if refused else None), checkpoints
+            world, listing.find_newest_before(min(refused) if refused else end), checkpoints
         )
+        if step is None and world.replay is not None and not refused:
+            _check_may_replay(world.replay, listing, checkpoints)
+            return None
         if step is None:
             _check_directory_is_unused(listing, refused, checkpoints)
             _check_may_begin(world.state_loss, checkpoints)
@@ -95,6 +104,17 @@ def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
             f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint_step}, which "
             "a host saw there when the job's state was lost. Restore it and launch the job again, or give another "
             "directory to start from scratch"
+        )
+
+
+def _check_may_replay(replay: ReplayOrder, listing: DirectoryListing, checkpoints: Checkpoints) -> None:
+    """Refuse to compute all steps from the first one, unless that was asked for."""
+    if replay.step > 0 and not replay.from_start:
+        steps = ", ".join(map(str, sorted(listing.steps))) or "none"
+        raise StateError(
+            f"replay of step {replay.step}: found checkpoints after {steps} steps in {checkpoints.directory}, expected "
+            f"one after at most {replay.step}. Keep more of them (rj.Checkpoints(max_to_keep=...)), give another step, "
+            "or compute all steps from the first one with --from-start"
         )
 
 

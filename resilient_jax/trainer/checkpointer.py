@@ -7,7 +7,7 @@ from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.state_layout import StateLayout
-from resilient_jax.trainer.training_state import TrainingState, Tree
+from resilient_jax.trainer.training_state import State, Tree
 from resilient_jax.worker.world import World
 
 
@@ -31,9 +31,14 @@ class Checkpointer:
         """Return the step and the state to resume from; None without a checkpoint. See `restore_newest`."""
         return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
-    def save(self, layout: StateLayout, state: TrainingState, step: int) -> None:
-        """Start to save the committed state if a checkpoint is due. All hosts must call this: they gather the state."""
+    def save(self, layout: StateLayout, state: State, step: int) -> None:
+        """Start to save the committed state if a checkpoint is due. All hosts must call this: they gather the state.
+
+        A replay saves nothing.
+        """
         world = layout.world
+        if world.replay is not None:
+            return
         self._store.poll_save(world.record_event)
         if not self._checkpoints.is_due(step, self._num_steps):
             return
@@ -42,12 +47,22 @@ class Checkpointer:
             self._store.wait_until_finished(world.record_event, world.raise_if_ended)
         self._start(layout, state, step)
 
-    def _start(self, layout: StateLayout, state: TrainingState, step: int) -> None:
-        replicated = layout.gather(state)
+    def _start(self, layout: StateLayout, state: State, step: int) -> None:
+        replicated = layout.gather_state(state)
         if layout.world.host_index == 0:
-            self._store.start_save(step, replicated, layout.world.record_event)
+            world = layout.world
+            self._store.start_save(
+                step,
+                replicated,
+                world.record_event,
+                world.audits.verified_step if world.audits is not None else None,
+            )
 
-    def ensure_final_saved(self, layout: StateLayout, state: TrainingState) -> None:
+    def distrust_after(self, world: World, step: int) -> None:
+        """Set aside the checkpoints of more than `step` steps, which a host that computed wrongly may have touched."""
+        self._store.distrust_after(step, world.record_event)
+
+    def ensure_final_saved(self, layout: StateLayout, state: State) -> None:
         """Return on every host when the final state, at whichever step training ended, is on storage.
 
         If the host that was to save it is dead, the first live host saves it.
@@ -56,6 +71,8 @@ class Checkpointer:
             CheckpointFailed: the last save failed.
         """
         world, step = layout.world, int(state.step)
+        if world.replay is not None:
+            return
         is_saver = world.host_index == 0
         if is_saver:
             self._store.wait_until_saved(world.record_event, world.raise_if_ended)

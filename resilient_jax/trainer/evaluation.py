@@ -15,13 +15,13 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import CallerError, DataError
-from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.train_step import cast_parameters, constrain_sharding
+from resilient_jax.trainer.train_step import cast_parameters
 
 Tree = Any
 """A pytree of arrays."""

@@ -14,6 +14,7 @@ from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.loss_function import LossFunction
+from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.trainer.train_step import Recipe
@@ -46,6 +47,8 @@ class Parallelism:
             rmsprop, adagrad, ...). Optimizers that reduce over a leaf or all leaves (lamb, lars, adafactor,
             `clip_by_global_norm`) are correct, but the order of their reductions depends on the number of hosts. To
             clip, use `Numerics(clip_norm=)`, which keeps the bits.
+        pipeline: for a model that is too large for a host: replicas that span hosts, each with some of the layers. The
+            state is then on the hosts that need it, and `state` is not given.
 
     Raises:
         CallerError: a value is of another type, or `state` is neither of the two.
@@ -55,12 +58,25 @@ class Parallelism:
     replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST
     balance_by_speed: bool = False
     state: StateSharding | str = StateSharding.REPLICATED
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.state not in list(StateSharding):
             raise CallerError(
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
+            )
+        is_default = (
+            self.replica_shape == ONE_REPLICA_PER_HOST
+            and self.state == StateSharding.REPLICATED
+            and not self.balance_by_speed
+        )
+        if self.pipeline is not None and not is_default:
+            raise CallerError(
+                f"parallelism: found replica_shape={self.replica_shape}, state={self.state!r}, "
+                f"balance_by_speed={self.balance_by_speed} with a pipeline, expected none to be given: the pipeline "
+                "says which hosts make a replica, and each has the state of its layers alone; microbatches are "
+                "shared by the number of hosts"
             )
 
 

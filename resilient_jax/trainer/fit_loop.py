@@ -7,19 +7,23 @@ Rules:
 - The programs are traced once per process; the data, the log and the progress bar last as long as `fit`.
 """
 
+import functools
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
-from resilient_jax.sharding.placements import Placement
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.state_placement import place_initial_state
 from resilient_jax.step.assignment import AccumulationOptions
+from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_function
-from resilient_jax.trainer.arrangement import Arranger
+from resilient_jax.trainer.arrangement import Arrangement, Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
@@ -32,20 +36,27 @@ from resilient_jax.trainer.host_checks import (
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
-from resilient_jax.trainer.parameter_ema import find_ema_params
+from resilient_jax.trainer.pipelined_layout import PipelinedLayout
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
-from resilient_jax.trainer.state_layout import MeshShape, StateLayout, make_state_layout
+from resilient_jax.trainer.state_layout import (
+    MeshShape,
+    StateLayout,
+    SumMicrobatches,
+    make_state_layout,
+)
 from resilient_jax.trainer.step_report import JsonLog, StepReport
 from resilient_jax.trainer.train_step import TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
     MicrobatchSums,
+    State,
     StepSummary,
     TrainingState,
-    read_learning_rate,
 )
 from resilient_jax.worker.observers import PRECOMPILE_DELAY_S
+from resilient_jax.worker.training_control import CorruptionFound
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -65,6 +76,7 @@ class FitLoop:
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
         self._evaluator: Evaluator | None = None
+        self._pipeline: PipelinedSteps | None = None
         self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
         )
@@ -75,19 +87,34 @@ class FitLoop:
 
     def close(self) -> None:
         """End the threads and close the files."""
-        for closable in (self._data, self._evaluator, self._checkpointer, self._log, self._progress):
+        for closable in (
+            self._pipeline,
+            self._data,
+            self._evaluator,
+            self._checkpointer,
+            self._log,
+            self._progress,
+        ):
             if closable is not None:
                 closable.close()
 
     def run_generation(self, world: World) -> None:
         """Train from the last committed step to the last one, on the live hosts."""
+        try:
+            self._train(world)
+        except CorruptionFound as found:
+            if self._checkpointer is not None:
+                self._checkpointer.distrust_after(world, found.trusted_step)
+            raise
+
+    def _train(self, world: World) -> None:
         config = self._config
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, config, arrangement.replica_shape)
-        layout = make_state_layout(world, config.parallelism.state, arrangement, programs)
+        layout = self._make_layout(world, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
-        zeros = make_zeros(programs.abstract_sums, arrangement.placement)
+        sum_microbatches = self._make_sum(layout, programs)
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)
@@ -98,7 +125,7 @@ class FitLoop:
                 state = self._evaluate(layout, state, step)
                 if step >= config.num_steps or self._stop is not None:
                     break
-                state = self._step(layout, programs, state, step, zeros)
+                state = self._step(layout, programs, state, step, sum_microbatches)
                 # Only after a step: until then training waits for the programs of this generation itself.
                 if self._compiler is not None and number == 0:
                     world.compile_ahead(self._compiler.list_jobs(world, arrangement))
@@ -107,18 +134,25 @@ class FitLoop:
         if world.is_rehearsal:
             return  # its state is no trained one, and must not be saved
         if self._checkpointer is not None:
-            self._checkpointer.ensure_final_saved(layout, state)
+            with worker_activity.task(WorkerTask.CHECKPOINT):
+                self._checkpointer.ensure_final_saved(layout, state)
+        variables, ema_params = layout.gather_result(state)
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=copy_to_numpy(layout.gather(state.variables)),
-            ema_params=copy_to_numpy(layout.gather(find_ema_params(state.opt_state))),
+            variables=copy_to_numpy(variables),
+            ema_params=copy_to_numpy(ema_params),
             adapter=config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
         )
 
     # Start of a generation.
+
+    def _make_layout(self, world: World, arrangement: Arrangement, programs: TrainStep) -> StateLayout:
+        if self._pipeline is not None:
+            return PipelinedLayout(world, arrangement, self._pipeline)
+        return make_state_layout(world, self._config.parallelism.state, arrangement, programs)
 
     def _open(self, world: World) -> TrainStep:
         """Return the programs; in the first generation, the first with devices, make all that outlives it."""
@@ -134,7 +168,9 @@ class FitLoop:
             buffer_size=config.read_options.prefetch_buffer_size,
             num_threads=config.read_options.num_threads,
         )
-        if config.log_directory is not None:
+        if config.parallelism.pipeline is not None:
+            self._pipeline = PipelinedSteps(config, programs, self._data)
+        if config.log_directory is not None and world.replay is None:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
             logger.warning(
@@ -155,12 +191,15 @@ class FitLoop:
         """Return the step of the newest checkpoint on storage. Thread-safe."""
         return self._checkpointer.find_newest() if self._checkpointer is not None else None
 
-    def _load(self, layout: StateLayout, programs: TrainStep, placement: Placement) -> TrainingState | None:
+    def _load(
+        self, layout: StateLayout, programs: TrainStep, placement: ShardingRule
+    ) -> TrainingState | None:
         """Return the state from storage, where none is committed; None without a checkpoint or given variables."""
         world, load_variables = layout.world, self._config.initial_variables
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
         if self._checkpointer is not None:
-            found = self._checkpointer.restore(world, layout.ravel(programs.abstract_state), placement)
+            with worker_activity.task(WorkerTask.RESTORE):
+                found = self._checkpointer.restore(world, layout.ravel(programs.abstract_state), placement)
             if found is not None:
                 step, state = found
                 world.resume_at(step)
@@ -188,21 +227,20 @@ class FitLoop:
 
     # One step.
 
-    def _evaluate(self, layout: StateLayout, state: TrainingState, step: int) -> TrainingState:
+    def _evaluate(self, layout: StateLayout, state: State, step: int) -> State:
         """Evaluate if an evaluation is due; return the state with the new state of early stopping."""
         config, evaluator = self._config, self._evaluator
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        variables = state.variables
-        if config.evaluation is not None and config.evaluation.use_ema:
-            variables = variables._replace(params=find_ema_params(state.opt_state))
-        metrics = evaluator.evaluate(
-            layout.world,
-            layout.gather(variables),
-            layout.arrangement.placement,
-            layout.arrangement.replica_shape,
-        )
+        use_ema = config.evaluation is not None and config.evaluation.use_ema
+        with worker_activity.task(WorkerTask.EVALUATION):
+            metrics = evaluator.evaluate(
+                layout.world,
+                layout.gather_variables(state, use_ema=use_ema),
+                layout.arrangement.placement,
+                layout.arrangement.replica_shape,
+            )
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
                 "it is made together with early_stopping"
@@ -223,30 +261,36 @@ class FitLoop:
         self,
         layout: StateLayout,
         programs: TrainStep,
-        state: TrainingState,
+        state: State,
         step: int,
-        zeros: MicrobatchSums,
-    ) -> TrainingState:
+        sum_microbatches: SumMicrobatches,
+    ) -> State:
         started_s = time.monotonic()
         world = layout.world
-        sums, summary, metrics = self._sum(layout, programs, state.variables, zeros, step)
-        state = layout.update(programs, state, sums, summary)
-        del sums  # the next state and the sums of a step are not to be in memory together
+        state, metrics = layout.step(programs, state, step, sum_microbatches)
         world.commit(state, **{**self._metrics, **metrics})
         # After the commit: snapshots and checkpoints are of committed states only.
         layout.snapshot(state)
         if self._checkpointer is not None:
-            self._checkpointer.save(layout, state, step + 1)
-        metrics = {**read_learning_rate(state.opt_state), **metrics}
+            with worker_activity.task(WorkerTask.CHECKPOINT):
+                self._checkpointer.save(layout, state, step + 1)
+        metrics = {**layout.read_learning_rate(state), **metrics}
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
+
+    def _make_sum(self, layout: StateLayout, programs: TrainStep) -> SumMicrobatches:
+        """Return the function that sums up the microbatches of a step; a pipeline never calls it."""
+        if self._pipeline is not None:
+            return _refuse_sum
+        zeros = make_zeros(programs.abstract_sums, layout.arrangement.placement)
+        return functools.partial(self._sum, layout, programs, zeros)
 
     def _sum(
         self,
         layout: StateLayout,
         programs: TrainStep,
-        variables: Variables,
         zeros: MicrobatchSums,
+        variables: Variables,
         step: int,
     ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
         """Return ((gradients, collections), summary) of all microbatches, placed as the state is, and the metrics.
@@ -282,7 +326,7 @@ class FitLoop:
     def _report(
         self,
         world: World,
-        state: TrainingState,
+        state: State,
         metrics: dict[str, float],
         started_s: float,
         *,
@@ -303,6 +347,10 @@ class FitLoop:
             self._log.write(report)
         if self._progress is not None:
             self._progress.show(report)
-        for callback in self._config.callbacks:
+        for callback in self._config.callbacks if world.replay is None else ():
             if callback(report) is True and self._stop is None:
                 self._stop = (report.step, f"a callback returned True after step {report.step}")
+
+
+def _refuse_sum(_: Variables, step: int) -> NoReturn:
+    raise InternalError(f"step {step}: the sums of a pipeline are made by block")

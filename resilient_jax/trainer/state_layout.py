@@ -24,21 +24,25 @@ from jax.stages import Compiled
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
-from resilient_jax.sharding.placements import Placement, fully_sharded
-from resilient_jax.sharding.raveled_array import is_raveled, ravel_leaves
-from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.sharding.placements import fully_sharded
+from resilient_jax.sharding.raveled_array import ravel_leaves
+from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.shard_sizes import measure_shards
 from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep
-from resilient_jax.trainer.training_state import StepSummary, TrainingState
+from resilient_jax.trainer.training_state import State, StepSummary, TrainingState, read_learning_rate
 from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
-
+SumMicrobatches = Callable[[Variables, int], tuple[tuple[Any, Any], StepSummary, dict[str, float]]]
+"""Returns ((gradients, collections), summary) of all microbatches of a step, placed as the state is, and metrics."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class StateLayout(abc.ABC):
         placement: of the state's leaves between steps.
     """
 
-    def __init__(self, world: World, placement: Placement, arrangement: Arrangement) -> None:
+    def __init__(self, world: World, placement: ShardingRule, arrangement: Arrangement) -> None:
         self.world = world
         self.arrangement = arrangement
         self.placement = placement
@@ -73,8 +77,8 @@ class StateLayout(abc.ABC):
         return NamedSharding(self.arrangement.placement.mesh, P())
 
     def restore(
-        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
-    ) -> TrainingState:
+        self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
+    ) -> State:
         """Return the state to continue from: the committed one, else what `load` finds on storage, else `init()`.
 
         Args:
@@ -96,6 +100,41 @@ class StateLayout(abc.ABC):
         The result may share memory with the state, and is invalid once the state is donated.
         """
 
+    def gather_state(self, state: State) -> TrainingState:
+        """Return the state of the whole model, as `gather` does, or in host memory."""
+        return self.gather(state)
+
+    def gather_variables(self, state: State, *, use_ema: bool = False) -> Variables:
+        """Return the variables of the whole model, as `gather` does.
+
+        Args:
+            state: of the training.
+            use_ema: with the average of the parameters in their place.
+        """
+        variables = state.variables
+        if use_ema:
+            variables = variables._replace(params=find_ema_params(state.opt_state))
+        return self.gather(variables)
+
+    def gather_result(self, state: State) -> tuple[Variables, Any]:
+        """Return the variables, and the average of the parameters or None, as `gather` does."""
+        return self.gather(state.variables), self.gather(find_ema_params(state.opt_state))
+
+    def read_learning_rate(self, state: State) -> dict[str, float]:
+        """Return the metric `learning_rate`; see `training_state.read_learning_rate`."""
+        return read_learning_rate(state.opt_state)
+
+    def step(
+        self,
+        programs: TrainStep,
+        state: State,
+        step: int,
+        sum_microbatches: SumMicrobatches,
+    ) -> tuple[State, dict[str, float]]:
+        """Return the next state and the metrics of a step; donate this state."""
+        sums, summary, metrics = sum_microbatches(state.variables, step)
+        return self.update(programs, state, sums, summary), metrics
+
     @abc.abstractmethod
     def shard(self, tree: Tree) -> Tree:
         """Return leaves that every host has replicated, and that are not raveled, placed as the state is. No
@@ -106,14 +145,12 @@ class StateLayout(abc.ABC):
         """Return what `update` takes, placed as the state's leaves are that it updates. No communication."""
 
     @abc.abstractmethod
-    def update(
-        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
-    ) -> TrainingState:
+    def update(self, programs: TrainStep, state: State, sums: tuple[Any, Any], summary: StepSummary) -> State:
         """Return the next state; donate this one. Sums and summary are placed as `shard_sums` places
         them."""
 
     @abc.abstractmethod
-    def snapshot(self, state: TrainingState) -> None:
+    def snapshot(self, state: State) -> None:
         """Protect a committed state against failures, if a snapshot is due."""
 
     @abc.abstractmethod
@@ -134,6 +171,7 @@ class ReplicatedLayout(StateLayout):
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         super().__init__(world, arrangement.placement, arrangement)
+        self._placement = arrangement.placement
 
     def ravel(self, state: TrainingState) -> TrainingState:
         """Return the state: no leaf is kept raveled."""
@@ -156,7 +194,7 @@ class ReplicatedLayout(StateLayout):
     ) -> TrainingState:
         """Return the next state, computed on this host's devices, once the last snapshot's copy is finished."""
         self.world.wait_until_finished()
-        return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
+        return programs.update(state, sums, summary, placement=self._placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
         """Do nothing: the other hosts have the state, and its snapshots are taken without a call."""
@@ -175,12 +213,13 @@ class ShardedLayout(StateLayout):
         axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
         # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
         mesh = make_mesh(world.devices, axes, "all hosts")
-        super().__init__(world, fully_sharded(mesh), arrangement)
+        self._placement = fully_sharded(mesh)
+        super().__init__(world, self._placement, arrangement)
         self._raveled = raveled
         self._update: Compiled | None = None
 
     def restore(
-        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
+        self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
     ) -> TrainingState:
         """Return the state to continue from, and record how evenly it is sharded."""
         state = super().restore(lambda: self.ravel(init()), load)
@@ -197,18 +236,18 @@ class ShardedLayout(StateLayout):
 
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves as each device's shards."""
-        return resharding.shard_tree(tree, self.placement)
+        return resharding.shard_tree(tree, self._placement)
 
     def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
         """Return the sums as each device's shards, raveled where the state is."""
-        return resharding.shard_tree((sums, summary), self.placement, self._raveled.sums)
+        return resharding.shard_tree((sums, summary), self._placement, self._raveled.sums)
 
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """Update each device's shards, once the last snapshot's copy is finished."""
         if self._update is None:
-            placement = self.placement.with_abstract_mesh()
+            placement = self._placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
             self._warn_of_collectives(self._update.as_text() or "")
         # The update donates the state, whose arrays the copy of a snapshot may still be reading.
@@ -239,7 +278,7 @@ class ShardedLayout(StateLayout):
         world = self.world
         if not is_portable_cache_on(world.local_devices[0]):
             return
-        known.add(self.placement.mesh.axis_sizes)  # compiled by the first step
+        known.add(self._placement.mesh.axis_sizes)  # compiled by the first step
         for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
             # Here, and not on the thread that compiles: the members may change while it does.
             grid = HostGrid(devices, world.host_index)
@@ -258,7 +297,7 @@ class ShardedLayout(StateLayout):
         gathers_state: bool,
         check: CancellationCheck,
     ) -> bool:
-        placement = self.placement.with_mesh(grid.mesh)
+        placement = self._placement.with_mesh(grid.mesh)
         state = resharding.abstract_shards(programs.abstract_state, placement, self._raveled.state)
         resharding.compile_replicate(state.variables, grid, check)
         sums = programs.abstract_sums.gradients, programs.abstract_sums.collections
@@ -290,19 +329,16 @@ def make_state_layout(
 
 
 def _record_shard_sizes(world: World, state: TrainingState) -> None:
-    """Record how much of the state this host has, and how much of that every host has: what could not be sharded."""
-    leaves = jax.tree.leaves(state, is_leaf=is_raveled)
-    here = [_count_local_bytes(leaf) for leaf in leaves]
-    sizes = [_unwrap(leaf).nbytes for leaf in leaves]
-    total = sum(sizes)
+    """Record how much of the state this host has, and warn where it is far more than its share."""
+    sizes = measure_shards(state)
     world.record_event(
         EventKind.STATE_SHARDED,
-        bytes=total,
-        bytes_here=sum(here),
-        bytes_everywhere=sum(own for own, size in zip(here, sizes, strict=True) if own == size),
+        bytes=sizes.bytes,
+        bytes_here=sizes.bytes_here,
+        bytes_everywhere=sizes.bytes_everywhere,
     )
-    if world.host_index == 0 and sum(here) * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
-        total, MIN_WARNED_BYTES
+    if world.host_index == 0 and sizes.bytes_here * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
+        sizes.bytes, MIN_WARNED_BYTES
     ):
         logger.warning(
             "the state is sharded over %d hosts, but each keeps %.0f %% of it: the optimizer, or a rule of "
@@ -310,22 +346,5 @@ def _record_shard_sizes(world: World, state: TrainingState) -> None:
             "a dim that a number of devices divides. Choose sizes that many numbers of hosts divide, such as multiples "
             "of 24, or an element-wise optimizer, such as adamw; clip with Numerics(clip_norm=)",
             len(world.hosts),
-            100 * sum(here) / total,
+            100 * sizes.bytes_here / sizes.bytes,
         )
-
-
-def _unwrap(leaf: Any) -> Any:  # noqa: ANN401 - an array of any kind
-    """Return the raw data of a random key; other leaves as they are."""
-    return leaf if is_raveled(leaf) or not is_random_key(leaf) else jax.random.key_data(leaf)
-
-
-def _count_local_bytes(leaf: Any) -> int:  # noqa: ANN401 - an array of any kind
-    """Return the bytes of the distinct shards of a leaf on this host, padding included."""
-    array = leaf.vector if is_raveled(leaf) else _unwrap(leaf)
-    pieces = {
-        tuple(
-            cut.indices(size) for cut, size in zip(shard.index, array.shape, strict=True)
-        ): shard.data.nbytes
-        for shard in array.addressable_shards
-    }
-    return sum(pieces.values())

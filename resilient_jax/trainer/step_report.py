@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from resilient_jax.telemetry.log_file import LogFile
-from resilient_jax.trainer.training_state import TrainingState
+from resilient_jax.trainer.training_state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,9 @@ class StepReport:
         generation: the number of the membership.
         is_evaluation: whether this is an evaluation, rather than a step.
         state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
-            hosts, with an `rj.RaveledArray` in place of most arrays. Read it, but keep no reference: devices go away
-            when the membership changes, and a reference keeps their memory.
+            hosts, with an `rj.RaveledArray` in place of most arrays; of a pipeline a `PipelinedState`, of whose units
+            this host has some. Read it, but keep no reference: devices go away when the membership changes, and a
+            reference keeps their memory.
     """
 
     step: int
@@ -34,7 +35,7 @@ class StepReport:
     host_index: int
     generation: int
     is_evaluation: bool
-    state: TrainingState
+    state: State
 
 
 class Callback(Protocol):

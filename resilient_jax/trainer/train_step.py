@@ -34,7 +34,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
-from resilient_jax.sharding.placements import Placement
+from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.assignment import DATA_AXIS
@@ -320,21 +320,6 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
         if name in (PARAMS, NNX_PARAMS)
     }
     return Variables(cast_floats(variables.params, dtype), {**variables.collections, **frozen})
-
-
-def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
-    """Return the tree with the shardings of a placement, which has no devices."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.tree.map(
-            # Of a raveled array its vector is the only leaf.
-            lambda array: jax.lax.with_sharding_constraint(
-                array, placement(jax.tree_util.keystr(path), leaf)
-            ),
-            leaf,
-        ),
-        tree,
-        is_leaf=is_raveled,
-    )
 
 
 def make_zeros(abstract: Tree, placement: Placement) -> Tree:

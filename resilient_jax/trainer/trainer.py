@@ -235,6 +235,11 @@ def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) 
             "that are trained as a whole. Leave planner out, or freeze parameters in the optimizer: "
             "optax.multi_transform with optax.set_to_zero"
         )
+    if planner is not None and parallelism.pipeline is not None:
+        raise CallerError(
+            "planner: found Parallelism(pipeline=) with it, expected one of them: the planner plans replicas that are "
+            "inside of hosts"
+        )
     is_default = parallelism.replica_shape == ONE_REPLICA_PER_HOST
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):
         raise CallerError(

@@ -3,6 +3,7 @@
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from resilient_jax.errors import CallerError
@@ -10,6 +11,8 @@ from resilient_jax.trainer.model_adapters import Variables
 
 Tree = Any
 """A pytree of arrays."""
+State = Any
+"""A `TrainingState`; of a pipeline a `PipelinedState`."""
 
 
 LEARNING_RATE: Final = "learning_rate"
@@ -38,7 +41,7 @@ class TrainingState(NamedTuple):
         early_stopping: its state; () without.
     """
 
-    step: jax.Array
+    step: jax.Array | np.ndarray
     variables: Variables
     opt_state: optax.OptState
     early_stopping: EarlyStoppingState | tuple[()]

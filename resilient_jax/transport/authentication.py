@@ -53,6 +53,27 @@ class Authenticator:
             self._report(EventKind.REQUEST_MALFORMED, peer, {"method": path, "reason": str(error)})
             raise
 
+    def sign(self, text: bytes) -> bytes:
+        """Return a proof that this process has the token, for this text only (HMAC, RFC 2104)."""
+        return hmac.digest(self._token, text, "sha256")
+
+    def is_signature(self, text: bytes, proof: bytes) -> bool:
+        """Return whether a process that has the token has signed the text."""
+        return hmac.compare_digest(self.sign(text), proof)
+
+    def check_signature(self, text: bytes, proof: bytes, peer: str, path: str) -> None:
+        """Check that a peer that has the token has signed the text.
+
+        Raises:
+            Unauthenticated: it has another token.
+        """
+        if not self.is_signature(text, proof):
+            reason = "the proof of it is wrong"
+            self._report(
+                EventKind.REQUEST_UNAUTHENTICATED, peer, {"method": path, "reason": f"token: {reason}"}
+            )
+            raise Unauthenticated(reason)
+
     def _check_token(self, metadata: Metadata, peer: str, path: str) -> None:
         token = next((value for key, value in metadata if key == TOKEN_METADATA_KEY), None)
         if token is None:

@@ -4,7 +4,6 @@ import select
 import socket
 import threading
 import time
-from typing import Any, Final
 
 import msgspec
 
@@ -16,20 +15,15 @@ from resilient_jax.transport.bulk_protocol import (
     BulkHeader,
     BulkRefusal,
     DeadlineExceeded,
-    configure_socket,
-    make_client_context,
     receive_frame,
     receive_into,
     send_all,
     send_frame,
-    shut_down_socket,
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import ERROR_CLASSES
-from resilient_jax.transport.renewed_files import RenewedFiles
-from resilient_jax.transport.server_address import parse_address
-
-CONNECT_TIMEOUT_S: Final = 10.0
+from resilient_jax.transport.open_sockets import OpenSockets
+from resilient_jax.transport.outgoing_connection import CONNECT_TIMEOUT_S, Connector
 
 
 class BulkChannel:
@@ -48,14 +42,10 @@ class BulkChannel:
         """
         self._address = address
         self._ticket = ticket
-        self._tls = (
-            RenewedFiles(credentials.tls, make_client_context) if credentials.tls is not None else None
-        )
-        self._server_name = credentials.tls.server_name if credentials.tls is not None else None
-        self._lock = threading.Lock()  # guards the attributes below
+        self._connector = Connector(address, credentials)
+        self._sockets = OpenSockets(f"our channel to {address}")
+        self._lock = threading.Lock()  # guards the connections below
         self._idle: list[socket.socket] = []
-        self._active: set[socket.socket] = set()
-        self._closed = False
 
     def read_into(self, request: msgspec.Struct, out: memoryview, *, timeout_s: float) -> None:
         """Fill `out` with the requested bytes, verified against their digest if the peer sends one.
@@ -98,92 +88,40 @@ class BulkChannel:
 
     def close(self) -> None:
         """End every read; later ones fail."""
+        self._sockets.shut_down()  # the thread that reads or connects wakes, and closes its connection
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
-            for connection in self._active:  # the thread that reads or connects wakes, and closes it
-                shut_down_socket(connection)
         for connection in idle:
-            connection.close()
+            self._sockets.close(connection)
 
     def _acquire(self, deadline_s: float) -> socket.socket:
         """Return an unused connection; an idle one that broke meanwhile is detected here."""
         while True:
+            self._sockets.check_open()
             with self._lock:
-                self._check_open()
                 if not self._idle:
                     break
                 connection = self._idle.pop()
-                self._active.add(connection)
             # The server sends nothing unasked: what can be read here is the end of the connection.
             if _is_quiet(connection):
                 return connection
-            self._release(connection, is_complete=False)
-        return self._connect(deadline_s)
+            self._sockets.close(connection)
+        connection = self._connector.connect(deadline_s, self._sockets)
+        try:
+            send_all(connection, self._ticket, deadline_s)
+        except OSError as error:
+            self._sockets.close(connection)
+            raise PeerUnreachable(f"{self._address} broke off a connection: {error}") from error
+        return connection
 
     def _release(self, connection: socket.socket, *, is_complete: bool) -> None:
         """Keep the connection for the next read if the answer was received to its end, else close it."""
         with self._lock:
-            self._active.discard(connection)
             # After a broken read the rest of its answer may still arrive, and would be taken for the next answer.
-            if is_complete and not self._closed:
+            if is_complete and not self._sockets.is_shut_down:
                 self._idle.append(connection)
                 return
-        connection.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PeerUnreachable(f"our channel to {self._address} was closed")
-
-    def _connect(self, deadline_s: float) -> socket.socket:
-        """Return a new connection, to the first address of the host that accepts it."""
-        host, port = parse_address(self._address)
-        failure: OSError | None = None
-        try:
-            for family, kind, protocol, _, socket_address in socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            ):
-                try:
-                    return self._connect_to(
-                        socket.socket(family, kind, protocol), socket_address, host, deadline_s
-                    )
-                except OSError as error:
-                    failure = error
-        except OSError as error:  # no such name
-            failure = error
-        refused = isinstance(failure, ConnectionRefusedError)
-        raise PeerUnreachable(
-            f"{self._address} cannot be reached for bulk reads: {failure}", is_refused=refused
-        ) from failure
-
-    def _connect_to(
-        self,
-        connection: socket.socket,
-        socket_address: Any,  # noqa: ANN401 - its type depends on the address family
-        host: str,
-        deadline_s: float,
-    ) -> socket.socket:
-        """Connect a socket, which counts as used from the beginning, so that `close` ends it."""
-        try:
-            self._activate(connection)
-            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-            connection.connect(socket_address)
-            if self._tls is not None:
-                plain = connection
-                connection = self._tls.get().wrap_socket(plain, server_hostname=self._server_name or host)
-                self._activate(connection, replacing=plain)
-            configure_socket(connection)
-            send_all(connection, self._ticket, deadline_s)
-        except BaseException:
-            self._release(connection, is_complete=False)
-            raise
-        return connection
-
-    def _activate(self, connection: socket.socket, replacing: socket.socket | None = None) -> None:
-        with self._lock:
-            self._active.discard(replacing)
-            self._active.add(connection)
-            self._check_open()
+        self._sockets.close(connection)
 
     def _decode(self, frame: bytes) -> BulkHeader | BulkRefusal:
         return decode_message(HEADER_DECODER, frame, f"the answer of {self._address} to a bulk read")

@@ -23,8 +23,11 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
+from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
+from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.imported_modules import describe_imports
 from resilient_jax.worker.training_control import GenerationEnded
 from resilient_jax.worker.worker_protocol import (
@@ -32,7 +35,6 @@ from resilient_jax.worker.worker_protocol import (
     OrderRefused,
     StepDecision,
     Transition,
-    WorkerAnswer,
     make_initial_protocol,
 )
 
@@ -44,12 +46,19 @@ class AgentConnection:
         descriptor: this worker's end of the socket pair.
         host: this one.
         interrupt: called by the guard thread while the main thread must unwind.
+        limits: after which the guard thread reports a hang.
         polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
             for it.
     """
 
     def __init__(
-        self, descriptor: int, host: HostName, interrupt: Interrupt, *, polls_checkpoints: bool
+        self,
+        descriptor: int,
+        host: HostName,
+        interrupt: Interrupt,
+        limits: HangLimits,
+        *,
+        polls_checkpoints: bool,
     ) -> None:
         self._host = host
         # No timeout: an agent that is stopped for a while must not make its worker fail.
@@ -59,7 +68,7 @@ class AgentConnection:
         self._changed = threading.Condition()
         """Reentrant; guards `_protocol`. What a transition answers is sent before the next one."""
         self._protocol = make_initial_protocol(polls_checkpoints=polls_checkpoints)
-        self._guard = GuardThread(host, self._connection, self, interrupt)
+        self._guard = GuardThread(host, self._connection, self, interrupt, limits)
         self._guard.start()
 
     # For the main thread: its life between generations.
@@ -151,8 +160,10 @@ class AgentConnection:
                 if decision is StepDecision.END:
                     raise GenerationEnded
                 if decision is StepDecision.START:
+                    worker_activity.begin_step(step)
                     return
-                self._changed.wait()
+                with worker_activity.task(WorkerTask.PAUSED):
+                    self._changed.wait()
 
     def raise_if_ended(self) -> None:
         """Raise GenerationEnded if the generation has ended."""
@@ -212,6 +223,11 @@ class AgentConnection:
         with self._changed:
             self._apply(worker_protocol.report_compiling(self._protocol, is_compiling))
 
+    def report_overdue(self, overdue: OverdueTask | None) -> None:
+        """Report the task that takes longer than its deadline; None: there was progress again."""
+        with self._changed:
+            self._apply(worker_protocol.report_overdue(self._protocol, overdue))
+
     def handle_order(self, order: HandledOrder) -> None:
         """Handle an order, and wake the main thread."""
         with self._changed:
@@ -222,10 +238,7 @@ class AgentConnection:
         """Enter a new state, under `_changed`, and send its answers."""
         self._protocol, answers = transition
         for answer in answers:
-            self._send(answer)
-
-    def _send(self, answer: WorkerAnswer) -> None:
-        if isinstance(answer, OrderRefused):
-            self.record_event(EventKind.GENERATION_STALE, refused=answer.refused, newest=answer.newest)
-        else:
-            send_unless_closed(self._connection, answer)
+            if isinstance(answer, OrderRefused):
+                self.record_event(EventKind.GENERATION_STALE, refused=answer.refused, newest=answer.newest)
+            else:
+                send_unless_closed(self._connection, answer)

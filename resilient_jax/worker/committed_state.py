@@ -1,8 +1,19 @@
 """The committed state and the sums of the step in flight: what a worker keeps from one generation to the next."""
 
+from typing import Protocol
+
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.step.contributions import Contributions
+from resilient_jax.worker.audit_record import AuditRecord
+
+
+class UnfinishedStep(Protocol):
+    """What a train function has done of a step by itself, in arrays on devices."""
+
+    def drop(self) -> None:
+        """Drop all arrays: the devices are going away, or what was done is of no use any more."""
+        ...
 
 
 class CommittedState:
@@ -12,6 +23,8 @@ class CommittedState:
         state: the state after the last committed step; None while there is none, or while it is in a snapshot.
         snapshot_plan: where the state is until `World.restore_or_init` has read it from there.
         contributions: what this host has accumulated for the step in flight, by the name of the accumulation.
+        unfinished: what train functions have done of the step in flight by themselves.
+        audits: how far the computations of each host are verified.
         first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
     """
 
@@ -19,6 +32,8 @@ class CommittedState:
         self.state: FlatState | None = None
         self.snapshot_plan: SnapshotPlan | None = None
         self.contributions: dict[str, Contributions] = {}
+        self.unfinished: list[UnfinishedStep] = []
+        self.audits = AuditRecord()
         self.first_step = 0
 
     @property
@@ -47,10 +62,16 @@ class CommittedState:
         """Copy all contributions to host memory, before the devices' backend is destroyed."""
         for contributions in self.contributions.values():
             contributions.move_to_host()
+        self._drop_unfinished()
 
     def clear(self) -> None:
         """Drop everything: the valid state is on other hosts, or there is none."""
         self.state = None
         self.snapshot_plan = None
         self.contributions.clear()
+        self._drop_unfinished()
         self.first_step = 0
+
+    def _drop_unfinished(self) -> None:
+        for step in self.unfinished:
+            step.drop()

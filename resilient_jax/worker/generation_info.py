@@ -26,6 +26,7 @@ class GenerationInfo:
         process_index: of this worker, which JAX gives, too: its host's index in `hosts`.
         change: how the generation was formed: "shrink" or "grow" (in place), or "reform".
         reason: why it was formed.
+        trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
     """
@@ -35,6 +36,7 @@ class GenerationInfo:
     process_index: ProcessIndex
     change: str
     reason: str
+    trusted_step: int | None = None
     state_loss: StateLoss | None = None
     events: tuple[Event, ...] = ()
 

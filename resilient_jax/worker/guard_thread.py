@@ -23,9 +23,12 @@ from resilient_jax.protocol.worker_messages import (
     Heartbeat,
     HoldTraining,
     LeaseRenewed,
+    TakeStacks,
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.worker.hang_detection import HangLimits
+from resilient_jax.worker.hang_watch import HangWatch, OverdueReporter
 
 ABORT_INTERVAL_S: Final = 0.02
 """A collective that begins after an abort opens or finds other sockets: so the abort is repeated until unwound."""
@@ -43,18 +46,8 @@ class Interrupt(Protocol):
         ...
 
 
-class OrderHandler(Protocol):
+class OrderHandler(OverdueReporter, Protocol):
     """The receiver of the guard's orders, called by the guard thread; `AgentConnection` is one."""
-
-    @property
-    def state(self) -> WorkerState:
-        """What this process is doing."""
-        ...
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether the generation that the main thread works in has ended."""
-        ...
 
     def handle_order(self, order: Any) -> None:  # noqa: ANN401 - any order but a lease
         """Handle an order of the agent."""
@@ -62,10 +55,6 @@ class OrderHandler(Protocol):
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Report whether the main thread compiles, which cannot be interrupted."""
-        ...
-
-    def record_event(self, kind: EventKind, **detail: str | float | bool) -> object:
-        """Write an event to the host's log."""
         ...
 
 
@@ -84,12 +73,14 @@ class GuardThread:
         connection: Connection[WorkerMessage, WorkerOrder],
         handler: OrderHandler,
         interrupt: Interrupt,
+        limits: HangLimits,
     ) -> None:
         self.interruption = threading.Lock()
         self._host = host
         self._connection = connection
         self._handler = handler
         self._interrupt = interrupt
+        self._watch = HangWatch(connection, handler, limits)
         self._lease_until_s = float("inf")  # until the first renewal
         self._thread = threading.Thread(target=self._run, name="resilient-jax-guard", daemon=True)
 
@@ -117,13 +108,18 @@ class GuardThread:
             for received in orders:
                 if isinstance(received.message, LeaseRenewed):
                     self._lease_until_s = received.message.valid_until_s
+                elif isinstance(received.message, TakeStacks):
+                    # The order that follows, and unwinds the main thread, is not handled before.
+                    self._watch.take_stacks(received.message.why)
                 else:
                     self._handler.handle_order(received.message)
             self._hold_if_lease_expired()
             if self._must_interrupt():
                 self._interrupt_main_thread()
+            self._watch.look()
             if time.monotonic() - heartbeat_at_s > HEARTBEAT_INTERVAL_S:
                 heartbeat_at_s = time.monotonic()
+                self._watch.feed_dump()
                 send_unless_closed(self._connection, Heartbeat())
 
     def _must_interrupt(self) -> bool:

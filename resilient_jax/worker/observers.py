@@ -5,11 +5,12 @@ after each commit. Observers do not change the training, except that a failpoint
 """
 
 import itertools
-from typing import Final
+from typing import Any, Final
 
 from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import FailPoint, FailPoints
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.protocol.failpoints import Corruption, FailPoint, FailPoints
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.worker.generation_info import GenerationInfo
@@ -25,12 +26,17 @@ class Observer:
     def on_step_begin(self, step: int) -> None:
         """Called before the user's code runs `step`."""
 
-    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
-        """Called at each failpoint, from any thread; return whether the values computed there are to be corrupted."""
-        return False
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> Corruption:
+        """Called at each failpoint, from any thread; return what becomes of the values computed there."""
+        return Corruption.NONE
 
-    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
-        """Called when an accumulation is reduced; `owners` gives the host that computed each microbatch."""
+    def on_reduce(
+        self,
+        call: AccumulationCall,
+        owners: tuple[HostName, ...],
+        total: Any,  # noqa: ANN401 - a tree of arrays
+    ) -> None:
+        """Called when an accumulation is reduced to `total`; `owners` gives the host that computed each microbatch."""
 
     def on_commit(self, state: FlatState) -> None:
         """Called when `state` has become the committed state."""
@@ -44,8 +50,13 @@ class FailPointObserver(Observer):
 
     def __init__(self, failpoints: FailPoints) -> None:
         self._failpoints = failpoints
+        collective_thread.enter = None
 
-    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
+    def on_step_begin(self, step: int) -> None:
+        """Have the step's collectives hit their failpoint, on the thread that runs them."""
+        collective_thread.enter = lambda: self._failpoints.hit(FailPoint.IN_COLLECTIVE, step)
+
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> Corruption:
         """Hold, break or corrupt this host as an order demands."""
         return self._failpoints.hit(failpoint, step, index)
 
@@ -63,13 +74,18 @@ class LedgerObserver(Observer):
         """Forget the owners of the previous step's microbatches."""
         self._owners.clear()
 
-    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> Corruption:
         """Record each microbatch before it is computed."""
         if failpoint is FailPoint.BEFORE_MICROBATCH:
             self._ledger.record_microbatch(step, index, self._info.number)
-        return False
+        return Corruption.NONE
 
-    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+    def on_reduce(
+        self,
+        call: AccumulationCall,
+        owners: tuple[HostName, ...],
+        total: Any,  # noqa: ANN401 - a tree of arrays
+    ) -> None:
         """Keep the owners for the entry of the step."""
         self._owners[call.spec.name] = owners
 
@@ -99,7 +115,12 @@ class ReductionPrecompiler(Observer):
         """Of accumulations whose first call was seen."""
         self._new_calls: list[AccumulationCall] = []
 
-    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+    def on_reduce(
+        self,
+        call: AccumulationCall,
+        owners: tuple[HostName, ...],
+        total: Any,  # noqa: ANN401 - a tree of arrays
+    ) -> None:
         """Keep the first call of each name."""
         if call.spec.name not in self._names:
             self._names.add(call.spec.name)

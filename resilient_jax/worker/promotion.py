@@ -5,6 +5,7 @@ In the mode `imports` this happens before the script runs; in the mode `gate` in
 
 import os
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from resilient_jax.errors import MessageError
@@ -22,6 +23,7 @@ from resilient_jax.protocol.worker_messages import (
     DEATH_PIPE_VARIABLE,
     SNAPSHOT_CONNECTION_VARIABLE,
     WORKER_SETTINGS_VARIABLE,
+    WorkerSettings,
     encode_settings,
 )
 from resilient_jax.worker.imported_modules import find_changed_module
@@ -70,7 +72,7 @@ def become_worker(
     if changed := find_changed_module(_started_ns):
         refuse_promotion(connection, f"{changed} was changed after this process had started")
     try:
-        agent, snapshots, death_pipe = received.take_descriptors(3)
+        descriptors = received.take_descriptors(3)
     except MessageError as error:
         refuse_promotion(connection, str(error))
     order = received.message
@@ -78,12 +80,23 @@ def become_worker(
     if replaces_environment:
         os.environb.clear()
         os.environb.update(order.environment)
+    set_worker_variables(descriptors, order.settings)
+    connection.send(StandbyPromoted())
+    connection.close()
+
+
+def set_worker_variables(descriptors: Sequence[int], settings: WorkerSettings) -> None:
+    """Set what a worker finds in its environment.
+
+    Args:
+        descriptors: of the connections to agent and snapshot server, and of the death pipe.
+        settings: of the worker.
+    """
+    agent, snapshots, death_pipe = descriptors
     os.environ[AGENT_CONNECTION_VARIABLE] = str(agent)
     os.environ[SNAPSHOT_CONNECTION_VARIABLE] = str(snapshots)
     os.environ[DEATH_PIPE_VARIABLE] = str(death_pipe)
-    os.environ[WORKER_SETTINGS_VARIABLE] = encode_settings(order.settings)
-    connection.send(StandbyPromoted())
-    connection.close()
+    os.environ[WORKER_SETTINGS_VARIABLE] = encode_settings(settings)
 
 
 def refuse_promotion(connection: StandbyConnection, reason: str) -> NoReturn:

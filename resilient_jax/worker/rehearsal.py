@@ -4,16 +4,19 @@ What a worker's first step takes is not computing, but tracing, loading programs
 all others would wait. So the train function is called in a world that looks like the next generation, and is unwound at
 its first commit:
 
-- the state is made by the user's own `init`, and placed as a restored one;
+- the state has the shapes of the user's own `init` and made-up numbers, which cost no program: this worker will never
+  need what `init` computes. It is placed as a restored one;
 - this host's devices compute one microbatch of each accumulation, and the update;
 - what needs the other hosts is loaded and not run (`collective_thread.rehearse`): its result is zeros;
 - nothing is counted, recorded or kept, except for the programs.
 
-A rehearsal that fails, or that waits for the other hosts by a way of the script's own, is given up: the worker joins
-all the same, and loads the rest then.
+A rehearsal that fails is repeated with the initial state, which a script may rely on, by a check for NaN for example.
+One that fails again, or that waits for the other hosts by a way of the script's own, is given up: the worker joins all
+the same, and loads the rest then.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +28,18 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
+from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.expected_members import list_others
 from resilient_jax.worker.generation_info import GenerationInfo
-from resilient_jax.worker.session import Session
+from resilient_jax.worker.mail_opening import MailOpener
+from resilient_jax.worker.session import RehearsedState, Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 from resilient_jax.worker.world import World
+
+logger = logging.getLogger(__name__)
 
 MAX_IDLE_S: Final = 30.0
 """A rehearsal that neither compiles nor ends for so long waits for the other hosts."""
@@ -78,6 +85,7 @@ def rehearse(
     order: TakeSeat,
     agent: TrainingControl,
     interrupt: Callable[[], None],
+    mail: MailOpener,
 ) -> bool:
     """Run a step of `train_fn` without the other hosts; return whether it came to its commit.
 
@@ -86,11 +94,31 @@ def rehearse(
         order: to join the others; JAX counts this process as one of them already.
         agent: says whether this worker has another order.
         interrupt: breaks the main thread out of a wait for other hosts.
+        mail: for a mailbox that outlives the rehearsal.
 
     Raises:
-        Exception: whatever `train_fn` raises.
+        Exception: whatever `train_fn` raises, with the initial state.
         GenerationEnded: this worker has another order.
     """
+    try:
+        return _rehearse(train_fn, order, agent, interrupt, mail, RehearsedState.PLACEHOLDERS)
+    except Exception as error:
+        agent.raise_if_ended()
+        if isinstance(error, RehearsalFailed) or is_collective_failure(error):  # waits, whatever the state is
+            raise
+        logger.debug("a rehearsal with a made-up state failed", exc_info=True)
+    # Out of the `except` block, whose traceback refers to the arrays of the first try.
+    return _rehearse(train_fn, order, agent, interrupt, mail, RehearsedState.INITIAL)
+
+
+def _rehearse(
+    train_fn: Callable[[World], None],
+    order: TakeSeat,
+    agent: TrainingControl,
+    interrupt: Callable[[], None],
+    mail: MailOpener,
+    rehearsed_state: RehearsedState,
+) -> bool:
     generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
     committed.first_step = generation.step
@@ -101,11 +129,11 @@ def rehearse(
         change="grow",
         reason="a rehearsal",
     )
-    session = Session(committed, control, is_rehearsal=True)
+    session = Session(committed, control, rehearsed_state=rehearsed_state)
     reducer = Reducer(jax.devices, info.process_index, committed.contributions, session, max_microbatches=1)
     try:
         with collective_thread.rehearse(), _watch(interrupt):
-            train_fn(World(info, session, control, reducer))
+            train_fn(World(info, session, control, reducer, mail=mail))
     except GenerationEnded:
         agent.raise_if_ended()
     return control.has_committed

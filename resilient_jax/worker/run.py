@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 
 import jax
 
@@ -14,6 +15,7 @@ from resilient_jax.jax_runtime.distributed import is_backend_initialized
 from resilient_jax.jax_runtime.distributed_refusal import check_not_initialized, refuse_under_agent
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.records import WorldChange
+from resilient_jax.protocol.replay import ReplayOrder, find_replay_order
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
@@ -27,8 +29,9 @@ from resilient_jax.worker.checkpoint_poller import FindLatestCheckpoint
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
-from resilient_jax.worker.observers import LedgerObserver
+from resilient_jax.worker.observers import LedgerObserver, Observer
 from resilient_jax.worker.promotion import wait_for_promotion
+from resilient_jax.worker.replay import make_replay, run_replay
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.worker import TrainFunction, Worker
@@ -158,9 +161,23 @@ def _run_standalone(train_fn: TrainFunction) -> None:
         change=str(WorldChange.REFORM),
         reason="started without an agent",
     )
-    committed, control = CommittedState(), StandaloneControl(host)
     ledger = Ledger.from_environment(host)
-    observers = [] if ledger is None else [LedgerObserver(ledger, info)]
+    observers: list[Observer] = [] if ledger is None else [LedgerObserver(ledger, info)]
+    if (order := find_replay_order()) is None:
+        train_fn(_make_lone_world(info, StandaloneControl(host), observers))
+        return
+    replay_control, replay_observers = make_replay(order, info)
+    world = _make_lone_world(info, replay_control, [*observers, *replay_observers], order)
+    run_replay(order, lambda: train_fn(world))
+
+
+def _make_lone_world(
+    info: GenerationInfo,
+    control: StandaloneControl,
+    observers: Sequence[Observer],
+    replay: ReplayOrder | None = None,
+) -> World:
+    committed = CommittedState()
     session = Session(committed, control, observers=observers)
     reducer = Reducer(jax.devices, info.process_index, committed.contributions, session)
-    train_fn(World(info, session, control, reducer))
+    return World(info, session, control, reducer, replay=replay)

@@ -5,6 +5,7 @@ returns it in the next generation, from this process's memory, from a snapshot, 
 """
 
 import contextlib
+import enum
 import operator
 import os
 import time
@@ -17,17 +18,23 @@ import numpy as np
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.protocol.failpoints import ANY_INDEX, Corruption, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
 from resilient_jax.state.state_digest import digest_state, make_no_state_digest
-from resilient_jax.state.state_placement import place_initial_state, restore_state
+from resilient_jax.state.state_placement import (
+    place_initial_state,
+    place_placeholder_state,
+    restore_state,
+)
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.data_sample import DataSample
+from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.observers import Observer
@@ -36,6 +43,15 @@ from resilient_jax.worker.training_control import GenerationEnded, TrainingContr
 Tree = TypeVar("Tree")
 MAX_NAMED_LEAVES = 3
 """In the event of a sum that is made again."""
+
+
+class RehearsedState(enum.Enum):
+    """The state of a rehearsal: the step is not one of the job's."""
+
+    INITIAL = enum.auto()
+    """What the user's `init` makes."""
+    PLACEHOLDERS = enum.auto()
+    """Made up, in the right shapes."""
 
 
 class Session:
@@ -48,7 +64,7 @@ class Session:
         snapshotter: for snapshots to the hosts' memory; None without an agent.
         observers: called at each moment, in this order.
         comparison: of the hosts' states and data.
-        is_rehearsal: the step is not one of the job's; the state is the initial one.
+        rehearsed_state: of a rehearsal; None: the session is the job's.
     """
 
     def __init__(
@@ -60,7 +76,7 @@ class Session:
         snapshotter: Snapshotter | None = None,
         observers: Sequence[Observer] = (),
         comparison: HostComparison | None = None,
-        is_rehearsal: bool = False,
+        rehearsed_state: RehearsedState | None = None,
     ) -> None:
         self._committed = committed
         self._control = control
@@ -68,7 +84,9 @@ class Session:
         self._snapshotter = snapshotter
         self._observers = tuple(observers)
         self._comparison = comparison
-        self.is_rehearsal = is_rehearsal
+        self.is_rehearsal = rehearsed_state is not None
+        self.unfinished = committed.unfinished
+        self._has_placeholders = rehearsed_state is RehearsedState.PLACEHOLDERS
         self._restored: FlatState | None = None
         """What the user's function began this generation with; until its first commit, which may have donated it."""
         self._step: int | None = None
@@ -103,7 +121,8 @@ class Session:
                 and committed is not None
                 and committed.step == step + 1 < num_steps
             ):
-                self._snapshotter.protect(world, committed)
+                with worker_activity.task(WorkerTask.SNAPSHOT):
+                    self._snapshotter.protect(world, committed)
         if self.is_rehearsal:  # what follows the loop, such as saving, is for a state that was trained
             raise GenerationEnded
 
@@ -125,7 +144,8 @@ class Session:
             )
         self.hit_failpoint(FailPoint.BEFORE_COMMIT)
         # Computed first: an update that fails, or whose collective breaks, must not become the committed state.
-        jax.block_until_ready(state)
+        with worker_activity.task(WorkerTask.COMMIT):
+            jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
         self._committed.state = committed
         self._restored = None
@@ -155,11 +175,16 @@ class Session:
             )
         return self._step
 
-    def finish_accumulation(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
-        """Mark an accumulation as reduced; `owners` gives the host that computed each microbatch."""
+    def finish_accumulation(
+        self,
+        call: AccumulationCall,
+        owners: tuple[HostName, ...],
+        total: Any,  # noqa: ANN401 - a tree of arrays
+    ) -> None:
+        """Mark an accumulation as reduced to `total`; `owners` gives the host that computed each microbatch."""
         self._reduced.add(call.spec.name)
         for observer in self._observers:
-            observer.on_reduce(call, owners)
+            observer.on_reduce(call, owners, total)
 
     def digest_state(self) -> np.ndarray:
         """Return the digests of the state that this step begins with, as `state_digest` does."""
@@ -193,12 +218,12 @@ class Session:
         """Raise GenerationEnded if the generation has ended."""
         self._control.raise_if_ended()
 
-    def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX) -> bool:
-        """Call the observers at a failpoint of this step; return whether to corrupt the values computed there."""
+    def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX) -> Corruption:
+        """Call the observers at a failpoint of this step; return what becomes of the values computed there."""
         if self._step is None:
-            return False
-        # A list, not a generator: every observer is called, whatever those before it return.
-        return any([observer.on_failpoint(failpoint, self._step, index) for observer in self._observers])
+            return Corruption.NONE
+        found = [observer.on_failpoint(failpoint, self._step, index) for observer in self._observers]
+        return max(found, default=Corruption.NONE)
 
     def _hit_restore_failpoint(self, place: FailPoint, step: int) -> None:
         for observer in self._observers:
@@ -208,7 +233,8 @@ class Session:
 
     def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
         """See `World.restore_or_init`."""
-        state = self._restore_or_init(init_fn, sharding)
+        with worker_activity.task(WorkerTask.RESTORE):
+            state = self._restore_or_init(init_fn, sharding)
         if self._comparison is not None:
             self._restored = flatten_state(self._committed.step, state)
         return state
@@ -219,6 +245,8 @@ class Session:
         abstract = make_abstract_state(init_fn)
         if self._committed.snapshot_plan is not None:
             return self._restore_snapshot(self._committed.snapshot_plan, abstract, sharding)
+        if self._has_placeholders:
+            return place_placeholder_state(abstract, sharding)
         if self._committed.state is None:
             return place_initial_state(init_fn(), sharding)
         for observer in self._observers:
@@ -252,7 +280,8 @@ class Session:
                 "snapshot was called where no step had been committed just before; call it after world.commit(state)"
             )
         if self._snapshotter is not None:
-            self._snapshotter.take(world, flatten_state(self._committed.step, state))
+            with worker_activity.task(WorkerTask.SNAPSHOT):
+                self._snapshotter.take(world, flatten_state(self._committed.step, state))
 
     def wait_until_finished(self) -> None:
         """See `World.wait_until_finished`."""

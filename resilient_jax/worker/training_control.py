@@ -12,6 +12,20 @@ class GenerationEnded(BaseException):
     """
 
 
+class CorruptionFound(GenerationEnded):
+    """Unwinds the user's train function: a host has computed wrongly, and states that were committed are in doubt.
+
+    Attributes:
+        trusted_step: states of at most so many steps are not.
+        is_this_host: whether this host is the one.
+    """
+
+    def __init__(self, message: str, *, trusted_step: int, is_this_host: bool) -> None:
+        super().__init__(message)
+        self.trusted_step = trusted_step
+        self.is_this_host = is_this_host
+
+
 class TrainingControl(Protocol):
     """What a session needs of the agent; `AgentConnection` is one, `StandaloneControl` another."""
 

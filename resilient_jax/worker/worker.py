@@ -3,10 +3,13 @@
 import atexit
 import faulthandler
 import gc
+import itertools
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Final
 
 import jax
 
@@ -19,6 +22,7 @@ from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
 from resilient_jax.jax_runtime.failures import is_collective_failure
+from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
 from resilient_jax.protocol.records import Generation, SeatId, WorkerFailure, WorkerFailureKind, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -31,26 +35,33 @@ from resilient_jax.protocol.worker_messages import (
     TakeSeat,
     WorkerSettings,
 )
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.peer_transfer import StateServer
 from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step import reduction
+from resilient_jax.step.auditor import Auditor
 from resilient_jax.step.reducer import Reducer
+from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.agent_connection import AgentConnection
+from resilient_jax.worker.audit_response import AuditResponse, leave_as_corrupt
 from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
+from resilient_jax.worker.digest_log import DigestObserver, open_digest_log
 from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.ledger import Ledger
+from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Observer, ReductionPrecompiler
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.state_handover import StateHandover
-from resilient_jax.worker.training_control import GenerationEnded
+from resilient_jax.worker.training_control import CorruptionFound, GenerationEnded
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
 
@@ -70,6 +81,10 @@ class _FirstCommitObserver(Observer):
         self._server.withdraw()
 
 
+REPORTING_S: Final = 1.0
+"""Until a worker's last report is in the store, and the leader knows of it."""
+
+
 class Worker:
     """One worker process under an agent.
 
@@ -87,8 +102,10 @@ class Worker:
         self._committed = CommittedState()
         self._events: list[Event] = []
         """Of the present generation, until its world is formed."""
+        self._mail = MailOpener(settings.address, credentials, settings.collective_timeout_s)
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
+        self._digest_log = open_digest_log(settings.digest_log, settings.host, self._record_lost_digests)
         self._replicas_span_hosts = False
         self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
@@ -98,6 +115,7 @@ class Worker:
             descriptor,
             settings.host,
             self._interrupt,
+            _make_limits(settings),
             polls_checkpoints=find_latest_checkpoint is not None,
         )
         self._handover = StateHandover(
@@ -131,8 +149,9 @@ class Worker:
         self._compiler = AheadOfTimeCompiler(
             self._monitor.record_compiled_ahead, self._monitor.record_failed_ahead
         )
-        if (reason := share_compilation_cache(self._monitor, settings.compile_cache_bytes)) is not None:
-            self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=reason)
+        unshared_because = share_compilation_cache(self._monitor, settings.compile_cache_bytes)
+        for why in filter(None, (unshared_because, keep_lowerings())):
+            self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=why)
 
     def run(self, train_fn: TrainFunction, death_pipe: int | None) -> None:
         """Execute orders until the job is over.
@@ -194,8 +213,10 @@ class Worker:
 
     def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:
         """Return whether `train_fn` returned, and its failure. Leaves no reference to arrays or exceptions behind."""
+        worker_activity.begin_generation()
         try:
-            self._form_world(order)
+            with worker_activity.task(WorkerTask.FORMING):
+                self._form_world(order)
             self._snapshotter.begin_generation(
                 is_last_copy=order.generation.losses_left == 0, keeps_workers=order.generation.keeps_workers
             )
@@ -206,6 +227,16 @@ class Worker:
                 self._compiler.cancel()
                 self._replicas_span_hosts = reducer.replicas_span_hosts
             return True, None
+        except CorruptionFound as found:
+            # Also if this host is interrupted by now: its report is what others must not go on without.
+            failure = WorkerFailure(
+                kind=WorkerFailureKind.CORRUPTION, text=str(found), trusted_step=found.trusted_step
+            )
+            if found.is_this_host:
+                self._agent.report_failure(failure, step=self._committed.step)
+                time.sleep(REPORTING_S)
+                leave_as_corrupt(self._agent, str(found))
+            return False, failure
         except GenerationEnded:
             return False, None
         except Exception as error:
@@ -315,7 +346,7 @@ class Worker:
         started_s, problem = time.monotonic(), ""
         self._monitor.begin_generation(order.generation)
         try:
-            if not rehearse(train_fn, order, self._agent, self._connector.interrupt):
+            if not rehearse(train_fn, order, self._agent, self._connector.interrupt, self._mail):
                 problem = "the train function did not come to a commit"
         except CallerError as error:
             self._agent.raise_if_ended()
@@ -352,9 +383,15 @@ class Worker:
         ]
         if self._ledger is not None:
             observers.append(LedgerObserver(self._ledger, info))
+        if self._digest_log is not None and info.process_index == 0:
+            interval_steps = self._settings.digest_interval_steps
+            observers.append(DigestObserver(self._digest_log, order.host, info, interval_steps))
         if self._failpoints is not None:
             # Last, so that what a failpoint then kills is in the ledger.
             observers.append(FailPointObserver(self._failpoints))
+        share = self._settings.audit_share
+        record = self._committed.audits
+        audits = AuditResponse(info.number, info.hosts, order.host, self._agent, record) if share else None
         session = Session(
             self._committed,
             self._agent,
@@ -363,15 +400,34 @@ class Worker:
             observers=observers,
             comparison=HostComparison(info.hosts, order.host, self._agent),
         )
-        reducer = Reducer(jax.devices, info.process_index, self._committed.contributions, session)
-        return World(info, session, self._agent, reducer, self._compiler), reducer
+        reducer = Reducer(
+            jax.devices,
+            info.process_index,
+            self._committed.contributions,
+            session,
+            auditor=None if audits is None else Auditor(share, audits),
+        )
+        world = World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
+        return world, reducer
 
     def _hit_failpoint(self, place: FailPoint, step: int = ANY_STEP) -> None:
         if self._failpoints is not None:
             self._failpoints.hit(place, step)
 
+    def _record_lost_digests(self, why: str) -> None:
+        self._agent.record_event(EventKind.DIGESTS_UNWRITTEN, why=why)
+
     def _record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
         self._events.append(self._agent.record_event(kind, **detail))
+
+
+def _make_limits(settings: WorkerSettings) -> HangLimits:
+    return HangLimits(
+        regular_s=settings.hang_timeout_s,
+        other_s=settings.user_code_timeout_s,
+        forming_timeout_s=settings.forming_timeout_s,
+        stall_dump_s=settings.stall_dump_s,
+    )
 
 
 def drop_programs(compiler: AheadOfTimeCompiler) -> bool:
@@ -395,6 +451,7 @@ def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generat
         process_index=ProcessIndex(generation.members.index(member)),
         change=str(generation.change),
         reason=generation.reason,
+        trusted_step=generation.trusted_step,
         state_loss=generation.state_loss,
         events=events,
     )
@@ -404,6 +461,9 @@ def _format_from_script(error: Exception) -> str:
     """Return the traceback from the script's first line on, as Python prints it if no code catches the error."""
     formatted = traceback.TracebackException.from_exception(error)
     callers = traceback.extract_stack()[:-2]  # without this function and the frame that caught the error
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    # From the script on: of a worker that was forked, or a standby, what runs it comes before.
+    callers = list(itertools.dropwhile(lambda frame: frame.filename != script, callers)) or callers
     formatted.stack = traceback.StackSummary.from_list([*callers, *formatted.stack])
     return "".join(formatted.format())
 

@@ -39,7 +39,7 @@ from typing import assert_never
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, WorldId
-from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState
+from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
@@ -53,6 +53,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_tasks import OverdueTask
 
 GenerationOrder = FormWorld | TakeSeat | Quiesce | Pause | RunToBoundary
 HandledOrder = GenerationOrder | HoldTraining | SnapshotServerReady | WorkerAdmitted | StopWorker
@@ -227,6 +228,9 @@ def try_take_order(
             is_polling_checkpoints=state.polls_checkpoints,
             earliest_stop_step=None,
             failure=None,
+            overdue=None,
+            trusted_step=None,
+            entered=form.generation.number,
         )
         return state, form, answers
     if (seat_order := state.take_seat) is not None:
@@ -245,6 +249,7 @@ def report_seat(state: WorkerProtocol, world: WorldId | None, failure: WorkerFai
         world=world,
         is_compiling=False,
         failure=failure,
+        overdue=None,
     )
 
 
@@ -287,12 +292,15 @@ def report_idle(
         is_compiling=False,
         has_formed=done,
         failure=None if is_answered else failure,
+        overdue=None,
+        # Also if it is answered: only this worker may know it.
+        trusted_step=failure.trusted_step if failure is not None else None,
     )
 
 
 def report_failure(state: WorkerProtocol, failure: WorkerFailure, *, step: int) -> Transition:
     """This process is about to end, for this reason."""
-    return _report(state, failure=failure, step=step)
+    return _report(state, failure=failure, trusted_step=failure.trusted_step, step=step)
 
 
 def report_world_left(state: WorkerProtocol) -> Transition:
@@ -333,6 +341,13 @@ def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:
     if is_compiling == state.report.is_compiling:
         return state, ()
     return _report(state, is_compiling=is_compiling)
+
+
+def report_overdue(state: WorkerProtocol, overdue: OverdueTask | None) -> Transition:
+    """The main thread's task takes longer than its deadline; or, with None, it made progress again."""
+    if overdue == state.report.overdue or (overdue is not None and not is_busy(state.report.state)):
+        return state, ()  # a thread that has unwound meanwhile keeps no other host waiting
+    return _report(state, overdue=overdue)
 
 
 def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:

@@ -10,19 +10,23 @@ from jax.sharding import Mesh
 from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
 from resilient_jax.data.microbatch_rows import check_integers
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import list_spare_devices
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.replay import ReplayOrder
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationOptions, AccumulationSpec, ReplicaShape
 from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
+from resilient_jax.worker.audit_response import AuditResponse
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
+from resilient_jax.worker.mail_opening import MailOpener, make_local_opener
 from resilient_jax.worker.session import Session, TrainingControl
+from resilient_jax.worker.step_services import StepServices
 from resilient_jax.worker.training_control import GenerationEnded
 
 Tree = TypeVar("Tree")
@@ -49,9 +53,14 @@ class World:
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
             from that checkpoint because no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
+        step_services: for steps that are made in another way than by `accumulate_microbatches`.
+        trusted_step: states of more than so many steps may be wrong, because a host has computed wrongly; None: none.
         is_rehearsal: whether this worker, which is about to join, only runs a step for practice while the others train,
             so that all programs are loaded when it does join. The state is the initial one, nothing is counted,
             collectives give zeros, and the train function is unwound at its first commit.
+        audits: of the hosts' computations, such as `audits.verified_step`; None without.
+        replay: what is to be computed again, if `resilient-jax replay` started this script; else None. A loop that
+            loads its own checkpoints then loads one of at most `replay.step` steps, and writes nothing.
     """
 
     def __init__(
@@ -61,6 +70,9 @@ class World:
         control: TrainingControl,
         reducer: Reducer,
         compiler: AheadOfTimeCompiler | None = None,
+        mail: MailOpener | None = None,
+        replay: ReplayOrder | None = None,
+        audits: AuditResponse | None = None,
     ) -> None:
         self.generation = info.number
         self.hosts = info.hosts
@@ -71,13 +83,19 @@ class World:
         self.change = info.change
         self.reason = info.reason
         self.state_loss = info.state_loss
+        self.trusted_step = info.trusted_step
         self.events = info.events
         self.is_rehearsal = session.is_rehearsal
+        self.audits = audits
+        self.replay = replay
         self._info = info
         self._session = session
         self._control = control
         self._reducer = reducer
         self._compiler = compiler
+        self.step_services = StepServices(
+            info.host, session.hit_failpoint, mail or make_local_opener(), session.unfinished
+        )
 
     # Devices and meshes.
 
@@ -132,8 +150,13 @@ class World:
         Every host must call it with the same step.
 
         Raises:
-            StateError: the step is not an integer.
+            StateError: the step is not an integer, or states of so many steps may be wrong.
         """
+        if self.trusted_step is not None and step > self.trusted_step:
+            raise StateError(
+                f"resume_at: found a state of {step} steps, expected one of at most {self.trusted_step}: a host has "
+                "computed wrongly, and may have touched newer ones. Load an older checkpoint"
+            )
         self._session.resume_at(step)
 
     def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None = None) -> Tree:
@@ -278,7 +301,8 @@ class World:
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
             lone_microbatch=self._reducer.lone_microbatch,
         )
-        self._session.finish_accumulation(call, tuple(self.hosts[index] for index in self._reducer.owners))
+        owners = tuple(self.hosts[index] for index in self._reducer.owners)
+        self._session.finish_accumulation(call, owners, total)
         return total
 
     def value_and_grad(

@@ -5,7 +5,10 @@ import sys
 import typer
 
 from benchmarks.control.command import control
+from benchmarks.decide.command import decide
+from benchmarks.detect.command import detect
 from benchmarks.erasure.command import erasure
+from benchmarks.hybrid.command import hybrid
 from benchmarks.plan.command import plan
 from benchmarks.resilience.command import resilience
 from benchmarks.snapshot.command import snapshot
@@ -22,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure. Each benchmark prints tables, and one line of JSON last.",
 )
-for command in (stall, step, erasure, snapshot, plan, resilience, control):
+for command in (stall, step, erasure, snapshot, plan, decide, resilience, control, hybrid, detect):
     app.command(command.__name__)(command)
 
 

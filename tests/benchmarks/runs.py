@@ -25,6 +25,8 @@ from resilient_jax.errors import InternalError
 HOSTS = 4
 MANY_STEPS = 100_000
 """Steps of a job that the benchmark stops."""
+AS_ON_A_POD = ("--no-fork-workers",)
+"""An option of `launch`: each worker is a process of its own, and has a standby of its own."""
 HEALTHY_STEPS = 3
 """Steps that all hosts train together between two kills."""
 REPORT_TIMEOUT_S = 180.0

@@ -90,12 +90,12 @@ def test_weights_that_depend_on_the_live_hosts_are_detected(tmp_path: Path) -> N
     """The report has the sequence of events and a complete manifest to reproduce them."""
     script = tmp_path / "unstable.py"
     source = (ROOT / "examples" / "chaos_job.py").read_text()
-    healthy = "state = update(state, "
+    healthy = "else update(state, "
     assert source.count(healthy) == 1
     script.write_text(
         source.replace(
             healthy,
-            "state = update(state if len(world.hosts) != 1 or "
+            "else update(state if len(world.hosts) != 1 or "
             "world.host == 'localhost' else jax.tree.map(lambda x: x + 1, state), ",
         )
     )

@@ -99,6 +99,11 @@ def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
         wait_until("the end of host-1", lambda: words in tiny.job.read_output(), 30.0)
         assert report.generation is not None
         tiny.wait_training(1, after_generation=report.generation.number)
+        out = [event for event in tiny.job.read_events() if event.kind == "host.quarantined"]
+        assert [event.detail["quarantined"] for event in out] == ["host-1"]
+        code, listed = run_command(["hosts", str(tmp_path / "run"), "list"])
+        assert (code, listed.startswith("host-1: for ")) == (0, True), listed
+        assert "the worker on host-1 died 2 times within 600 s" in listed
         tiny.finish()
 
 

@@ -20,9 +20,10 @@ import msgspec
 import psutil
 
 from fuzz.messages import RAW, draw_bytes, draw_struct, mutations
-from resilient_jax.cluster import agent_messages
+from resilient_jax.cluster import agent_messages, status_messages
 from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
+from resilient_jax.cluster.status_messages import WRITE
 from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVICE
 from resilient_jax.snapshot import messages as snapshot_messages
 from resilient_jax.state.peer_transfer import FETCH_STATE, SERVICE
@@ -97,6 +98,8 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
         services.append(
             (host.agent_endpoint, agent_messages.SERVICE, [(READ_LOG, True), (SEND_SIGNAL, False)])
         )
+        # Statuses of hosts that do not exist, or replace none that does.
+        services.append((host.agent_endpoint, status_messages.SERVICE, [(WRITE, True)]))
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
             services.append((endpoint, SERVICE, [(FETCH_STATE, True)]))

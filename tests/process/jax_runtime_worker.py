@@ -6,6 +6,7 @@ main thread has answered its current order. A collective of `exchange` that has 
 """
 
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed as jax_distributed
+from jax._src.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +34,7 @@ from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compil
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.gloo import GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
+from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import WorldSeat
 
 orders: queue.Queue[dict] = queue.Queue()
@@ -47,6 +50,7 @@ state: dict = {
     "missed": [],
     "users": [],
     "traces": 0,
+    "lowerings": 0,
     "compiler": None,
     "uses": 0,
     "failures": [],
@@ -80,6 +84,7 @@ def interrupt(while_answered: int) -> None:
 
 
 def main() -> None:
+    keep_and_count_lowerings()
     jax.monitoring.register_event_listener(count_hit)
     threading.Thread(target=guard, daemon=True).start()
     answer(pid=os.getpid())
@@ -307,9 +312,21 @@ def doubled(value: jax.Array) -> jax.Array:
 
 
 def count_traces() -> dict:
-    """Run a local program; return how often that program has been traced."""
-    doubled(np.float32(1))
-    return {"traces": state["traces"]}
+    """Run a local program and an operation outside of it; return how often they have been traced and lowered."""
+    jax.lax.cosh(doubled(np.float32(1)))
+    return {"traces": state["traces"], "lowerings": state["lowerings"]}
+
+
+def keep_and_count_lowerings() -> None:
+    original = mlir.lower_jaxpr_to_module
+
+    @functools.wraps(original)
+    def count(module_name: str, *arguments: Any, **more: Any) -> Any:
+        state["lowerings"] += "doubled" in module_name or "cosh" in module_name
+        return original(module_name, *arguments, **more)
+
+    mlir.lower_jaxpr_to_module = count
+    assert keep_lowerings() is None
 
 
 def begin_compiling(turns: int) -> None:

@@ -6,18 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-from resilient_jax.cluster.child_process import ChildProcess, get_signal_name, open_line_reader
+from process_ends import is_gone, wait_gone
+
+from resilient_jax.cluster.child_process import SpawnedProcess, get_signal_name, open_line_reader
 
 WAIT_S = 20.0
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 PARENT = """
 import asyncio, sys
-from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.child_process import SpawnedProcess
 async def main():
-    child = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
+    child = SpawnedProcess([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
     print(child.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -40,21 +40,6 @@ def run(main):
     asyncio.run(bounded())
 
 
-def is_gone(pid: int) -> bool:
-    """Return whether the process ended; a zombie that was not reaped counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_gone(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} still runs"
-        time.sleep(0.01)
-
-
 async def wait_until(is_true) -> None:
     while not is_true():  # noqa: ASYNC110 - the kernel sets no event
         await asyncio.sleep(0.01)
@@ -63,17 +48,17 @@ async def wait_until(is_true) -> None:
 @contextlib.asynccontextmanager
 async def running(command, **options):
     """Run a child; yield it and the first line that it printed; end it and close its pipes."""
-    child = ChildProcess(command, stderr=None, **options)
+    child = SpawnedProcess(command, stderr=None, **options)
     lines = None
     try:
-        assert child.process.stdout is not None
-        lines, _ = await open_line_reader(child.process.stdout.fileno())
-        child.process.stdout.close()
+        assert child.stdout is not None
+        lines, _ = await open_line_reader(child.stdout.fileno())
+        child.stdout.close()
         yield child, (await asyncio.wait_for(lines.readline(), WAIT_S)).strip().decode()
     finally:
         await child.kill_and_wait()
-        if child.process.stdin is not None:
-            child.process.stdin.close()
+        if child.stdin is not None:
+            child.stdin.close()
         if lines is not None:
             await lines.read()
 
@@ -101,8 +86,8 @@ def test_a_killed_child_takes_its_group_with_it():
 def test_a_child_that_ends_by_itself_leaves_no_process_of_its_group_behind():
     async def main():
         async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
-            assert child.process.stdin is not None
-            child.process.stdin.close()
+            assert child.stdin is not None
+            child.stdin.close()
             assert await child.wait_exited() == 0
             await asyncio.to_thread(wait_gone, int(line))
 

@@ -15,7 +15,7 @@ import pytest
 from agents import wait_until
 
 from resilient_jax.clock import SystemClock
-from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess
 from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess, launch_script
 from resilient_jax.errors import OutOfResources, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
@@ -130,8 +130,8 @@ async def start_worker_with(free: int) -> bool:
             assert left == {}, f"with {free} free descriptors, some were left behind"
             assert children() == []
             return False
-        with worker.child.process:
-            await worker.child.kill_and_wait()
+        await worker.child.kill_and_wait()
+        worker.child.close_pipes()
         worker._connection.close()
         os.close(worker._death_pipe)
         return True
@@ -161,7 +161,7 @@ def test_a_child_that_cannot_be_watched_is_ended() -> None:
 
             patch.setattr(os, "pidfd_open", refuse)
             with pytest.raises(OSError, match="Too many open files"):
-                ChildProcess([sys.executable, "-c", "import time; time.sleep(60)"])
+                SpawnedProcess([sys.executable, "-c", "import time; time.sleep(60)"])
         wait_until("the child's end", lambda: children() == [], 10.0)
 
     asyncio.run(start())

@@ -76,7 +76,7 @@ def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp
     plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", "--checkpoints", str(checkpoints))
     assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
     assert OrbaxStore(checkpoints, 2).find_newest_step() == STEPS, (
-        "a state that is cut over a host's devices is saved"
+        "a state that is split over a host's devices is saved"
     )
     plans, (_, loss) = run_and_kill(tmp_path / "killed")
     # Before three hosts train there may be two: a survivor that gloo keeps waiting is left out and comes back.

@@ -56,7 +56,7 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     place, undisturbed, tmp_path
 ):
     survivors = ("host-1", "host-2")
-    with launch(tmp_path, hosts=3) as job:
+    with launch(tmp_path, hosts=3, config=CONFIG + "digest_interval_steps = 1\n") as job:
         job.hold(place, ["host-0"], 6)
         job.wait_held(["host-0"], DEADLINE_S)
         for name in survivors:
@@ -82,6 +82,42 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     assert found, job.read_output()
     assert set(found) == {undisturbed}
     assert compiled == dict.fromkeys(survivors, 0)
+    if place is FailPoint.AFTER_COMMIT:  # of one of the jobs
+        assert_replay_finds_what_was_committed_and_what_was_not(tmp_path)
+
+
+def assert_replay_finds_what_was_committed_and_what_was_not(work):
+    """Assert that one machine computes steps of three hosts again with equal digests, and writes nothing."""
+    for log in (work / "run").glob("*.digests.jsonl"):  # a sum of the last step, as if it had been another
+        lines = log.read_text().splitlines()
+        changed = [
+            re.sub('(?<="digest":")\\w', "x", line) if '"step":13,' in line else line for line in lines
+        ]
+        log.write_text("\n".join([*changed, ""]))
+    before = sorted((path, path.stat().st_mtime_ns) for path in work.rglob("*"))
+    done = replay(work, 13)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in work.rglob("*"))
+    first = int(re.findall(r"computed from the state after (\d+) steps", done.stdout)[0])
+    assert first in (8, 12)
+    assert len(re.findall("(?:train'|state) .*equal", done.stdout)) == 2 * (14 - first) - 1, done.stdout
+    assert "first in the sum 'train' of step 13" in done.stdout
+    refused = replay(work, 3)
+    assert refused.returncode == ExitCode.USAGE
+    assert re.search(r"found checkpoints after .*14 steps in", refused.stderr)
+
+
+def replay(work, step):
+    command = [
+        sys.executable,
+        "-m",
+        "resilient_jax.cli.main",
+        "replay",
+        str(work / "run"),
+        "--step",
+        str(step),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def assert_compiled_once(events: Sequence[Event], hosts: Sequence[str]) -> None:

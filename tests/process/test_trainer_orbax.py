@@ -380,6 +380,7 @@ class OneHost:
         self.hosts = ("a", "b") if others_cannot_read else ("a",)
         self.host_index = 0
         self.state_loss = lost
+        self.trusted_step = self.replay = self.audits = None
         self.record_event = Recorder()
         self._others_cannot_read = others_cannot_read
         self._newest = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from resilient_jax.clock import SystemClock
-from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.ids import HostName, Incarnation
@@ -26,8 +26,8 @@ def test_a_watch_that_is_cancelled_at_any_moment_closes_all_that_it_opened(
     async def run() -> None:
         snapshots, given = socket.socketpair()
 
-        async def launch(_: object) -> ChildProcess:
-            return ChildProcess(["sleep", "600"])
+        async def launch(_: object) -> SpawnedProcess:
+            return SpawnedProcess(["sleep", "600"])
 
         with snapshots:
             worker = await WorkerProcess.start(Incarnation(1), launch, SystemClock(), given)

@@ -78,12 +78,13 @@ class HandStartedAgent:
         *,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         """Start the agent; `prefix` goes before the command, such as `ip netns exec NAME`."""
         self._output = output
         with output.open("ab") as file:
             self.process = subprocess.Popen(
-                bind_to_this_process([*prefix, *COMMAND, "agent", *arguments]),
+                bind_to_this_process([*prefix, *command, "agent", *arguments]),
                 env={**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,

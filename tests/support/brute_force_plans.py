@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import BLOCK_SIZES
 from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.candidates import BLOCK_SIZES
 from resilient_jax.planning.collectives import estimate_collective_s
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
@@ -108,8 +108,7 @@ def _least_within(cost_model, layout, microbatch, min_replicas, wanted, blocks):
         used = blocks[:count]
         finish = _assign(
             microbatches,
-            [block.microbatch_s for block in used for _ in range(layout.replicas_per_block)],
-            layout,
+            [block.pipeline for block in used for _ in range(layout.replicas_per_block)],
         )
         synced = estimate_collective_s(
             CollectiveKind.ALL_REDUCE,
@@ -122,10 +121,9 @@ def _least_within(cost_model, layout, microbatch, min_replicas, wanted, blocks):
     return best
 
 
-def _assign(microbatches, times_s, layout):
+def _assign(microbatches, pipelines):
     """Return the makespan when each microbatch goes to the replica that would finish it first."""
-    fill = layout.axes.pipeline - 1
-    queue = [((fill + 1) * slot, slot) for slot in times_s]
+    queue = [(each + fill, each) for each, fill in pipelines]
     heapq.heapify(queue)
     done = 0.0
     for _ in range(microbatches):
@@ -182,7 +180,7 @@ def _find_splits(cost_model, layout, microbatch, hosts):
                 activations,
                 request.calibration,
                 StagePosition(number, i, stages),
-                in_flight=min(stages - i, microbatches),
+                in_flight=min(stages, microbatches),
                 has_gathers=layout.axes.fsdp > 1,
             ).total
             <= cost_model.memory.usable_bytes
@@ -192,14 +190,15 @@ def _find_splits(cost_model, layout, microbatch, hosts):
     worst = min(hosts, key=lambda host: host.speed)
     bandwidth = worst.accelerator.memory_bandwidth_bytes_per_s * request.calibration.memory_efficiency
     found = []
-    for microbatch_s, layers in _splits(request.program_cost.layers, parts):
+    weights = 1 / 4 if microbatch.remat else 1 / 3
+    for stage_s, layers in _splits(request.program_cost.layers, parts):
         if fits(layers):
             held = [
                 state.count_stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)
             ]
             found.append(
                 _Split(
-                    microbatch_s=microbatch_s,
+                    pipeline=_time_pipeline(stage_s, weights * stage_s, sending, stages),
                     synced=max(part.gradients for part in held),
                     updated=max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held),
                     update_s=1 / (bandwidth * worst.speed),
@@ -208,10 +207,16 @@ def _find_splits(cost_model, layout, microbatch, hosts):
     return found
 
 
-class _Split(NamedTuple):
-    """A split of layers over stages: time on the slowest, bytes to reduce and to update, seconds per updated byte."""
+def _time_pipeline(stage_s, weights_s, transfer_s, stages):
+    """Return the time of each microbatch, and what filling and draining add."""
+    way_s = stage_s - weights_s + (weights_s + 2 * (stages - 1) * transfer_s) / stages
+    return max(stage_s, way_s), (stages - 1) * (stage_s - weights_s + 2 * transfer_s)
 
-    microbatch_s: float
+
+class _Split(NamedTuple):
+    """A split of layers over stages: times of the pipeline, bytes to reduce and to update, seconds per updated byte."""
+
+    pipeline: tuple[float, float]
     synced: float
     updated: float
     update_s: float

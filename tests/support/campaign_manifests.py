@@ -52,6 +52,7 @@ INNER = st.one_of(
     st.just(faults.UserException()),
     st.builds(faults.MainThreadHang, duration_s=SECONDS),
     st.just(faults.NanGradients()),
+    st.builds(faults.SilentCorruption, is_repeated=st.booleans()),
 )
 EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 

@@ -10,6 +10,7 @@ from resilient_jax.membership.machine import (
     HostProgressed,
     MembershipEvent,
     MembershipMachine,
+    QuarantineChanged,
     apply_progress,
 )
 from resilient_jax.membership.rules import MembershipCommand, decide
@@ -41,4 +42,6 @@ def handle_plainly(
         hosts.pop(event.host, None)
     elif isinstance(event, HostProgressed) and (status := apply_progress(hosts, event)) is not None:
         hosts[event.host] = status
+    elif isinstance(event, QuarantineChanged):
+        state = dataclasses.replace(state, quarantined=event.hosts)
     return decide(dataclasses.replace(state, hosts=hosts), now, config)

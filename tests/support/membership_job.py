@@ -7,7 +7,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, owes_answer
 from resilient_jax.membership.machine import HostChanged, Tick
-from resilient_jax.membership.rules import PublishGeneration, make_initial_state
+from resilient_jax.membership.rules import PublishGeneration, QuarantineHost, make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
@@ -35,6 +35,7 @@ class Job:
         self.state = make_initial_state(None, (), 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
+        self.quarantined: list[HostName] = []
         self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
@@ -65,10 +66,13 @@ class Job:
 
     def give(self, event) -> None:
         for command in self.machine.handle(event, self.now_s):
-            if isinstance(command, PublishGeneration):
-                self.published.append(command.generation)
-            else:
-                self.asked.append(command)
+            match command:
+                case PublishGeneration(generation):
+                    self.published.append(generation)
+                case QuarantineHost(host, _):
+                    self.quarantined.append(host)
+                case StartCoordinationService():
+                    self.asked.append(command)
         if self.do_agents_answer:
             self.answer()
 
@@ -140,6 +144,8 @@ class Job:
                 has_formed=True,
                 has_finished_step=False,
                 failure=None,
+                trusted_step=None,
+                entered=self.generation.number,
                 world=self.generation.world,
                 seat=self.find_seat(name),
                 step=self.generation.step,

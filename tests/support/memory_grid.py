@@ -9,9 +9,9 @@ from benchmarks.plan.estimate_errors import MemoryCase
 
 import resilient_jax as rj
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
+from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import compile_plan

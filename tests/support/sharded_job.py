@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tiny_job import CONFIG, RECOVERY_S, TinyJob, is_training
+from tiny_job import CONFIG, TinyJob, is_training
 
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -19,9 +19,16 @@ class ShardedJob(TinyJob):
     """A job that takes a snapshot in every step, with parity for the loss of `parity` hosts."""
 
     def __init__(
-        self, work: Path, hosts: int, parity: int, words: Sequence[str] = (), config: str = CONFIG
+        self,
+        work: Path,
+        hosts: int,
+        parity: int,
+        words: Sequence[str] = (),
+        config: str = CONFIG,
+        script: Path = SCRIPT,
+        options: Sequence[str] = (),
     ) -> None:
-        super().__init__(work, hosts, f"{config}\nsnapshot_parity = {parity}\n", words=words, script=SCRIPT)
+        super().__init__(work, hosts, f"{config}\nsnapshot_parity = {parity}\n", options, words, script)
 
     def promised_step(self) -> int:
         """Return the step of the newest snapshot that a server reports as committed on all hosts; 0: none."""
@@ -46,7 +53,7 @@ class ShardedJob(TinyJob):
                     for s in h.snapshots
                 )
             ),
-            RECOVERY_S,
+            self.patience_s,
         )
         return max(s.id.step for h in report.hosts for s in h.snapshots)
 

@@ -61,8 +61,8 @@ from resilient_jax.ids import (
 )
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import owes_answer
-from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, Tick
-from resilient_jax.membership.rules import PublishGeneration, make_initial_state
+from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
+from resilient_jax.membership.rules import PublishGeneration, QuarantineHost, make_initial_state
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
@@ -96,9 +96,11 @@ from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
     TakeSeat,
+    TakeStacks,
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from resilient_jax.store.interface import (
     Compare,
     CompareOperator,
@@ -155,6 +157,7 @@ class Worker:
         self.incarnation = incarnation
         self.alive = True
         self.stopped = False
+        self.hung = False
         self.protocol = make_initial_protocol(polls_checkpoints=False)
         self.inbox: collections.deque[HandledOrder] = collections.deque()
         self.outbox: collections.deque[WorkerReport] = collections.deque()
@@ -208,6 +211,15 @@ class Worker:
         assert seat is not None
         world = seat.world if is_seated else None
         self.apply(worker_protocol.report_seat(self.protocol, world, None))
+
+    def report_overdue(self, task: WorkerTask) -> None:
+        """Report a task as overdue, for so long that the leader acts even if all workers hang."""
+        overdue = OverdueTask(task=task, step=self.step, place="`f`, line 1", silent_s=9.0, deadline_s=4.0)
+        self.apply(worker_protocol.report_overdue(self.protocol, overdue))
+
+    def hang(self) -> None:
+        """Let the main thread do nothing any more."""
+        self.hung = True
 
     def go_idle(self, *, failure: WorkerFailure | None = None, done: bool = False) -> None:
         self.generation = None
@@ -326,6 +338,7 @@ class Cluster:
         self.entered: dict[int, set[HostName]] = collections.defaultdict(set)
         self.complete: set[int] = set()  # generations whose members were all active at one time
         self.arrived: dict[int, dict[HostName, int]] = collections.defaultdict(dict)
+        self.quarantined: set[HostName] = set()
         self.total = ENDLESS
         self.seats: dict[tuple[int, int], tuple[HostName, Incarnation]] = {}
 
@@ -414,12 +427,19 @@ class Cluster:
             yield 3, lambda: self.write(host, term)
         elif self.store.read_history(make_hosts_prefix(JOB), term.read, 1)[0]:
             yield 4, lambda: self.read_status(host, term)
+        elif term.machine.state.quarantined != self.quarantined:
+            change = QuarantineChanged(frozenset(self.quarantined))
+            yield 3, lambda: self.decide(host, term, change)
         elif term.looked_s != self.now_s:
             yield 2, lambda: self.decide(host, term, Tick())
 
     def worker_moves(self, worker: Worker):
         if worker.inbox:
             yield 3, worker.obey
+        if worker.hung:
+            if worker.report.overdue is None:
+                yield 2, lambda: worker.report_overdue(WorkerTask.INPUT)
+            return
         generation = worker.generation
         if generation is None:
             if worker.report.state is WorkerState.STARTING:
@@ -454,6 +474,10 @@ class Cluster:
         has_result = all(arrived.get(m.host, 0) >= worker.begun for m in generation.members)
         if has_result:
             yield 2, lambda: self.commit(worker)
+        elif worker.report.overdue is None and any(
+            self.workers[m.host, m.incarnation].hung for m in generation.members
+        ):
+            yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
         if any(self.breaks_collective(m, generation, has_result=has_result) for m in generation.members):
             yield (
                 2,
@@ -491,6 +515,10 @@ class Cluster:
                 if host.lease is None:
                     yield 1, lambda h=host: self.boot(h)
                 continue
+            if host.name in self.quarantined:
+                yield 3, lambda h=host: self.quarantined.remove(h.name)
+            elif not self.quarantined:
+                yield 1, lambda h=host: self.quarantined.add(h.name)
             yield from self.agent_faults(host)
             yield from self.worker_faults(host.worker)
             if host.standby is not None:
@@ -520,9 +548,13 @@ class Cluster:
             return
         yield 2, lambda: self.kill(worker)
         yield 2 if worker.stopped else 1, lambda: self.stop_or_continue(worker)
-        if worker.runs and worker.report.has_formed and worker.generation is not None:
+        if worker.runs and not worker.hung and worker.report.has_formed and worker.generation is not None:
             failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="out of luck")
             yield 1, lambda: worker.go_idle(failure=failure)
+            yield 1, worker.hang
+            # Of a worker that is only slow, and of one that waits for another.
+            yield 1, lambda: worker.report_overdue(WorkerTask.INPUT)
+            yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
 
     # The agent.
 
@@ -550,7 +582,8 @@ class Cluster:
         worker = host.worker
         match command:
             case SendOrder(order):
-                worker.inbox.append(order)
+                if not isinstance(order, TakeStacks):  # that one is for the guard thread alone
+                    worker.inbox.append(order)
             case SendIntoWorld(generation, is_newcomer):
                 worker.inbox.append(order_into_world(generation, worker, is_newcomer=is_newcomer))
             case SendStandbyToSeat(generation):
@@ -722,7 +755,10 @@ class Cluster:
         statuses = [
             msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(make_hosts_prefix(JOB))
         ]
-        machine = CheckedMachine(make_initial_state(generation, statuses, self.now_s), self.config)
+        initial = make_initial_state(
+            generation, statuses, self.now_s, quarantined=frozenset(self.quarantined)
+        )
+        machine = CheckedMachine(initial, self.config)
         known = stored.mod_revision if stored else Revision(0)
         read = Revision(self.store.revision + 1)
         host.term = Term(result.revision, known, machine, read, collections.deque())
@@ -739,10 +775,13 @@ class Cluster:
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
         for command in term.machine.handle(change, self.now_s):
-            if isinstance(command, PublishGeneration):
-                term.pending.append(command.generation)
-            else:
-                self.prepare(host, command)
+            match command:
+                case PublishGeneration(generation):
+                    term.pending.append(generation)
+                case QuarantineHost(suspect, _):
+                    self.quarantined.add(suspect)
+                case StartCoordinationService():
+                    self.prepare(host, command)
 
     def prepare(self, host: Host, command: StartCoordinationService) -> None:
         if all((s.world, s.num_processes) != (command.world, command.num_processes) for s in host.services):
@@ -825,6 +864,7 @@ class Cluster:
         self.check_limit(worker)
 
     def commit(self, worker: Worker) -> None:
+        worker.apply(worker_protocol.report_overdue(worker.protocol, None))
         worker.held = worker.begun
         worker.apply(worker_protocol.report_commit(worker.protocol, worker.held, holds_state=True))
 

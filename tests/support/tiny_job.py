@@ -39,9 +39,11 @@ restart_backoff_s = 0.0
 forming_timeout_s = 20.0
 store_timeout_s = 30.0
 {WITHOUT_PROTECTION}"""
-CONFIG_WITHOUT_STANDBYS = f'{CONFIG}standby = "off"\n'
-"""For most jobs: to import everything twice on two cores is most of what a test of some seconds costs. With standbys
-run test_standby_e2e, test_rejoin_e2e, SIGKILL in the kill matrix, and the campaigns of test_chaos_e2e."""
+WITHOUT_STANDBYS = 'standby = "off"\n'
+CONFIG_WITHOUT_STANDBYS = f"{CONFIG}{WITHOUT_STANDBYS}"
+"""For most jobs, whose workers are forked: to import everything in each process is most of what a test of some seconds
+costs. With standbys, and workers that are processes of their own as on a pod, run test_standby_e2e, test_rejoin_e2e,
+test_replace_e2e and SIGKILL in the kill matrix."""
 
 
 def protect(config: str, interval_steps: int) -> str:
@@ -80,9 +82,14 @@ class TinyJob:
             [str(script), str(work), *words],
             num_hosts=hosts,
             run_directory=work / "run",
-            options=["--config", str(work / "job.toml"), "--devices-per-host", "2", *options],
+            options=[
+                *("--config", str(work / "job.toml"), "--devices-per-host", "2"),
+                *([] if WITHOUT_STANDBYS in config else ["--no-fork-workers"]),
+                *options,
+            ],
             environment={**os.environ, "OMP_NUM_THREADS": "1", "TINY_JOB_HOSTS": str(hosts)},
         )
+        self.patience_s = RECOVERY_S
         self._stopped: list[int] = []
 
     def __enter__(self) -> Self:
@@ -126,7 +133,7 @@ class TinyJob:
                 time.sleep(LOOK_PAUSE_S)
             return found
 
-        return self.job.wait_report(what, look, RECOVERY_S)
+        return self.job.wait_report(what, look, self.patience_s)
 
     def wait_standby(self, host: str) -> StandbyStatus:
         """Wait until this host has a standby that is ready; return its status."""
@@ -143,7 +150,7 @@ class TinyJob:
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
         """Hold these hosts at `place`, a few steps from now, and wait until all are held; return the step."""
-        end_s = time.monotonic() + RECOVERY_S
+        end_s = time.monotonic() + self.patience_s
         step = self.step() + ahead
         self.job.hold(place, hosts, step, index)
         while True:
@@ -164,7 +171,7 @@ class TinyJob:
         The order is repeated if a host has not begun: it read the order too late, or was out of the job because its
         lease had expired on a busy machine.
         """
-        end_s = time.monotonic() + RECOVERY_S
+        end_s = time.monotonic() + self.patience_s
         ordered: int | None = None
         while not all((self.work / f"compiling-{host}-{ordered}").exists() for host in hosts):
             assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.read_tail()}"
@@ -201,7 +208,7 @@ class TinyJob:
         The margin is for the harness: every host has to read the number of the last step before reaching that step.
         """
         (self.work / "stop").write_text(str(self.step() + more_steps))
-        code = self.job.wait(RECOVERY_S)
+        code = self.job.wait(self.patience_s)
         assert code == 0, self.job.read_tail()
         self.check_steps()
         self.check_generations()

@@ -6,7 +6,18 @@ import subprocess
 import pytest
 from benchmarks.paths import COMMAND, REPOSITORY
 
-BENCHMARKS = ("stall", "step", "erasure", "snapshot", "plan", "resilience", "control")
+BENCHMARKS = (
+    "stall",
+    "step",
+    "erasure",
+    "snapshot",
+    "plan",
+    "resilience",
+    "control",
+    "hybrid",
+    "detect",
+    "decide",
+)
 
 
 def test_every_benchmark_is_a_command() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events
+from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
 from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop
 from resilient_jax.chaos.invariants import Invariant, format_timeline
 from resilient_jax.chaos.ledger_invariants import (
@@ -323,6 +323,16 @@ def test_a_fault_without_an_expected_event_is_found() -> None:
     assert check_expected_events([dataclasses.replace(done, skip_reason="why")], [], 2.0) == []
     lost = [happened(EventKind.HOST_LOST, "host-0", lost="host-1")]
     assert check_expected_events([killed(TargetPart.HOST)], lost, 2.0) == []
+
+
+def test_a_finding_that_no_fault_explains_is_a_violation() -> None:
+    hang, out = happened(EventKind.HANG_NAMED), happened(EventKind.HOST_QUARANTINED)
+    assert len(check_findings([], [hang, out])) == 2
+    kill = killed(TargetPart.WORKER)
+    assert [v.description.partition(" ")[0] for v in check_findings([kill], [hang, out])] == ["hang.named"]
+    stopped = killed(TargetPart.WORKER, ProcessStop(duration_s=3.0))
+    assert check_findings([stopped], [hang, out]) == []
+    assert len(check_findings([stopped], [happened(EventKind.HANG_NAMED, at_s=49.0)])) == 1, "it was before"
 
 
 def test_a_short_stop_needs_no_event() -> None:

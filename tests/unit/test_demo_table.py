@@ -31,6 +31,7 @@ def make_recovery(detected_by: EventKind, restored_bytes: int) -> Recovery:
         decoded_bytes=restored_bytes,
         snapshot_bytes=0,
         restore_s=0.5,
+        devices_per_host=2,
     )
 
 
@@ -38,7 +39,7 @@ def make_recovery(detected_by: EventKind, restored_bytes: int) -> Recovery:
 def test_the_table_shows_every_figure_in_100_columns(restored_bytes: int) -> None:
     output = io.StringIO()
     recoveries = [make_recovery(kind, restored_bytes) for kind in sorted(FAULT_EVENTS)]
-    Console(width=FILE_WIDTH, file=output).print(tabulate_recoveries(recoveries, 2))
+    Console(width=FILE_WIDTH, file=output).print(tabulate_recoveries(recoveries))
     text = output.getvalue()
     assert "\u2026" not in text, f"a shortened word in\n{text}"
     assert max(map(len, text.splitlines())) <= 100

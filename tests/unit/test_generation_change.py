@@ -1,17 +1,21 @@
 """A generation, applied as a change to the one before, is the same; an agent that cannot apply one notices."""
 
 import random
+import zlib
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
+from resilient_jax.protocol import generation_change
 from resilient_jax.protocol.generation_change import (
     AddedItems,
     GenerationChange,
     apply_change,
     describe_change,
+    digest_record,
 )
 from resilient_jax.protocol.records import (
     Generation,
@@ -83,7 +87,14 @@ def test_a_small_generation_is_its_own_change_so_that_a_host_that_missed_one_nee
     assert apply_change(None, send(describe_change(before, after))) == after
 
 
-def test_a_host_that_missed_a_change_and_a_new_leaders_first_change_need_the_record():
+def test_the_first_generation_of_some_thousand_hosts_is_its_own_change_at_a_fifth_of_the_size():
+    first = make_generation(4096)
+    change = describe_change(None, first)
+    assert len(msgspec.msgpack.encode(change)) < len(msgspec.msgpack.encode(first)) // 5
+    assert apply_change(None, send(change)) == first
+
+
+def test_a_host_that_missed_a_change_needs_the_record_or_a_change_that_has_all():
     before = make_generation(512)
     middle = lose(before, 3)
     after = lose(middle, 5)
@@ -91,17 +102,21 @@ def test_a_host_that_missed_a_change_and_a_new_leaders_first_change_need_the_rec
     assert apply_change(before, change) is None
     assert apply_change(None, change) is None
     assert apply_change(middle, change) == after
-    assert apply_change(before, send(describe_change(None, after))) is None
+    assert apply_change(before, send(describe_change(None, after))) == after
 
 
-def test_a_change_that_is_as_large_as_the_record_says_to_read_the_record():
+def test_a_change_that_would_be_larger_has_all():
     before, after = make_generation(512), make_generation(512, number=2)
     members = tuple(make_member(index, incarnation=2) for index in range(512))
     after = msgspec.structs.replace(after, members=members)
     change = describe_change(before, after)
-    assert not change.values
-    assert not change.lists
-    assert apply_change(before, send(change)) is None
+    assert not change.base
+    assert apply_change(None, send(change)) == after
+
+
+def test_a_record_that_is_large_even_when_compressed_must_be_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation_change, "MAX_PACKED_BYTES", 1000)
+    assert apply_change(None, send(describe_change(None, make_generation(4096)))) is None
 
 
 def test_a_change_that_was_damaged_is_not_applied():
@@ -114,6 +129,17 @@ def test_a_change_that_was_damaged_is_not_applied():
         msgspec.structs.replace(change, digest=b"other"),
     ):
         assert apply_change(before, send(damaged)) is None
+    whole = describe_change(None, before)
+    for packed in (
+        b"",
+        b"garbage",
+        whole.packed[:-9],
+        zlib.compress(b"garbage"),
+        zlib.compress(bytes(2**24)),
+    ):
+        assert apply_change(before, send(msgspec.structs.replace(whole, packed=packed))) is None
+    garbage = GenerationChange(base=b"", digest=digest_record(b"garbage"), packed=zlib.compress(b"garbage"))
+    assert apply_change(before, send(garbage)) is None
 
 
 @given(st.randoms(use_true_random=False))

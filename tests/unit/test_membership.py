@@ -6,7 +6,7 @@ from checked_membership import CheckedMachine
 from membership_job import Job, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
-from resilient_jax.membership.machine import HostChanged, HostLeft, Tick
+from resilient_jax.membership.machine import HostChanged, HostLeft, QuarantineChanged, Tick
 from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
@@ -368,7 +368,8 @@ def test_an_old_failure_of_a_joining_host_does_not_disturb_its_new_world():
     assert job.phase is GenerationPhase.ACTIVE
 
 
-def test_a_collective_that_fails_although_no_host_died_is_retried_a_few_times():
+def fail_repeatedly() -> Job:
+    """Return a job of two hosts of which one has reported more failed collectives than there are retries."""
     job = training("a", "b", step=5, max_collective_retries=2)
     for attempt in (1, 2):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
@@ -380,11 +381,66 @@ def test_a_collective_that_fails_although_no_host_died_is_retried_a_few_times():
         assert job.phase is GenerationPhase.ACTIVE
     job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
     job.acknowledge("a", "b", step=5)
+    return job
+
+
+def test_a_collective_that_fails_although_no_host_died_is_retried_and_then_goes_on_without_the_suspect():
+    job = fail_repeatedly()
+    assert (job.phase, job.members, job.quarantined) == (GenerationPhase.QUIESCE, ["a"], ["b"])
+    assert job.generation.reason.startswith("b is taken out: training failed 3 times in a row at step 5")
+
+
+def test_the_host_that_reported_most_of_the_failures_is_taken_out():
+    job = fail_repeatedly()
+    job.acknowledge("a", step=5)
+    job.serve()
+    job.form()
+    assert (job.phase, job.members) == (GenerationPhase.ACTIVE, ["a"])
+    job.report("b", state=WorkerState.IDLE)
+    job.report("a", state=WorkerState.RUNNING, has_finished_step=True, step=6)
+    assert job.phase is GenerationPhase.ACTIVE, "it is in quarantine"
+    job.give(QuarantineChanged(frozenset()))
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "b asked to join")
+
+
+def test_a_job_whose_collectives_fail_without_the_suspect_too_ends_with_the_error():
+    job = fail_repeatedly()
+    job.acknowledge("a", step=5)
+    job.serve()
+    job.form()
+    job.report("a", state=WorkerState.IDLE, failure=COLLECTIVE)
+    job.acknowledge("a", step=5)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert (outcome.kind, outcome.host) == (JobOutcomeKind.USER_ERROR, "b")
-    assert outcome.message.startswith("training failed 3 times in a row at step 5 although no host died")
+    assert (outcome.kind, outcome.host) == (JobOutcomeKind.USER_ERROR, "a")
+    assert outcome.message.startswith(
+        "training failed 4 times in a row at step 5 although no host died, also without b; the last error:"
+    )
     assert COLLECTIVE.text in outcome.message
+
+
+def test_a_suspect_without_which_too_few_hosts_are_left_stays_to_the_end():
+    job = training("a", "b", step=5, max_collective_retries=0, min_hosts=2)
+    job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
+    job.acknowledge("a", "b", step=5)
+    assert (job.phase, job.quarantined) == (GenerationPhase.FINISHED, [])
+
+
+def test_a_member_that_an_operator_drains_leaves_between_two_steps_and_comes_back():
+    job = training("a", "b")
+    for name in "ab":
+        job.report(name, state=WorkerState.RUNNING, has_finished_step=True, step=6)
+    job.give(QuarantineChanged(frozenset([HostName("b")])))
+    assert job.phase is GenerationPhase.PAUSE
+    stop_at_boundary(job, step=7)
+    job.serve()
+    job.form()
+    assert job.members == ["a"]
+    job.report("a", state=WorkerState.RUNNING, has_finished_step=True, step=8)
+    job.report("b", state=WorkerState.IDLE, generation=job.generation.number)
+    assert job.phase is GenerationPhase.ACTIVE
+    job.give(QuarantineChanged(frozenset()))
+    assert job.phase is GenerationPhase.PAUSE, "it joins again"
 
 
 def test_progress_after_a_failure_resets_the_number_of_retries():
@@ -410,7 +466,7 @@ def test_a_step_that_only_a_dead_host_committed_does_not_count_as_progress():
         job.acknowledge("a", "b", step=5)
         if attempt == 1:
             job.serve()
-    assert job.phase is GenerationPhase.FINISHED
+    assert job.quarantined == ["b"]
 
 
 @pytest.mark.parametrize("exit_code", [1, 3])

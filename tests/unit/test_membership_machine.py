@@ -99,6 +99,7 @@ def report_anything(job: Job, name: str, chance: random.Random) -> None:
         {"is_compiling": chance.random() < 0.5},
         {"is_done": chance.random() < 0.2},
         {"failure": failure if chance.random() < 0.2 else None},
+        {"trusted_step": chance.randrange(6) if chance.random() < 0.2 else None},
     ]
     job.report(name, **chance.choice(changes))
 

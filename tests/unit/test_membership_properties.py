@@ -6,6 +6,7 @@ failing tapes.
 """
 
 import random
+import re
 
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,7 @@ def disturb(cluster: Cluster, tape: bytes) -> None:
 
 def calm_down(cluster: Cluster) -> None:
     """End all faults; absent hosts come back."""
+    cluster.quarantined.clear()
     for host in cluster.hosts.values():
         host.suspended, host.connected = False, True
         if not host.alive:
@@ -89,14 +91,14 @@ def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> 
     """Disturb a job, let it recover and end, and check that it does both."""
     cluster = cluster or Cluster()
     disturb(cluster, tape)
-    was_running = not cluster.finished
+    was_running, was_out = not cluster.finished, frozenset(cluster.quarantined)
     calm_down(cluster)
     has_state = any(
         host.registered
         and host.lease is not None
         and host.worker.runs
         and host.worker.held is not None
-        and not (host.draining or cluster.is_outside(host))
+        and not (host.draining or cluster.is_outside(host) or host.name in was_out)
         for host in cluster.hosts.values()
     )
     recovered = play_fairly(cluster, lambda: cluster.finished or cluster.do_all_train, chance)
@@ -147,6 +149,37 @@ def test_workers_that_die_one_after_the_other_return_in_place(seed):
     event(f"grew {len(grown)} times")
     # By a re-form where the seats are used up, or the death broke the collective of a survivor first.
     assert grown
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_workers_that_hang_are_named_and_replaced_and_no_others(seed):
+    chance = random.Random(seed)
+    cluster = (Cluster if seed % 2 else ReplacingCluster)(are_collectives_fragile=False)
+    assert play_fairly(cluster, lambda: cluster.do_all_train, chance)
+    for _ in range(3):
+        before = len(cluster.written)
+        # If all hang, the state in their memory goes with them: so only where there are snapshots.
+        most = len(NAMES) if cluster.config.replaces_workers else len(NAMES) - 1
+        hung = chance.sample(list(cluster.hosts.values()), chance.choice((1, 1, 2, most)))
+        workers = [host.worker for host in cluster.hosts.values()]
+        kept = [w for w in workers if w.host not in [host.name for host in hung]]
+        for host in hung:
+            host.worker.hang()
+        assert play_fairly(
+            cluster,
+            lambda: cluster.do_all_train and not any(w.hung for w in cluster.workers.values() if w.runs),
+            chance,
+        ), f"stuck in {cluster.generation}"
+        changes = [g for g, _ in cluster.written[before:] if g.phase is GenerationPhase.QUIESCE]
+        named = next(g.hang for g in changes if g.hang)
+        assert ("no host makes progress" in named) == (not kept), named
+        assert {name for name in NAMES if re.search(rf"\b{name} (has not entered|is still in)", named)} == {
+            host.name for host in hung
+        }
+        if cluster.config.replaces_workers:
+            continue  # the workers that waited are replaced, too
+        assert all(w.alive for w in kept), "killed although they only waited"
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

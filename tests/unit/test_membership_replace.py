@@ -97,6 +97,13 @@ def test_collectives_that_fail_without_a_death_end_the_job_after_a_few_tries():
         if attempt < 2:
             job.serve()
             job.form()
+    assert job.quarantined == ["a"]
+    job.wait(job.config.regroup_grace_s + 1)  # for a host of the four that is missing
+    job.serve()
+    job.form()
+    job.report("b", state=WorkerState.IDLE, failure=failure)
+    for name in "bcd":
+        job.restart(name, 9)
     assert job.generation.outcome is not None
     assert job.generation.outcome.kind is JobOutcomeKind.USER_ERROR
     assert "NCCL error" in job.generation.outcome.message

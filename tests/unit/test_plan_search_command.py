@@ -156,10 +156,9 @@ def test_the_lengths_of_bars_are_proportional_to_the_terms():
     assert bars[1] == "     fsdp " + "█" * 16 + "▋ 25.0 %"
 
 
-def test_the_command_imports_neither_jax_nor_numpy():
+def test_the_command_imports_no_jax():
     program = (
-        "import sys\nimport resilient_jax.cli.plan\n"
-        "print(*sorted({'jax', 'numpy', 'flax'} & sys.modules.keys()))"
+        "import sys\nimport resilient_jax.cli.plan\nprint(*sorted({'jax', 'flax'} & sys.modules.keys()))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

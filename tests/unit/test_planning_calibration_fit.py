@@ -16,7 +16,7 @@ TRUE = Calibration(
     matrix_efficiency=0.41,
     link_efficiency=0.55,
     latency_factor=3.0,
-    layer_overhead_s=8e-5,
+    kernel_overhead_s=8e-5,
     step_overhead_s=3e-3,
 )
 

@@ -113,7 +113,7 @@ def test_blocking_collectives_gather_each_array_of_a_layer_separately(stacked, p
 
 
 def test_computing_is_products_then_memory_then_overhead():
-    constants = Calibration(matrix_efficiency=0.5, memory_efficiency=0.5, layer_overhead_s=0.25)
+    constants = Calibration(matrix_efficiency=0.5, memory_efficiency=0.5, kernel_overhead_s=0.25)
     group, batch = ReplicaAxes(tensor=2), MicrobatchConfig(3, True)
     layer = PROFILE.parts[1]
     assert layer.part is ModelPart.LAYER
@@ -121,9 +121,9 @@ def test_computing_is_products_then_memory_then_overhead():
     work = count_device_work(PROFILE, layer, state, group, batch)
     flops = (layer.forward_flops.total * 2 + layer.backward_flops.total) * 3 / 2
     assert work.flops == pytest.approx(flops)
-    assert work.passes == 3
+    assert work.kernels == 4 * layer.kernels > 4  # forward, recomputed, and twice as many backward
     assert estimate_compute_s(work, 1e10, 1e10, constants) == pytest.approx(
-        flops / 5e9 + work.moved_bytes / 5e9 + 0.75
+        flops / 5e9 + work.moved_bytes / 5e9 + 0.25 * work.kernels
     )
 
 
@@ -178,7 +178,7 @@ def test_a_layout_fills_hosts_from_the_innermost_axis():
 
 
 def test_constants_survive_a_round_trip_through_their_file(tmp_path):
-    constants = Calibration(matrix_efficiency=0.61, layer_overhead_s=1.5e-5)
+    constants = Calibration(matrix_efficiency=0.61, kernel_overhead_s=1.5e-5)
     save_calibration(constants, tmp_path / "mine.toml")
     assert load_calibration(tmp_path / "mine.toml") == constants
 
@@ -191,7 +191,7 @@ def test_constants_survive_a_round_trip_through_their_file(tmp_path):
             "key 'matrix_efficency': found an unknown key, expected one of matrix_efficiency",
         ),
         ("matrix_efficiency = 1.5", "matrix_efficiency: found 1.5, expected a number > 0 and <= 1"),
-        ("layer_overhead_s = -1", "layer_overhead_s: found -1.0, expected a number >= 0"),
+        ("kernel_overhead_s = -1", "kernel_overhead_s: found -1.0, expected a number >= 0"),
         ("link_efficiency = 0", "link_efficiency: found 0.0, expected a number > 0"),
         ("link_efficiency = true", "key 'link_efficiency': found True, expected a number"),
         ("link_efficiency", "found no TOML"),

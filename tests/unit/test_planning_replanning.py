@@ -17,7 +17,9 @@ from resilient_jax.planning.host_state import (
     find_host_states,
     intersect_regions,
 )
+from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replanning import ReplanAction, compute_break_even_s, compute_score, replan
+from resilient_jax.planning.rerouted_step import price_rerouted_s
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.state_migration import count_missing_bytes, plan_migration
 from resilient_jax.topology import UnknownHost
@@ -91,6 +93,7 @@ def test_a_lost_replica_leaves_nothing_to_move():
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
     assert after.chosen.action is ReplanAction.KEEP
     assert after.bytes_moved == 0
+    assert isinstance(after.plan, Plan)
     assert after.plan.replicas == 3
     assert sum(after.plan.quotas) == after.plan.microbatches
 
@@ -143,12 +146,21 @@ def test_no_option_has_fewer_than_min_replicas():
     assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
 
 
-def test_the_time_of_rerouting_follows_chameleons_formula():
+@pytest.mark.parametrize(("host", "stage"), [("host-00", 0), ("host-01", 1)])
+def test_rerouting_takes_as_much_longer_as_simulated_pipelines_without_the_lost_stage(host, stage):
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
-    after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
+    after = replan(plan, FULL.without(host), next_failure_s=1.0, compile_s=10.0)
     rerouted = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.REROUTE)
-    quota, slot = max(plan.quotas), plan.replica_classes[0].microbatch_s
-    assert rerouted.step_time_s == pytest.approx(plan.step_time_s + quota * 1 / (plan.replicas - 1) * slot)
+    team = plan.replica_classes[0]
+    assert team.transfer_s > 0
+    simulated, before = (
+        price_rerouted_s(2, plan.quotas, lost, team.stage_s, transfer_s=team.transfer_s)
+        for lost in ([(0, stage)], [])
+    )
+    assert simulated is not None
+    assert before is not None
+    assert rerouted.step_time_s == pytest.approx(plan.step_time_s + simulated - before)
+    assert rerouted.step_time_s > plan.step_time_s
     assert rerouted.transition_s == 0
 
 

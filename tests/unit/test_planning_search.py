@@ -11,9 +11,9 @@ from plan_topologies import chip, cluster, clusters, small_profile, tight_bytes,
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import NO_FIXED_AXES
 from resilient_jax.planning.device_layout import ReplicaAxes, make_layout
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.plan_request import NO_FIXED_AXES
 from resilient_jax.planning.search import search_plan, search_plans
 from resilient_jax.topology import TopologyError
 
@@ -220,7 +220,7 @@ def test_509_of_512_devices_keep_almost_all_throughput():
     topology = cluster([1.0] * 64, devices=[8] * 63 + [5], network=1e10)
     whole = cluster([1.0] * 64, devices=8, network=1e10)
     plan, best = (search_plan(PROFILE, hosts, global_batch=81920) for hosts in (topology, whole))
-    assert plan.devices_used >= 500
+    assert plan.devices_used >= 0.97 * 509
     assert (
         plan.step_time_s <= best.step_time_s * 512 / 509 * 1.15
     )  # 9 microbatches of 1 where 8 would do: 12.5 %

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.program_analysis import program_digest
 from resilient_jax.program_analysis.program_digest import MAX_CONSTANT_BYTES, describe_program
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
@@ -173,3 +174,46 @@ def test_the_digest_is_the_same_in_each_process():
         ).stdout
 
     assert {run_with("1"), run_with("4")} == {f"{describe_model().digest.hex()}\n"}
+
+
+inner = jax.jit(lambda x: jnp.sum(jnp.tanh(x)))
+other_inner = jax.jit(lambda x: jnp.sum(jnp.sin(x)))
+
+
+def trace_anew(call):
+    """Return the trace of a function that JAX has not seen, as of one that is made in each step."""
+    return jax.make_jaxpr(lambda: call())()
+
+
+def test_a_program_that_is_traced_anew_costs_no_digest_of_what_its_calls_compute(monkeypatch):
+    def describe_anew(factor):
+        rows = jnp.full((4, 3), factor)
+        return describe_program(trace_anew(lambda: inner(rows) * 2), compares_constants=False)
+
+    first = describe_anew(1.0)
+    entered = []
+    walk = program_digest.walk
+    monkeypatch.setattr(
+        program_digest,
+        "walk",
+        lambda jaxpr, *rest, **more: entered.append(jaxpr) or walk(jaxpr, *rest, **more),
+    )
+    assert describe_anew(3.0) == first
+    assert len(entered) == 1, "the outline alone"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: other_inner(x) * 2,
+        lambda x: inner(x) * 3,
+        lambda x: inner(x) + inner(x * 2),
+        lambda x: inner(x.T) * 2,
+        lambda x: jax.lax.cond(x[0, 0] > 0, inner, other_inner, x) * 2,
+    ],
+    ids=["another call", "another number", "one call more", "another shape", "inside of a condition"],
+)
+def test_programs_with_calls_that_are_traced_anew_are_told_apart(other):
+    rows = jnp.ones((4, 3))
+    one = describe_program(trace_anew(lambda: inner(rows) * 2), compares_constants=False)
+    assert describe_program(trace_anew(lambda: other(rows)), compares_constants=False).digest != one.digest

@@ -54,3 +54,14 @@ def test_no_host_moves_unless_its_agent_is_gone_and_then_it_reports_to_the_leade
 
 def test_a_host_that_is_unknown_reports_to_the_leader():
     assert ProgressTree().find_parent(HostName("new")) == ""
+
+
+def test_a_host_whose_agent_does_not_answer_reports_to_the_one_above_it():
+    tree = ProgressTree()
+    name = fill(tree, 4096)[-1]
+    parent = tree.find_parent(name)
+    above = tree.find_parent(HostName(parent.removesuffix(":1")))
+    assert tree.find_parent(name, {parent}) == above != ""
+    assert tree.find_parent(name, {parent, above}) == ""
+    tree.remove(HostName(parent.removesuffix(":1")))
+    assert tree.find_parent(name) == above

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from resilient_jax.jax_runtime.failures import RehearsalFailed
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
+from resilient_jax.worker.mail_opening import make_local_opener
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.training_control import GenerationEnded
@@ -38,7 +40,7 @@ ORDER = TakeSeat(
 
 
 def run(train: Callable[[World], None]) -> bool:
-    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None)
+    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener())
 
 
 def make_state() -> dict[str, jax.Array]:
@@ -69,6 +71,57 @@ def test_the_train_function_is_unwound_at_its_first_commit():
     assert seen[:2] == [(True, False, "b"), STEP]
     assert len({word for word in seen[2:] if str(word).startswith("reads")}) == 1, "one microbatch of eight"
     assert not [word for word in seen if str(word).startswith("after")]
+
+
+def make_rich_state() -> dict[str, Any]:
+    ran.append("made")
+    return {
+        "w": jnp.tanh(jnp.ones((3, 2), jnp.bfloat16)),
+        "count": jnp.zeros((), jnp.int32),
+        "key": jax.random.key(3),
+        "name": "adam",
+    }
+
+
+ran: list[str] = []
+"""Of how `make_rich_state` was called: also when it is traced."""
+
+
+def test_its_state_has_the_shapes_of_the_initial_one_and_makes_no_array_by_the_scripts_function():
+    ran.clear()
+    seen: list[dict] = []
+
+    def train(world: World) -> None:
+        seen.append(world.restore_or_init(make_rich_state))
+        for _ in world.steps(STEP + 1):
+            world.commit(seen[-1])
+
+    assert run(train)
+    (state,) = seen
+    made = make_rich_state()
+    assert jax.tree.map(jnp.shape, {**state, "name": 0}) == jax.tree.map(jnp.shape, {**made, "name": 0})
+    assert state["w"].dtype == made["w"].dtype
+    assert state["name"] == "adam"
+    assert jax.random.key_impl(state["key"]) == jax.random.key_impl(made["key"])
+    assert (np.asarray(state["w"], np.float32) > 0).all()
+    assert not np.array_equal(state["w"], made["w"])
+    assert ran == ["made"] * 2, "once for the shapes, once by this test"
+
+
+def test_a_script_that_refuses_that_state_rehearses_with_the_initial_one():
+    tries: list[float] = []
+
+    def train(world: World) -> None:
+        state = world.restore_or_init(make_state)
+        tries.append(float(state["w"][0]))
+        if state["w"].any():
+            raise FloatingPointError("expected zeros")
+        for _ in world.steps(STEP + 1):
+            world.commit(state)
+
+    assert run(train)
+    assert len(tries) == 2
+    assert tries[1] == 0
 
 
 @pytest.mark.parametrize("num_steps", [STEP, STEP + 5])
@@ -106,7 +159,7 @@ def test_another_order_ends_it():
         world.restore_or_init(make_state)
 
     with pytest.raises(GenerationEnded):
-        rehearse(train, ORDER, Ordered("b"), lambda: None)
+        rehearse(train, ORDER, Ordered("b"), lambda: None, make_local_opener())
 
 
 def test_a_collective_is_loaded_and_gives_zeros_of_its_shape_and_sharding():
@@ -166,5 +219,11 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
     )
     seen: list[tuple[str, ...]] = []
     order = msgspec.structs.replace(ORDER, generation=generation)
-    rehearse(lambda world: seen.append(world.hosts), order, StandaloneControl("b"), lambda: None)
+    rehearse(
+        lambda world: seen.append(world.hosts),
+        order,
+        StandaloneControl("b"),
+        lambda: None,
+        make_local_opener(),
+    )
     assert seen == [tuple(hosts)]

@@ -115,3 +115,51 @@ def test_a_speed_out_of_range_is_refused_with_the_host(speed):
         TopologyError, match=r"host 'host-3': speed: found .*, expected a number > 0 and <= 1"
     ):
         SMALL.slowed("host-3", speed)
+
+
+def test_a_device_is_lost_by_its_host_and_index():
+    left = SMALL.without("host-3/1", "host-3/2")
+    assert left.device_count == SMALL.device_count - 2
+    assert left.host("host-3").living_devices == (0, 3)
+    assert left == SMALL.without("host-3/2").without("host-3/1")
+    assert_consistent(left)
+
+
+def test_a_host_that_lost_all_its_devices_or_its_link_is_lost():
+    every = [f"host-3/{index}" for index in range(4)]
+    assert SMALL.without(*every) == SMALL.without("host-3") == SMALL.without("host-3/link")
+    assert SMALL.without("host-3/1", "host-3") == SMALL.without("host-3")
+
+
+def test_a_slow_device_makes_its_host_wait_until_it_is_healed_or_lost():
+    slow = SMALL.slowed("host-3/1", 0.5)
+    assert slow.host("host-3").device_speeds == (1.0, 0.5, 1.0, 1.0)
+    assert slow.host("host-3").speed == 0.5
+    assert slow.slowed("host-3/1", 1) == slow.slowed("host-3", 1) == SMALL
+    assert slow.without("host-3/1") == SMALL.without("host-3/1")
+    assert_consistent(slow)
+
+
+def test_a_slow_link_leaves_the_host_s_devices_as_fast_as_they_are():
+    slow = SMALL.slowed("host-3/link", 0.25)
+    assert (slow.host("host-3").link_speed, slow.host("host-3").speed) == (0.25, 1.0)
+    assert slow.slowed("host-3/link", 1) == SMALL
+
+
+@pytest.mark.parametrize("name", ["host-3/4", "host-3/x", "host-3/-1", "host-3/"])
+def test_a_device_that_is_not_there_is_refused_by_name(name):
+    with pytest.raises(
+        UnknownHost, match=r"expected HOST/INDEX with one of its devices \(0, 1, 2, 3\), or HOST/link"
+    ):
+        SMALL.without(name)
+
+
+def test_a_device_is_lost_once():
+    left = SMALL.without("host-3/1")
+    with pytest.raises(UnknownHost, match=r"one of its devices \(0, 2, 3\)"):
+        left.without("host-3/1")
+
+
+def test_a_speed_of_a_link_out_of_range_is_refused():
+    with pytest.raises(TopologyError, match="link: found 2, expected a number > 0 and <= 1"):
+        SMALL.slowed("host-3/link", 2)

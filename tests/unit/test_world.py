@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from standalone_world import make_world
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.failpoints import Corruption, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.worker.committed_state import CommittedState
@@ -106,9 +106,10 @@ class Recorder(Observer):
 
     def on_failpoint(self, failpoint, step, index):
         self._moments.append((str(failpoint), step) if index < 0 else (str(failpoint), step, index))
-        return failpoint is FailPoint.AFTER_MICROBATCH and index == 1
+        is_corrupt = failpoint is FailPoint.AFTER_MICROBATCH and index == 1
+        return Corruption.NAN if is_corrupt else Corruption.NONE
 
-    def on_reduce(self, call, owners):
+    def on_reduce(self, call, owners, total):
         self._moments.append(("reduce", call.spec.name, owners))
 
     def on_commit(self, state):

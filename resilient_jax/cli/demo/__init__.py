@@ -24,6 +24,8 @@ from resilient_jax.errors import InternalError
 FILE_WIDTH: Final = 100
 """Columns of output that does not go to a terminal."""
 DEVICES_PER_HOST: Final = 2
+STAGE_DEVICES: Final = 1
+"""A stage of a pipeline computes on one device."""
 PARITY: Final = 2
 """Any two of the four hosts may be lost at once."""
 LOSS_TOLERANCE: Final = 1e-3
@@ -43,6 +45,7 @@ class Act(enum.StrEnum):
     REPLICATED = "replicated"
     SHARDED = "sharded"
     PLANNED = "planned"
+    PIPELINED = "pipelined"
     ALL = "all"
 
 
@@ -51,7 +54,8 @@ ActArgument = Annotated[
     typer.Argument(
         help="replicated: every host has the complete state. sharded: each host has a quarter (FSDP); lost "
         "quarters are decoded from parity in the memory of other hosts. planned: training follows the fastest "
-        "plan for the live hosts. all: the three, one after the other (some five minutes).",
+        "plan for the live hosts. pipelined: two hosts make a replica, each has half of the layers. all: the four, one "
+        "after the other (some eight minutes).",
     ),
 ]
 
@@ -60,7 +64,7 @@ def demo(
     act: ActArgument = Act.REPLICATED,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of each training. Default: 40; 80 of the sharded one."),
+        typer.Option(min=1, help="Steps of each training. Default: 60; 80 of the sharded one."),
     ] = None,
     run_dir: Annotated[
         Path | None,
@@ -77,12 +81,12 @@ def demo(
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False)
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-demo-"))
     stage = _Stage(console, directory, steps)
-    chosen = [Act.REPLICATED, Act.SHARDED, Act.PLANNED] if act is Act.ALL else [act]
+    chosen = list(_ACTS) if act is Act.ALL else [act]
     are_equal = [_ACTS[name](stage) for name in chosen]
-    console.print(tabulate_recoveries(stage.recoveries, DEVICES_PER_HOST))
+    console.print(tabulate_recoveries(stage.recoveries))
     console.print(f"logs and events: {directory}")
     if act is Act.REPLICATED:
-        console.print("more: resilient-jax demo sharded | planned | all")
+        console.print("more: resilient-jax demo sharded | planned | pipelined | all")
     if not all(are_equal):
         raise InternalError("the weights differ from those of the run without faults: please report it")
 
@@ -111,7 +115,12 @@ class _Stage:
         return script if settings is None else [*script, "--config", str(find_bundled_file(settings))]
 
     def train(
-        self, name: str, command: Sequence[str], steps: int, run: Callable[[Scenario], None]
+        self,
+        name: str,
+        command: Sequence[str],
+        steps: int,
+        run: Callable[[Scenario], None],
+        devices_per_host: int = DEVICES_PER_HOST,
     ) -> TrainingResult:
         """Run a job of so many steps under the faults of a scenario, and return the job's result."""
         directory = self._directory / name
@@ -122,20 +131,20 @@ class _Stage:
             [*command, "--pause-s", str(PAUSE_S)],
             num_hosts=NUM_HOSTS,
             run_directory=directory,
-            options=["--devices-per-host", str(DEVICES_PER_HOST), "--config", str(config)],
+            options=["--devices-per-host", str(devices_per_host), "--config", str(config)],
             on_report=ProgressPrinter(self.console, steps).show,
             report_interval_s=REPORT_INTERVAL_S,
         ) as job:
-            scenario = Scenario(job, self.console)
+            scenario = Scenario(job, devices_per_host, self.console)
             run(scenario)
             scenario.wait_done()
             self.recoveries.extend(scenario.recoveries)
             return parse_result(job.read_output())
 
-    def train_again(self, command: Sequence[str]) -> TrainingResult:
+    def train_again(self, command: Sequence[str], devices_per_host: int = DEVICES_PER_HOST) -> TrainingResult:
         """Return the result of the same training on one host without faults."""
         self.console.print("[dim]the same training again, without faults, on one host[/]")
-        return train_without_faults(command, DEVICES_PER_HOST)
+        return train_without_faults(command, devices_per_host)
 
     def compare_weights(self, found: TrainingResult, expected: TrainingResult) -> bool:
         """Print both results, and return whether they are equal."""
@@ -173,9 +182,18 @@ def _show_plan(stage: _Stage) -> bool:
     return abs(float(found.loss) - float(expected.loss)) <= LOSS_TOLERANCE * float(expected.loss)
 
 
+def _show_pipeline(stage: _Stage) -> bool:
+    stage.console.print("[bold]two hosts make a replica: each has the parameters of its own layers alone[/]")
+    steps = stage.choose_steps()
+    command = stage.make_command(steps, "configs/lm_tiny_pipelined.toml")
+    found = stage.train("pipelined", command, steps, Scenario.run_pipelined_job, STAGE_DEVICES)
+    return stage.compare_weights(found, stage.train_again(command, STAGE_DEVICES))
+
+
 _ACTS: Final = {
     Act.REPLICATED: _show_replicated_state,
     Act.SHARDED: _show_sharded_state,
     Act.PLANNED: _show_plan,
+    Act.PIPELINED: _show_pipeline,
 }
 """Each prints what it does, and returns whether the training with faults had the expected result."""

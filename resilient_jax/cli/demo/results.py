@@ -59,8 +59,8 @@ def train_without_faults(command: Sequence[str], devices: int) -> TrainingResult
     return parse_result(done.stdout)
 
 
-def tabulate_recoveries(recoveries: Sequence[Recovery], devices: int) -> Table:
-    """Return a table with a row for each recovery of a job with so many devices per host.
+def tabulate_recoveries(recoveries: Sequence[Recovery]) -> Table:
+    """Return a table with a row for each recovery.
 
     The column of restored bytes is left out where no recovery restored any from snapshots.
     """
@@ -85,7 +85,7 @@ def tabulate_recoveries(recoveries: Sequence[Recovery], devices: int) -> Table:
             *(f"{1000 * seconds:.0f}" for seconds in phases),
             *([f"{_restored_bytes(recovery) / MIB:.1f}"] if is_restored else ()),
             str(recovery.steps_lost),
-            f"{stall.num_hosts * devices} of {NUM_HOSTS * devices}",
+            f"{stall.num_hosts * recovery.devices_per_host} of {NUM_HOSTS * recovery.devices_per_host}",
         )
     return table
 

@@ -40,6 +40,7 @@ class Recovery:
         decoded_bytes: bytes of the state that were decoded from parity, on all hosts.
         snapshot_bytes: bytes that were read from snapshots without decoding, on all hosts.
         restore_s: seconds of reading and decoding on the slowest host.
+        devices_per_host: of the job.
     """
 
     fault: str
@@ -48,6 +49,7 @@ class Recovery:
     decoded_bytes: int
     snapshot_bytes: int
     restore_s: float
+    devices_per_host: int
 
 
 class ProgressPrinter:
@@ -78,12 +80,18 @@ class ProgressPrinter:
 class Scenario:
     """A running job and the faults that are injected into the job.
 
+    Args:
+        job: the job.
+        devices_per_host: of the job.
+        console: where all is printed.
+
     Attributes:
         recoveries: the recoveries from the faults so far.
     """
 
-    def __init__(self, job: LocalJob, console: Console) -> None:
+    def __init__(self, job: LocalJob, devices_per_host: int, console: Console) -> None:
         self._job = job
+        self._devices_per_host = devices_per_host
         self._console = console
         self.recoveries: list[Recovery] = []
 
@@ -118,6 +126,19 @@ class Scenario:
         self._print_plan()
         self._wait_training("the worker restarts and asks to join")
         self._print_plan()
+
+    def run_pipelined_job(self) -> None:
+        """Kill parts of a job whose replicas span hosts: a stage within a step, and all hosts of the same layers."""
+        self._wait_training(
+            f"{NUM_HOSTS} hosts train as two replicas; a host has the state of its own layers alone"
+        )
+        self._print_stages()
+        self._break("a host's worker, in the middle of a step", self._kill_stage)
+        self._print_kept_tasks()
+        self._wait_training("the worker restarts and rejoins")
+        self._break("both hosts of the same layers", self._kill_holders)
+        self._wait_training("both hosts rejoin")
+        self._print_stages()
 
     def wait_done(self) -> None:
         """Wait for the end of the job.
@@ -167,6 +188,40 @@ class Scenario:
             f"  its first step waited {waited_s:.2f} s for programs; {compiled} of them had to be compiled"
         )
 
+    def _print_stages(self) -> None:
+        self._console.print("[bold]blocks of the model by host[/]: " + self._read_stages())
+
+    def _read_stages(self) -> str:
+        """Return the newest split of the model, such as "host-0 0-3 -> host-1 4-7; host-2 0-3 -> host-3 4-7"."""
+        formed = [event for event in self._job.read_events() if event.kind is EventKind.PIPELINE_FORMED]
+        return str(formed[-1].detail["cut"])
+
+    def _print_kept_tasks(self) -> None:
+        """Print how much of the step that was broken off did not have to be computed again."""
+        events = self._job.read_events()
+        newest = self._read_report().generation
+        resumed = [
+            f"{event.host} {event.detail['kept']}"
+            for event in events
+            if event.kind is EventKind.PIPELINE_STEP_RESUMED and newest and event.generation == newest.number
+        ]
+        if resumed:
+            self._console.print(f"  the step went on; tasks that its hosts had done: {', '.join(resumed)}")
+
+    def _kill_stage(self) -> float:
+        report = self._read_report()
+        victim = _followers(report)[0]
+        with self._job.holding(FailPoint.BEFORE_INPUT_GRADIENT, [victim], newest_step(report) + AHEAD_STEPS):
+            return self._job.kill(JobComponent.WORKER, victim)
+
+    def _kill_holders(self) -> float:
+        replicas = [
+            [host.split()[0] for host in one.split(" -> ")] for one in self._read_stages().split("; ")
+        ]
+        leader = self._read_report().leader
+        holders = next(stage for stage in zip(*replicas, strict=True) if leader not in stage)
+        return min(self._job.kill(JobComponent.HOST, host) for host in holders)
+
     def _kill_worker_in_collective(self) -> float:
         victim, late = _followers(self._read_report())[:2]
         with hold_collective(self._job, late):
@@ -188,7 +243,7 @@ class Scenario:
         self._console.print(f"[bold red]kill[/]: {fault}")
         before = self._read_report()
         stall = wait_stall(self._job, kill(), RECOVERY_TIMEOUT_S)
-        recovery = _measure_recovery(fault, stall, before, self._job.read_events())
+        recovery = _measure_recovery(fault, stall, before, self._job.read_events(), self._devices_per_host)
         self.recoveries.append(recovery)
         decoded = (
             f", {recovery.decoded_bytes / 2**20:.1f} MiB decoded from parity"
@@ -204,7 +259,9 @@ class Scenario:
         return self._job.wait_report("the job's report", lambda report: report.generation is not None)
 
 
-def _measure_recovery(fault: str, stall: Stall, before: JobReport, events: Sequence[Event]) -> Recovery:
+def _measure_recovery(
+    fault: str, stall: Stall, before: JobReport, events: Sequence[Event], devices_per_host: int
+) -> Recovery:
     restored = [
         event.detail
         for event in events
@@ -217,6 +274,7 @@ def _measure_recovery(fault: str, stall: Stall, before: JobReport, events: Seque
         decoded_bytes=sum(int(detail["decoded"]) for detail in restored),
         snapshot_bytes=sum(int(detail["local"]) + int(detail["peer"]) for detail in restored),
         restore_s=max((float(detail["seconds"]) for detail in restored), default=0.0),
+        devices_per_host=devices_per_host,
     )
 
 

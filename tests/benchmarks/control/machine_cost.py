@@ -24,6 +24,7 @@ from resilient_jax.membership.rules import (
     FIRST_GENERATION,
     MembershipCommand,
     PublishGeneration,
+    QuarantineHost,
     make_initial_state,
 )
 from resilient_jax.membership.world_formation import StartCoordinationService
@@ -93,10 +94,13 @@ class _TimedJob:
         commands = [command for event in events for command in self._machine.handle(event, self.now_s)]
         self.busy_s += time.process_time() - began_s
         for command in commands:
-            if isinstance(command, PublishGeneration):
-                self.generation = command.generation
-            else:
-                asked.append(command)
+            match command:
+                case PublishGeneration(generation):
+                    self.generation = generation
+                case StartCoordinationService():
+                    asked.append(command)
+                case QuarantineHost(host):
+                    raise AssertionError(f"{host} is put into quarantine, though nothing has hung")
         if asked:
             name = min(self.hosts)
             self.give([self.change(serve_world(self.hosts[name], asked[-1]))])

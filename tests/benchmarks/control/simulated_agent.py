@@ -19,6 +19,7 @@ from benchmarks.control.stub_hosts import (
     serve_world,
 )
 from resilient_jax.clock import SystemClock
+from resilient_jax.cluster import progress_relay
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
@@ -26,6 +27,8 @@ from resilient_jax.cluster.generation_reader import read_generations
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
+from resilient_jax.cluster.progress_tree import FANOUT
+from resilient_jax.cluster.status_combiner import StatusCombiner, StatusForwarder
 from resilient_jax.cluster.store_session import StoreSession
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import PeerError
@@ -54,6 +57,11 @@ OnRead = Callable[[Generation, int], None]
 """Called with each generation that an agent has read, and the bytes of what it read."""
 
 
+def count_listening(num_hosts: int) -> int:
+    """Return the index of the last host to which others may report: those with the first places of the tree."""
+    return max(FANOUT, (num_hosts - 2) // FANOUT)
+
+
 class SimulatedAgent:
     """One host. `register` it, then `run` it until it is cancelled."""
 
@@ -67,7 +75,8 @@ class SimulatedAgent:
             num_hosts: of the job.
             store: of the job.
             on_read: called for each generation that this agent reads.
-            shared_port: where others listen for this agent, and report its progress; None: it does that itself.
+            shared_port: where others listen for this agent; it then reports no progress, but asks the leader for its
+                parent. None: it listens itself.
         """
         self.step = 0
         self._status = make_idle_status(index, shared_port or 0)
@@ -75,17 +84,26 @@ class SimulatedAgent:
         self._on_read = on_read
         context = _make_context(index, num_hosts, store)
         self._server = Server(credentials=CREDENTIALS)
-        self._reports_progress = shared_port is None
-        make_relay = ProgressRelay if self._reports_progress else _SilentRelay
+        self._listens = shared_port is None
+        make_relay = ProgressRelay if self._listens else _SilentRelay
         self._relay = make_relay(context, self._server, self.make_progress)
-        self._session = StoreSession(store, JOB, LEASE_TTL_S, context.clock, lambda: self._status)
+        self._combiner = StatusCombiner(context, self._server)
+        self._forwarder = StatusForwarder(CREDENTIALS, self._relay)
+        self._session = StoreSession(
+            store,
+            JOB,
+            LEASE_TTL_S,
+            context.clock,
+            lambda: self._status,
+            write_through=self._forwarder.write,
+        )
         self._make_leader = functools.partial(
             Leader, context, _make_membership_config(num_hosts), _StubServices(context, self._serve_world)
         )
 
     async def register(self) -> None:
         """Put the host's status into the store."""
-        if self._reports_progress:
+        if self._listens:
             await self._server.start()
             port = parse_address(self._server.address)[1]
             self._status = msgspec.structs.replace(self._status, port=port)
@@ -106,8 +124,7 @@ class SimulatedAgent:
             tasks.create_task(self._session.publish_changes())
             tasks.create_task(_retry_after_faults(self._follow))
             tasks.create_task(_retry_after_faults(lambda: leader.campaign(self._session.lease)))
-            if self._reports_progress:
-                tasks.create_task(self._relay.run())
+            tasks.create_task(self._relay.run())
 
     async def leave(self) -> None:
         """Have the others see at once that the host is gone; `run` must have ended."""
@@ -132,6 +149,16 @@ class SimulatedAgent:
                 self._status = status
                 if is_changed:
                     self._session.mark_changed()
+
+    @property
+    def parent(self) -> str:
+        """The endpoint of the agent that writes this one's status; empty: it does that itself."""
+        return self._relay.parent
+
+    async def stop_listening(self) -> None:
+        """Refuse the messages of other agents."""
+        await self._server.stop()
+        await self._combiner.close()
 
     def _serve_world(self, asked: StartCoordinationService) -> None:
         self.change_status(serve_world(self._status, asked))
@@ -192,11 +219,17 @@ def _count_bytes(record: KeyValue) -> int:
 
 
 class _SilentRelay(ProgressRelay):
-    """The relay of an agent that does not listen, and reports nothing."""
+    """The relay of an agent that does not listen, and reports only until the leader has named its parent."""
 
     @property
     def endpoint(self) -> str:
         return "127.0.0.1:1"
+
+    async def run(self) -> None:
+        while not self.parent:
+            await self._wait_due()
+            if self._leader:
+                await self._report(progress_relay.Channel(self._leader, CREDENTIALS))
 
 
 class _StubServices(CoordinationServices):

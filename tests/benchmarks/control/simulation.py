@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.control.agent_messages import (
 )
 from benchmarks.control.figures import PartResult, Samples
 from benchmarks.control.line_process import LineProcess
+from benchmarks.control.simulated_agent import count_listening
 from benchmarks.paths import JOBS, TESTS
 from resilient_jax.cluster.progress_tree import FANOUT
 from resilient_jax.errors import InternalError
@@ -94,27 +94,28 @@ def run_simulation(kind: StoreKind, num_hosts: int, work: Path) -> SimulatedJob:
     """
     with _start_processes(kind, num_hosts, work) as (store, leader, others):
         agents = (leader, *others)
-        # First the leader, then the agents that collect reports: so they get the places of the tree for that.
-        for up_to, processes in ((1, agents[:1]), (1 + FANOUT, agents[1:2]), (num_hosts - 1, others)):
-            for process in processes:
+        # The leader, then the agents to which the leader's children report, and so on: so they get these places.
+        for up_to in (1, 1 + FANOUT, 1 + count_listening(num_hosts), num_hosts - 1):
+            for process in agents:
                 _send(process, Register(up_to=up_to))
-            for process in processes:
+            for process in agents:
                 _wait_message(process, Registered)
-        _send(others[-1], Register(up_to=num_hosts))
-        began_s = _wait_message(others[-1], Registered).at_s
+        last = others[(num_hosts - 2) % AGENT_PROCESSES]
+        _send(last, Register(up_to=num_hosts))
+        began_s = _wait_message(last, Registered).at_s
         formed = [_wait_read(process, 0, GenerationPhase.ACTIVE) for process in agents]
         leader_cpu, store_cpu = _measure_training(agents, leader, store)
-        _send(others[-1], LoseLast())
-        lost_s = _wait_message(others[-1], Lost).at_s
+        _send(last, LoseLast())
+        lost_s = _wait_message(last, Lost).at_s
         number = formed[0].number + 1
         first = [_wait_read(process, number) for process in agents]
         active = [_wait_read(process, number, GenerationPhase.ACTIVE) for process in agents]
+        unhurt = next(index for index, process in enumerate(agents) if index and process is not last)
     return SimulatedJob(
         form_s=max(found.at_s for found in formed) - began_s,
         shrink_s=max(found.at_s for found in first) - lost_s,
         shrink_active_s=max(found.at_s for found in active) - lost_s,
-        # Of a process that has lost no host.
-        host_bytes=active[1].bytes_read - first[1].bytes_read + first[1].newest_bytes,
+        host_bytes=active[unhurt].bytes_read - first[unhurt].bytes_read + first[unhurt].newest_bytes,
         leader_cpu=leader_cpu,
         store_cpu=store_cpu,
     )
@@ -126,16 +127,16 @@ def _start_processes(
 ) -> Iterator[tuple[LineProcess, LineProcess, Sequence[LineProcess]]]:
     """Start the store, the leader alone in a process, and the other agents."""
     work.mkdir(parents=True)
-    bounds = [1 + (num_hosts - 1) * part // AGENT_PROCESSES for part in range(AGENT_PROCESSES + 1)]
     with contextlib.ExitStack() as owned:
         store = owned.enter_context(_make_store_process(kind, work))
         address = store.read_line(time.monotonic() + LIMIT_S).decode().strip()
 
         def start(first: int, last: int) -> LineProcess:
-            command = [str(JOBS / "control_agents.py"), address, *map(str, (num_hosts, first, last))]
+            indices = first, last, AGENT_PROCESSES
+            command = [str(JOBS / "control_agents.py"), address, *map(str, (num_hosts, *indices))]
             return owned.enter_context(LineProcess(command, work / f"agents-{first}"))
 
-        yield store, start(0, 1), [start(first, last) for first, last in itertools.pairwise(bounds)]
+        yield store, start(0, 1), [start(1 + number, num_hosts) for number in range(AGENT_PROCESSES)]
 
 
 def _make_store_process(kind: StoreKind, work: Path) -> LineProcess:

@@ -1,13 +1,14 @@
 """Simulated agents, many in one process, at the embedded store of another process.
 
-    control_agents.py STORE NUM_HOSTS FIRST LAST
+    control_agents.py STORE NUM_HOSTS FIRST LAST STEP
 
-The hosts FIRST to LAST - 1, of NUM_HOSTS. Orders are lines of JSON on standard input, messages lines of JSON on
-standard output (`agent_messages`). Ends with its standard input.
+Of NUM_HOSTS hosts each STEP after the one before, from FIRST to LAST - 1 at most. Orders are lines of JSON on standard
+input, messages lines of JSON on standard output (`agent_messages`). Ends with its standard input.
 """
 
 import asyncio
 import collections
+import gc
 import os
 import sys
 import time
@@ -26,8 +27,9 @@ from benchmarks.control.agent_messages import (
     Registered,
     Train,
 )
+from benchmarks.control.shared_connections import share_connections
 from benchmarks.control.shared_decoding import share_decoding
-from benchmarks.control.simulated_agent import CREDENTIALS, JOB, PATIENCE_S, SimulatedAgent
+from benchmarks.control.simulated_agent import CREDENTIALS, JOB, PATIENCE_S, SimulatedAgent, count_listening
 from benchmarks.control.stub_hosts import make_host_name
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
 from resilient_jax.cluster.progress_tree import FANOUT
@@ -43,6 +45,9 @@ from resilient_jax.transport.channel import Channel
 AGENTS_PER_CONNECTION = 16
 REGISTRATIONS_AT_ONCE = 64
 STEP_S = 1.0
+PARENT_INTERVAL_S = 0.05
+# The time-outs of calls are the patience of the benchmark: where other work keeps both cores busy, such a process is
+# slower than those of agents, and lost its leases by them.
 SIGN_OF_LIFE_INTERVAL_S = 10.0
 """Of a watch at etcd. With 0.5 s, as agents have it, the two watches of each of 4,096 hosts ask 16,000 times a second,
 which costs each host little, but two processes that stand for all of them more than there is."""
@@ -51,12 +56,13 @@ which costs each host little, but two processes that stand for all of them more 
 class AgentsProcess:
     """The agents of this process, and what all of them have read."""
 
-    def __init__(self, address: str, num_hosts: int, first: int, last: int, shared_port: int) -> None:
+    def __init__(self, address: str, num_hosts: int, indices: Sequence[int], shared_port: int) -> None:
         self._address = address
         self._num_hosts = num_hosts
         self._shared_port = shared_port
-        self._waiting = collections.deque(range(first, last))
-        self._num_agents = last - first
+        self._waiting = collections.deque(indices)
+        self._num_agents = len(indices)
+        self._num_listening = count_listening(num_hosts)
         self._stores: list[Store] = []
         self._agents: dict[int, SimulatedAgent] = {}
         self._runs: dict[int, asyncio.Task[None]] = {}
@@ -74,6 +80,10 @@ class AgentsProcess:
                 self._stores.append(await connect_store(self._address))
             self._agents[index] = self._make_agent(index)
         await asyncio.gather(*(self._register(index) for index in indices))
+        # Hosts learn their parent when they register, long before the last one does.
+        late = [self._agents[index] for index in indices if index > FANOUT]
+        while not all(agent.parent for agent in late):  # noqa: ASYNC110 - no event announces what is waited for
+            await asyncio.sleep(PARENT_INTERVAL_S)
         send(Registered(at_s=began_s))
 
     async def lose_last(self) -> None:
@@ -87,7 +97,7 @@ class AgentsProcess:
 
     async def train(self) -> None:
         """Make a step a second; of the hosts that do not report, the agents that they would report to are told."""
-        silent = [agent for index, agent in self._agents.items() if index > FANOUT]
+        silent = [agent for index, agent in self._agents.items() if index > self._num_listening]
         channels = await self._connect_reporting() if silent else []
         while True:
             await asyncio.sleep(STEP_S)
@@ -121,7 +131,11 @@ class AgentsProcess:
 
         read: set[tuple[int, GenerationPhase]] = set()
         return SimulatedAgent(
-            index, self._num_hosts, self._stores[-1], on_read, None if index <= FANOUT else self._shared_port
+            index,
+            self._num_hosts,
+            self._stores[-1],
+            on_read,
+            None if index <= self._num_listening else self._shared_port,
         )
 
     def _note_read(self, read: set[tuple[int, GenerationPhase]], generation: Generation, nbytes: int) -> None:
@@ -162,11 +176,12 @@ def exit_if_failed(run: "asyncio.Task[None]") -> None:
 
 
 async def main() -> None:
-    address, num_hosts, first, last = sys.argv[1], *map(int, sys.argv[2:])
+    gc.disable()  # the objects of thousands of agents take it a second, those of one a millisecond
+    address, num_hosts, first, last, step = sys.argv[1], *map(int, sys.argv[2:])
     # A leader looks whether the agents that it waits for are alive.
     listener = await asyncio.start_server(close_at_once, "127.0.0.1", 0)
     shared_port = listener.sockets[0].getsockname()[1]
-    agents = AgentsProcess(address, num_hosts, first, last, shared_port)
+    agents = AgentsProcess(address, num_hosts, range(first, last, step), shared_port)
     training: asyncio.Task[None] | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
         match msgspec.json.decode(line, type=AgentsOrder):
@@ -182,7 +197,10 @@ async def main() -> None:
 if __name__ == "__main__":
     with (
         share_decoding(),
+        share_connections(PATIENCE_S),
         mock.patch.object(etcd_connection, "PROGRESS_INTERVAL_S", SIGN_OF_LIFE_INTERVAL_S),
         mock.patch.object(etcd_connection, "SILENCE_LIMIT_S", PATIENCE_S),
+        mock.patch.object(etcd_connection, "ATTEMPT_TIMEOUT_S", PATIENCE_S),
+        mock.patch.object(etcd_connection, "REPEATABLE_ATTEMPT_TIMEOUT_S", PATIENCE_S),
     ):
         asyncio.run(main())

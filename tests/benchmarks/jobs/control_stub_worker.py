@@ -22,6 +22,7 @@ from resilient_jax.protocol.worker_messages import (
     StepCommitted,
     StopWorker,
     TakeSeat,
+    TakeStacks,
     WorkerMessage,
     WorkerOrder,
 )
@@ -53,7 +54,7 @@ class StubWorker:
         next_step_s = 0.0
         while True:
             for received in self._connection.receive(STEP_S / 4):
-                if not isinstance(received.message, LeaseRenewed):
+                if not isinstance(received.message, LeaseRenewed | TakeStacks):
                     self._apply(worker_protocol.handle_order(self._protocol, received.message))
             state = self._protocol.report.state
             if state is state.STARTING and self._protocol.is_admitted:

@@ -22,10 +22,10 @@ import msgspec
 import resilient_jax as rj
 from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedModel, TimedPlan
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import StepMeasurement, estimate_step_s, fit_calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
+from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.tensor_partition import find_violated_rules
 from resilient_jax.planning.transformer import TransformerShape

@@ -86,7 +86,7 @@ def plan(
     mesh = REPOSITORY / MESH
     figures = PlanFigures(machine=describe_machine(), n=rounds)
     for case in SEARCH_CASES:
-        profile = _profile(case.model)
+        profile = analyze_model(case.model)
         healthy = make_topology(mesh, case.hosts)
         changed = healthy.without(healthy.hosts[3].name).slowed(healthy.hosts[5].name, 0.6)
         for name, topology in (("search", healthy), ("search_after", changed)):
@@ -98,7 +98,7 @@ def plan(
         figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
     if programs:
         console.print("all plans of four models on eight CPU devices")
-        figures.programs = make_program_figures(_measure_programs(rounds))
+        figures.programs = make_program_figures(measure_programs(rounds))
         console.print(_tabulate_programs(figures.programs))
     if job:
         figures.stalls = _measure_stalls(console)
@@ -108,7 +108,8 @@ def plan(
     print_json_line(figures.line())
 
 
-def _profile(model: str) -> ProgramCost:
+def analyze_model(model: str) -> ProgramCost:
+    """Return the cost of a model in `configs/`."""
     shape = load_model_shape(REPOSITORY / f"configs/{model}.toml")
     return analyze_transformer(shape.transformer, name=shape.name)
 
@@ -135,7 +136,7 @@ def _measure_memory(profile: ProgramCost, topology: Topology, case: SearchCase) 
     return most / 2**20
 
 
-def _measure_programs(rounds: int) -> PlanMeasurements:
+def measure_programs(rounds: int) -> PlanMeasurements:
     """Run the script that compiles and times programs, in a process of its own with eight devices.
 
     Raises:

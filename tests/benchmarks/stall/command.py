@@ -16,6 +16,7 @@ from rich.table import Table
 from benchmarks.paths import JOBS
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import (
+    AS_ON_A_POD,
     HOSTS,
     MANY_STEPS,
     REPORT_TIMEOUT_S,
@@ -152,7 +153,7 @@ class _Campaign:
         self.agent_start_s: list[float] = []
 
     def run(self, kills: int) -> None:
-        with run_job(self._command, self._work) as job:
+        with run_job(self._command, self._work, options=AS_ON_A_POD) as job:
             wait_healthy(job)
             for number in range(kills):
                 with_service = number % 2 == 1

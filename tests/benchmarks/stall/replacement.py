@@ -6,7 +6,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from benchmarks.runs import HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
+from benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
@@ -33,7 +33,7 @@ def measure_replacements(
     totals: list[float] = []
     hosts = make_host_names(HOSTS)
     command = [str(script), "ours", str(MANY_STEPS), str(work / "times")]
-    with run_job(command, work, config=CONFIG.format(standby=standby)) as job:
+    with run_job(command, work, config=CONFIG.format(standby=standby), options=AS_ON_A_POD) as job:
         for number in range(kills):
             wait_healthy(job)
             _wait_standbys(job, standby)

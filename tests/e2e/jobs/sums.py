@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.ids import ProcessIndex
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.failpoints import Corruption, FailPoint
 from resilient_jax.state.state_digest import make_no_state_digest
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.contributions import Contribution, Contributions
@@ -122,8 +122,8 @@ class Hooks:
     def leave_job(self, why: str) -> NoReturn:
         raise AssertionError(why)
 
-    def hit_failpoint(self, failpoint: FailPoint, index: int = -1) -> bool:
-        return False
+    def hit_failpoint(self, failpoint: FailPoint, index: int = -1) -> Corruption:
+        return Corruption.NONE
 
 
 def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:

@@ -6,6 +6,8 @@ microbatches are assigned by speed. With `keep` an array of every world is kept,
 orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
 - `late`: as long as it is there, no worker that starts asks to join;
+- `hang`: a host, a place (`input`, `user`, or `interpreter`: without letting other threads run) and a step, where the
+  host's worker hangs once;
 - `compile`: a step in which all hosts compile for about a second; a host that begins to compile writes
   `compiling-<host>-<step>`.
 Each process logs what it did:
@@ -16,6 +18,8 @@ Each process logs what it did:
 - `final-<host>.npz`: the state at the end.
 """
 
+import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -35,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.data.prefetcher import Prefetcher
+from resilient_jax.protocol.worker_messages import WORKER_SETTINGS_VARIABLE
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
@@ -50,7 +55,8 @@ the workers that come back. All hosts of a test share two cores, and steps that 
 it."""
 ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
-LOCK = open(WORK / f"lock-{os.getppid()}", "w")  # noqa: SIM115 - of this agent; until the process ends
+HOST = json.loads(os.environ.get(WORKER_SETTINGS_VARIABLE, "{}")).get("host")
+LOCK = open(WORK / f"lock-{HOST}", "w")  # noqa: SIM115 - until the process ends
 if "lock" in sys.argv:
     fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
 traces = 0
@@ -66,6 +72,15 @@ def step_in(name: str) -> int:
         return int((WORK / name).read_text())
     except (OSError, ValueError):
         return NEVER
+
+
+def hang_if_ordered(place: str, step: int) -> None:
+    """Hang for good if the harness has ordered it; the worker that comes after this one does not."""
+    with contextlib.suppress(OSError):
+        if (WORK / "hang").read_text().split() == [HOST, place, str(step)]:
+            (WORK / "hang").unlink()
+            sleep = ctypes.PyDLL(None).sleep if place == "interpreter" else time.sleep
+            sleep(600)
 
 
 def init_state() -> tuple[dict[str, jax.Array], optax.OptState]:
@@ -124,6 +139,7 @@ class Rows:
         self._log = log
 
     def batch(self, step: int, index: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
+        hang_if_ordered("input", step)
         print(json.dumps({"step": step, "index": index}), file=self._log, flush=True)
         rows = np.random.default_rng((step, index)).standard_normal((ROWS, SIZE), np.float32)
         k, n = part
@@ -158,6 +174,8 @@ def train(world: rj.World) -> None:
                 return
             if step == step_in("compile"):
                 compile_for_long(step, world.host)
+            hang_if_ordered("user", step)
+            hang_if_ordered("interpreter", step)
 
             def compute(microbatch: rj.Microbatch, params: dict = state[0]) -> tuple:
                 print(json.dumps({"step": microbatch.step, "index": microbatch.index}), file=log, flush=True)

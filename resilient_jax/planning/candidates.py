@@ -1,19 +1,17 @@
-"""Branch and bound over all plans, in the order of their lower bounds.
+"""The candidates of a search: every row of the table, with its layouts, splits of the layers, and numbers of blocks.
 
 Exact over its space: sizes of tensor, sequence, expert that the program allows; any number of stages up to the layers,
 and any split of them; any FSDP and any microbatch that divide the batch; any number of replicas; layouts as
-`enumerate_layouts` returns them. A branch is pruned when its lower bound is not below the best plan found, or when its
-least memory does not fit (Land and Doig 1960, https://doi.org/10.2307/1910129).
+`enumerate_layouts` returns them. Rows are priced in the order of `CandidateTable.least_s`, which is at most the step
+time of each of their plans, so the search ends at the first row that cannot be below the best plan found.
 """
 
-import enum
-import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, assert_never
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.candidate_table import tabulate_candidates
 from resilient_jax.planning.cost_model import BlockClass, CostModel, PlanCost
 from resilient_jax.planning.device_layout import (
     DeviceLayout,
@@ -21,12 +19,13 @@ from resilient_jax.planning.device_layout import (
     ReplicaAxes,
     enumerate_layouts,
 )
-from resilient_jax.planning.lower_bounds import LowerBounds, find_divisors
+from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.stage_balancing import bound_block_classes, tighten_layer_limits
-from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 BLOCK_SIZES = tuple(sorted({factor << power for power in range(16) for factor in (1, 3)}))
 """Sizes of blocks of replicas: a fixed set, so that more hosts never remove a choice."""
+ANY_AXES = ReplicaAxes(0, 0, 0, 0, 0)
+"""Its limit is the limit of any axes without a candidate so far."""
 
 
 class PlanCandidate(NamedTuple):
@@ -36,18 +35,6 @@ class PlanCandidate(NamedTuple):
     layout: DeviceLayout
     microbatch: MicrobatchConfig
     blocks: int
-
-
-class PlanConstraints(NamedTuple):
-    """What is given and not searched for: sizes of axes, a microbatch or None, and the least number of replicas."""
-
-    axes: Mapping[Axis, int]
-    microbatch: MicrobatchConfig | None = None
-    min_replicas: int = 1
-
-
-NO_FIXED_AXES: Mapping[Axis, int] = {}
-NO_CONSTRAINTS = PlanConstraints(NO_FIXED_AXES)
 
 
 def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
@@ -69,25 +56,6 @@ def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
     )
 
 
-def enumerate_axes(cost_model: CostModel, constraints: PlanConstraints) -> Iterator[ReplicaAxes]:
-    """Yield the sizes of the axes that shard a layer and of the pipeline, with FSDP left at 1."""
-    program_cost, devices = cost_model.request.program_cost, cost_model.devices
-
-    def sizes(axis: Axis) -> tuple[int, ...]:
-        allowed = find_axis_sizes(program_cost, axis, devices)
-        return tuple(size for size in allowed if size == constraints.axes.get(axis, size))
-
-    stages = sizes(Axis.PIPELINE)
-    for tensor, sequence, expert in itertools.product(
-        sizes(Axis.TENSOR), sizes(Axis.SEQUENCE), sizes(Axis.EXPERT)
-    ):
-        for stage_count in stages:
-            # Sizes are ascending, so all further pipelines need too many devices, too.
-            if tensor * sequence * expert * stage_count > devices:
-                break
-            yield ReplicaAxes(tensor=tensor, sequence=sequence, expert=expert, pipeline=stage_count)
-
-
 def visit_candidates(
     cost_model: CostModel,
     constraints: PlanConstraints,
@@ -102,38 +70,22 @@ def visit_candidates(
         limit_s: the step time from which on a replica's axes are of no use; may only fall between calls.
         keep: called with each candidate.
     """
-    _Visit(cost_model, constraints, limit_s, keep).run()
+    levels = tuple(find_useful_levels(cost_model, stages) for stages in (1, 2))
+    devices = cost_model.request.pool.devices_per_host
+    layouts: dict[ReplicaAxes, tuple[DeviceLayout, ...]] = {}
+    pricing = _Pricing(cost_model, constraints, limit_s, keep)
+    for least_s, axes, microbatch in tabulate_candidates(cost_model, constraints, levels[1]).ascending():
+        if least_s >= limit_s(ANY_AXES):
+            return
+        if least_s < limit_s(axes):
+            if axes not in layouts:
+                layouts[axes] = enumerate_layouts(axes, devices, levels[axes.pipeline > 1])
+            for layout in layouts[axes]:
+                pricing.visit_layout(layout, microbatch)
 
 
-class _Known(enum.IntEnum):
-    """How far a node of the tree is refined: each refinement takes longer, and its bound is larger or equal."""
-
-    BARE = 0
-    """Axes that shard a layer, and the stages; the bound omits collectives."""
-    NARROW = 1
-    """The same axes with collectives. Most nodes never get here, so this bound is computed only for the next node."""
-    FSDP = 2
-    """With FSDP, by a quick bound."""
-    SHARP = 3
-    """The same axes by a sharp bound."""
-    BATCH = 4
-    """With the microbatch."""
-
-
-class _Node(NamedTuple):
-    least_s: float
-    axes: ReplicaAxes
-    known: _Known
-    replicas: int = 0
-    microbatch: MicrobatchConfig | None = None
-
-
-ANY_AXES = ReplicaAxes(0, 0, 0, 0, 0)
-"""Its limit is the limit of any axes without a candidate so far."""
-
-
-class _Visit:
-    """One walk through the tree of plans, the least bound first."""
+class _Pricing:
+    """The exact prices of one request's candidates."""
 
     def __init__(
         self,
@@ -146,92 +98,8 @@ class _Visit:
         self._constraints = constraints
         self._limit_s = limit_s
         self._keep = keep
-        self._levels = tuple(find_useful_levels(cost_model, stages) for stages in (1, 2))
-        self._bounds = LowerBounds(cost_model, self._levels[0])
-        wanted = constraints.axes.get(Axis.FSDP)
-        parts = find_divisors(cost_model.request.global_batch)
-        self._fsdps = [size for size in parts if wanted in (None, size)]
-        self._layouts: dict[ReplicaAxes, tuple[tuple[DeviceLayout, int], ...]] = {}
 
-    def run(self) -> None:
-        """Expand nodes until none can be below its limit."""
-        all_axes = enumerate_axes(self._cost_model, self._constraints)
-        queue = [_Node(self._bounds.bound_step_compute_s(axes), axes, _Known.BARE) for axes in all_axes]
-        heapq.heapify(queue)
-        # Best first: a bound is at most the step time of every plan below its node, and the queue returns the least
-        # bound, so the search may end at the first bound that reaches the limit.
-        while queue:
-            node = heapq.heappop(queue)
-            if node.least_s >= self._limit_s(ANY_AXES):
-                return
-            for child in self._expand(node):
-                if child.least_s < self._limit_s(child.axes):
-                    heapq.heappush(queue, child)
-
-    def _expand(self, node: _Node) -> Iterator[_Node]:
-        match node.known:
-            case _Known.BARE:
-                yield _Node(self._bounds.bound_step_s(node.axes), node.axes, _Known.NARROW)
-            case _Known.NARROW:
-                yield from self._with_fsdp(node.axes)
-            case _Known.FSDP:
-                sharp = self._bounds.bound_feasible_step_s(node.axes, node.replicas)
-                yield node._replace(least_s=sharp, known=_Known.SHARP)
-            case _Known.SHARP:
-                yield from self._with_batch(node)
-            case _Known.BATCH:
-                assert node.microbatch is not None
-                self._visit_batch(node.axes, node.microbatch)
-            case _:
-                assert_never(node.known)
-
-    def _with_fsdp(self, narrow: ReplicaAxes) -> Iterator[_Node]:
-        tensor, sequence, expert, _, stages = narrow
-        # m p devices of a replica before FSDP, N devices in all.
-        each, devices = narrow.devices, self._cost_model.devices
-        most_blocks = self._constraints.axes.get(Axis.REPLICA, devices)
-        least = self._constraints.min_replicas
-        for fsdp in self._fsdps:
-            # R <= floor(N / (m p f)) for FSDP of size f; it falls with f, and sizes are ascending.
-            replicas = min(devices // (each * fsdp), most_blocks)
-            if replicas < least:
-                return
-            axes = ReplicaAxes(tensor, sequence, expert, fsdp, stages)
-            yield _Node(self._bounds.bound_fsdp_step_s(axes, replicas), axes, _Known.FSDP, replicas)
-
-    def _with_batch(self, node: _Node) -> Iterator[_Node]:
-        request, axes = self._cost_model.request, node.axes
-        # share = B / f sequences of a step are computed at each position along FSDP, in B / (f b) microbatches of b;
-        # each replica needs one. A larger b needs more memory still, and gives fewer microbatches.
-        share = request.global_batch // axes.fsdp
-        for is_remat in (False, True) if request.program_cost.can_remat else (False,):
-            for size in find_divisors(share):
-                microbatch = MicrobatchConfig(size, is_remat)
-                if share // size < self._constraints.min_replicas or not self._bounds.memory_filter.may_fit(
-                    axes, microbatch
-                ):
-                    break
-                if self._constraints.microbatch in (None, microbatch):
-                    bound = self._bounds.bound_microbatch_step_s(axes, microbatch, node.replicas)
-                    yield _Node(bound, axes, _Known.BATCH, node.replicas, microbatch)
-
-    def _layouts_of(self, axes: ReplicaAxes) -> tuple[tuple[DeviceLayout, int], ...]:
-        """Return the layouts of these axes, each with the number of replicas that the hosts can form."""
-        if axes not in self._layouts:
-            layouts = enumerate_layouts(
-                axes,
-                self._cost_model.request.pool.devices_per_host,
-                self._levels[axes.pipeline > 1],
-            )
-            self._layouts[axes] = tuple((one, self._cost_model.count_replicas(one)) for one in layouts)
-        return self._layouts[axes]
-
-    def _visit_batch(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> None:
-        for layout, replicas in self._layouts_of(axes):
-            if self._bounds.bound_microbatch_step_s(axes, microbatch, replicas) < self._limit_s(axes):
-                self._visit_layout(layout, microbatch)
-
-    def _visit_layout(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> None:
+    def visit_layout(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> None:
         """Visit replicas one by one, then in blocks, which shorten only the all-reduce over replicas."""
         cost_model = self._cost_model
         classes = cost_model.find_block_classes(layout, microbatch, self._limit_s(layout.axes))

@@ -1,0 +1,186 @@
+"""The compiled programs of a block: forward, and backward in two tasks, B and W.
+
+There is no program that does both tasks: XLA would fuse across them and round differently (seen: scales of layer
+norms), and the bits of a step would depend on its schedule.
+
+The programs of a kind are compiled once and called with the weights and constants of each of its blocks. They hold no
+array, device or mesh: on new devices of the same number and kind they are compiled again, or found in the compilation
+cache, but not traced again.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from resilient_jax.blocks.block_kinds import BlockKind, Constants
+from resilient_jax.blocks.derivatives import Values
+from resilient_jax.blocks.model_weights import Tree, Weights
+
+Boundary = tuple[Any, ...]
+"""Arrays that cross a cut: of forward the values for the next block, of backward the gradients of those of them that
+are floating-point numbers. Before the first block it is empty; after the last it is (loss,)."""
+
+
+class ForwardResult(NamedTuple):
+    """What forward returns.
+
+    Attributes:
+        y: for the next block; of the last block (loss,).
+        results: auxiliary outputs of the loss that this block makes, by path.
+        residuals: for backward; no weights are among them.
+    """
+
+    y: Boundary
+    results: dict[str, Any]
+    residuals: tuple[Any, ...]
+
+
+class BackwardResult(NamedTuple):
+    """What backward returns.
+
+    Attributes:
+        gradients: of the trained weights, by name.
+        g: for the block before.
+    """
+
+    gradients: dict[str, Any]
+    g: Boundary
+
+
+class BackwardInputResult(NamedTuple):
+    """What B returns.
+
+    Attributes:
+        g: for the block before.
+        kept: for W: residuals, and what B computed of which W needs more.
+    """
+
+    g: Boundary
+    kept: "KeptForWeights"
+
+
+class KeptForWeights(NamedTuple):
+    """What W needs, a pytree.
+
+    Attributes:
+        passed: of residuals and g; the same arrays.
+        intermediates: computed by B.
+    """
+
+    passed: tuple[Any, ...]
+    intermediates: tuple[Any, ...]
+
+
+class KindPrograms:
+    """The jitted programs of a kind."""
+
+    def __init__(self, kind: BlockKind) -> None:
+        self.kind, derivative = kind, kind.derivative
+        self._derivative = derivative
+        # A gradient becomes the gradient of the input, where it has its shape; a donation without one would be in vain.
+        is_alike = _count_shapes(derivative.g) == _count_shapes(derivative.x_gradient)
+        num_residuals = len(derivative.residuals)
+        is_passed = any(place >= num_residuals for place in derivative.passed)
+        self.donates_g = is_alike and not is_passed
+        self.forward = jax.jit(self._forward, static_argnames="boundary")
+        self.backward_input = jax.jit(
+            self._backward_input, static_argnames="boundary", donate_argnums=(3,) if self.donates_g else ()
+        )
+        self.backward_weights = jax.jit(derivative.backward_weights)
+
+    def _forward(
+        self, weights: Values, x: Values, data: Values, constants: Values, *, boundary: NamedSharding | None
+    ) -> tuple[Any, Any, Any]:
+        y, results, residuals = self._derivative.forward(weights, x, data, constants)
+        return _constrain(y, boundary), results, residuals
+
+    def _backward_input(
+        self,
+        weights: Values,
+        constants: Values,
+        residuals: Values,
+        g: Values,
+        *,
+        boundary: NamedSharding | None,
+    ) -> tuple[Any, Any]:
+        x_gradient, made = self._derivative.backward_input(weights, constants, residuals, g)
+        return _constrain(x_gradient, boundary), made
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrograms:
+    """The programs of one block.
+
+    Attributes:
+        kind: with the compiled programs.
+        number: of the block.
+        weight_names: what each program takes, by these names.
+        trained_names: of the weights that get a gradient.
+        result_names: paths of the auxiliary outputs that the block makes.
+        constants: of the block.
+        boundary: sharding of all values that cross cuts, without devices; None: the compiler's choice.
+    """
+
+    kind: KindPrograms
+    number: int
+    weight_names: tuple[str, ...]
+    trained_names: tuple[str, ...]
+    result_names: tuple[str, ...]
+    constants: Constants
+    boundary: NamedSharding | None = None
+
+    def forward(self, weights: Weights, x: Boundary, batch: Tree, key: Any) -> ForwardResult:  # noqa: ANN401 - a key
+        """Compute the block for a microbatch.
+
+        Args:
+            weights: of the block, by name; others are ignored.
+            x: from the block before; () for the first.
+            batch: the microbatch.
+            key: of the microbatch.
+        """
+        data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
+        y, results, residuals = self.kind.forward(
+            self._select(weights), tuple(x), data, self.constants, boundary=self.boundary
+        )
+        return ForwardResult(tuple(y), dict(zip(self.result_names, results, strict=True)), tuple(residuals))
+
+    def backward(self, weights: Weights, residuals: Sequence[Any], g: Boundary) -> BackwardResult:
+        """Compute all gradients: B, then W. `g` is donated where it can be: do not use its arrays afterwards."""
+        x_gradient, kept = self.backward_input(weights, residuals, g)
+        return BackwardResult(self.backward_weights(weights, kept), x_gradient)
+
+    def backward_input(self, weights: Weights, residuals: Sequence[Any], g: Boundary) -> BackwardInputResult:
+        """Compute B, the gradient of the input. `g` is donated where it can be: do not use its arrays afterwards."""
+        x_gradient, made = self.kind.backward_input(
+            self._select(weights), self.constants, tuple(residuals), tuple(g), boundary=self.boundary
+        )
+        moved = (*residuals, *g)
+        passed = tuple(moved[place] for place in self.kind.kind.derivative.passed)
+        return BackwardInputResult(tuple(x_gradient), KeptForWeights(passed, tuple(made)))
+
+    def backward_weights(self, weights: Weights, kept: KeptForWeights) -> dict[str, Any]:
+        """Compute W, the gradients of the trained weights, by name."""
+        found = self.kind.backward_weights(
+            self._select(weights), self.constants, kept.passed, kept.intermediates
+        )
+        return self._name(found)
+
+    def _select(self, weights: Weights) -> tuple[Any, ...]:
+        return tuple(weights[name] for name in self.weight_names)
+
+    def _name(self, gradients: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.trained_names, gradients, strict=True))
+
+
+def _count_shapes(shapes: Sequence[jax.ShapeDtypeStruct]) -> Mapping[Any, int]:
+    return collections.Counter((shape.shape, shape.dtype) for shape in shapes)
+
+
+def _constrain(values: Sequence[Any], boundary: NamedSharding | None) -> tuple[Any, ...]:
+    if boundary is None:
+        return tuple(values)
+    return tuple(jax.lax.with_sharding_constraint(value, boundary) for value in values)

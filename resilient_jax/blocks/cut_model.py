@@ -1,0 +1,187 @@
+"""`cut_model`: a loss becomes a chain of blocks with programs and weights of their own.
+
+cut = cut_model(loss, variables, batch, key)          # arrays or shapes; loss(variables, batch, key)
+weights = cut.split_variables(variables)              # of each block, by name
+x = ()
+for block in cut.blocks:
+    x, results, residuals = block.programs.forward(weights[block.number], x, batch, key)
+g = cut.loss_gradient
+for block in reversed(cut.blocks):
+    gradients, g = block.programs.backward(weights[block.number], residuals_of[block.number], g)
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from resilient_jax.blocks.block_kinds import find_kinds
+from resilient_jax.blocks.block_programs import BlockPrograms, Boundary, KindPrograms
+from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
+from resilient_jax.blocks.equation_slices import describe_var
+from resilient_jax.blocks.loss_trace import LossOfVariables, LossTrace, trace_loss
+from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The smallest part of a model that is never cut.
+
+    Attributes:
+        number: in the chain.
+        kind: index of its kind in `CutModel.kinds`.
+        weights: what it computes with; some may belong to other blocks too, see `CutModel.shared_weights`.
+        x: shapes of the values from the block before.
+        y: shapes of the values for the next block; of the last block that of the loss.
+        programs: what it computes.
+    """
+
+    number: int
+    kind: int
+    weights: tuple[Weight, ...]
+    x: tuple[Any, ...]
+    y: tuple[Any, ...]
+    programs: BlockPrograms
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CutModel:
+    """A model as a chain of blocks.
+
+    Attributes:
+        blocks: in the order of forward.
+        kinds: the compiled programs; blocks of a kind share them.
+        shared_weights: the blocks of each weight that belongs to several: its gradient is the sum of theirs.
+        trace: of the loss.
+    """
+
+    blocks: tuple[Block, ...]
+    kinds: tuple[KindPrograms, ...]
+    shared_weights: Mapping[str, tuple[int, ...]]
+    trace: LossTrace
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, with embedding and head."""
+        return len(self.blocks)
+
+    @property
+    def loss_gradient(self) -> Boundary:
+        """The gradient of the loss by itself, 1: `g` of the last block."""
+        (loss,) = self.blocks[-1].y
+        return (np.ones((), loss.dtype),)
+
+    def split_variables(self, variables: Tree) -> tuple[dict[str, Any], ...]:
+        """Return the weights of each block, by name, out of a tree like the variables.
+
+        Raises:
+            ValueError: the tree has another structure.
+        """
+        weights = self.trace.table.split(variables)
+        return tuple({weight.name: weights[weight.name] for weight in block.weights} for block in self.blocks)
+
+    def join_variables(self, weights: Sequence[Weights]) -> Tree:
+        """Return the tree of the weights of all blocks; the inverse of `split_variables`.
+
+        A shared weight is taken from the first block that has it. Leaves of which no weight is given are None.
+
+        Args:
+            weights: of each block, by name; of numpy arrays a tree of numpy arrays is made.
+        """
+        found: dict[str, Any] = {}
+        for part in weights:
+            found = {**part, **found}
+        return self.trace.table.join(found)
+
+    def join_gradients(self, gradients: Sequence[Weights]) -> Tree:
+        """Return the tree of the gradients of all blocks; those of a shared weight are added in the order of blocks."""
+        found: dict[str, Any] = {}
+        for part in gradients:
+            for name, gradient in part.items():
+                found[name] = found[name] + gradient if name in found else gradient
+        return self.trace.table.join(found)
+
+    def join_results(self, results: Sequence[Mapping[str, Any]]) -> Tree:
+        """Return the auxiliary output of the loss, out of the results of all blocks."""
+        found = {name: value for part in results for name, value in part.items()}
+        return self.trace.aux_treedef.unflatten(found[name] for name in self.trace.result_names[1:])
+
+    def with_boundary(self, boundary: NamedSharding | None) -> "CutModel":
+        """Return the same model with a sharding of all values that cross cuts.
+
+        Args:
+            boundary: over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must be.
+        """
+        blocks = tuple(
+            dataclasses.replace(block, programs=dataclasses.replace(block.programs, boundary=boundary))
+            for block in self.blocks
+        )
+        return dataclasses.replace(self, blocks=blocks)
+
+
+def cut_model(
+    loss: LossOfVariables,
+    variables: Tree,
+    batch: Tree,
+    key: Any,  # noqa: ANN401 - a random key, or its shape
+    *,
+    is_trained: IsTrained = is_inexact,
+    remat: bool = False,
+) -> CutModel:
+    """Cut a model into blocks at its layers.
+
+    Args:
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. Traced once.
+        variables: arrays or their shapes; nothing is computed.
+        batch: of a microbatch.
+        key: of a microbatch.
+        is_trained: selects by path and leaf what gets a gradient.
+        remat: forward keeps a block's input only, and backward computes the block again.
+
+    Raises:
+        CallerError: the loss cannot be cut; says what is in the way.
+    """
+    trace = trace_loss(loss, variables, batch, key, is_trained)
+    traces = cut_trace(trace)
+    found = find_kinds(traces, remat=remat)
+    kinds = tuple(map(KindPrograms, found))
+    blocks = [
+        _make_block(traces[number], number, index, kinds[index], constants)
+        for index, kind in enumerate(found)
+        for number, constants in zip(kind.blocks, kind.constants, strict=True)
+    ]
+    blocks.sort(key=lambda block: block.number)
+    return CutModel(blocks=tuple(blocks), kinds=kinds, shared_weights=_find_shared(blocks), trace=trace)
+
+
+def _make_block(
+    trace: BlockTrace, number: int, index: int, kind: KindPrograms, constants: tuple[Any, ...]
+) -> Block:
+    jaxpr, first = trace.closed.jaxpr, len(trace.weights)
+    programs = BlockPrograms(
+        kind=kind,
+        number=number,
+        weight_names=tuple(weight.name for weight in trace.weights),
+        trained_names=tuple(weight.name for weight in trace.weights if weight.is_trained),
+        result_names=trace.result_names,
+        constants=constants,
+    )
+    return Block(
+        number=number,
+        kind=index,
+        weights=trace.weights,
+        x=tuple(map(describe_var, jaxpr.invars[first : first + trace.num_inputs])),
+        y=tuple(map(describe_var, jaxpr.outvars[: trace.num_outputs])),
+        programs=programs,
+    )
+
+
+def _find_shared(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+    """Return the blocks of each weight that belongs to several."""
+    holders: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        for weight in block.weights:
+            holders[weight.name] = (*holders.get(weight.name, ()), block.number)
+    return {name: numbers for name, numbers in holders.items() if len(numbers) > 1}

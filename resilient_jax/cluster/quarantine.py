@@ -1,0 +1,89 @@
+"""The records of hosts in quarantine: they end with their leases, or when an operator clears them."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.stored_records import ENCODER, decode_quarantine
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.protocol.quarantine import QuarantineRecord
+from resilient_jax.protocol.store_keys import (
+    make_leader_key,
+    make_quarantine_key,
+    make_quarantine_prefix,
+)
+from resilient_jax.store.interface import (
+    Compare,
+    CompareOperator,
+    CompareTarget,
+    DeleteOp,
+    PutOp,
+    Store,
+)
+
+
+async def quarantine_host(
+    context: AgentContext, host: HostName, reason: str, *, leader_token: Revision | None = None
+) -> None:
+    """Write that a host takes no part for `quarantine_s`, and record it.
+
+    Args:
+        context: of this agent.
+        host: the host.
+        reason: why, for people.
+        leader_token: of the leader that decides it; nothing is written if another leads by now. None: the host's own
+            agent decides.
+
+    Raises:
+        PeerError: the store did not answer.
+    """
+    settings = context.settings
+    seconds = settings.config.quarantine_s
+    now_s = context.clock.wall_s()
+    record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=now_s + seconds)
+    written = await write_quarantine(context.store, settings.job, record, leader_token=leader_token)
+    if written:
+        context.log.record(EventKind.HOST_QUARANTINED, quarantined=host, seconds=seconds, reason=reason)
+        context.print_line(f"{host}: in quarantine for {seconds:g} s: {reason}")
+
+
+async def write_quarantine(
+    store: Store, job: JobName, record: QuarantineRecord, *, leader_token: Revision | None = None
+) -> bool:
+    """Write a record that ends with a lease; return whether it was written, see `quarantine_host`."""
+    lease = await store.grant(max(record.until_wall_s - record.since_wall_s, 1.0))
+    compares = []
+    if leader_token is not None:
+        leader = make_leader_key(job)
+        compares = [Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)]
+    key = make_quarantine_key(job, record.host)
+    return (await store.transaction(compares, [PutOp(key, ENCODER.encode(record), lease)])).succeeded
+
+
+async def read_quarantine(store: Store, job: JobName) -> tuple[QuarantineRecord, ...]:
+    """Return the records of all hosts in quarantine, by name."""
+    _, found = await store.range(make_quarantine_prefix(job))
+    return tuple(decode_quarantine(record) for record in found)
+
+
+async def clear_quarantine(store: Store, job: JobName, host: HostName) -> bool:
+    """End a host's quarantine; return whether it was in one."""
+    key = make_quarantine_key(job, host)
+    if await store.get(key) is None:
+        return False
+    await store.transaction([], [DeleteOp(key)])
+    return True
+
+
+async def follow_quarantine(store: Store, job: JobName) -> AsyncGenerator[frozenset[HostName], None]:
+    """Yield the hosts in quarantine, now and after each change, until the watch fails."""
+    prefix = make_quarantine_prefix(job)
+    revision, found = await store.range(prefix)
+    hosts = frozenset(decode_quarantine(record).host for record in found)
+    if hosts:
+        yield hosts
+    async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
+        async for _ in batches:
+            _, found = await store.range(prefix)
+            yield frozenset(decode_quarantine(record).host for record in found)

@@ -1,0 +1,45 @@
+"""What `health` says of a host, a device or the links between hosts."""
+
+import enum
+
+import msgspec
+
+
+class FindingKind(enum.StrEnum):
+    """What is slow."""
+
+    COMPUTE = "compute"
+    """The processor or accelerator: microbatches take longer, with the data at hand."""
+    MEMORY = "memory"
+    """Memory: the update of the state, which reads and writes all of it and computes little, takes longer."""
+    INPUT = "input"
+    """The input pipeline: the host waits for its data."""
+    LINK = "link"
+    """The reduction takes longer although all hosts have come to it. Which link it is takes a measurement of each."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something is slow.
+
+    Attributes:
+        host: the host; "": the links between the hosts.
+        device: which of the host's replicas; None: the host as a whole.
+        kind: what of it is slow.
+        factor: how many times as long it takes as predicted.
+        since_step: the first step of which that is true.
+        evidence: what was observed and expected, as a sentence.
+    """
+
+    host: str
+    kind: FindingKind
+    factor: float
+    since_step: int
+    evidence: str
+    device: int | None = None
+
+    @property
+    def subject(self) -> str:
+        """What the finding is about: "host-1", "host-1, replica 2", "links"."""
+        if not self.host:
+            return "links"
+        return self.host if self.device is None else f"{self.host}, replica {self.device}"

@@ -1,0 +1,384 @@
+"""The monitor of a job: timings of steps in, findings out. Pure.
+
+A step is judged when all hosts have told of it, because they tell at different times. A host is compared with itself
+(what its own past predicts for the lengths of its documents) and with its peers (the median of observed over predicted
+in the same step): what slows all hosts alike is no host's fault. A host that was slow from its first step on is
+compared with the fits of its peers. What is found:
+
+    microbatches slow, half of it a wait for data        input
+    microbatches slow                                    compute
+    update slow, and clearly more so than microbatches   memory
+    reduction slow on all hosts, the last one included   link
+
+A host that waits in the reduction for another is not slow: what it waits for is in none of the durations above.
+"""
+
+import collections
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from resilient_jax.health.duration_model import DurationModel, WorkSample
+from resilient_jax.health.finding import Finding, FindingKind
+from resilient_jax.health.work_series import SUSPECT_RATIO, SeriesState, SuspicionRate, WorkSeries
+from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
+
+MIN_EXCESS_S: Final = 0.01
+"""What a step must take longer for a finding: the scheduler of a busy machine takes as much from any process."""
+MIN_TOTAL_EXCESS_S: Final = 0.25
+"""The same of all steps since it is slow: of steps of milliseconds a few in a row say little, and cost little."""
+MIN_INPUT_SHARE: Final = 0.5
+"""Of the excess, for it to be the input's."""
+MIN_DURATION_S: Final = 1e-5
+"""What takes less is not predicted."""
+SMALL_GROUP: Final = 32
+"""Up to so many peers a series is compared with the median of the others; of more, with the median of all."""
+COMPARED_AFTER_STEPS: Final = 8
+"""After a fit, it is compared with those of peers, which have theirs by then."""
+NOISE_SPREADS: Final = 2.0
+"""In robust standard deviations of a step."""
+MAX_OPEN_STEPS: Final = 16
+"""Of which not all hosts have told: then the oldest is judged by those that have, if these are half of all."""
+USUAL_INPUT_STEPS: Final = 16
+"""Whose median is what a host usually waits for its data."""
+
+
+class FindingOpened(msgspec.Struct, frozen=True):
+    """Something is slow from now on."""
+
+    finding: Finding
+
+
+class FindingClosed(msgspec.Struct, frozen=True):
+    """Something is no longer slow, or gone.
+
+    Attributes:
+        finding: as it was opened.
+        step: the step in which that was seen.
+        reason: why it is over.
+    """
+
+    finding: Finding
+    step: int
+    reason: str
+
+
+FindingChange = FindingOpened | FindingClosed
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What a series is of: the microbatches of a replica, a host's update, or the reduction."""
+
+    host: str
+    name: str
+    slot: int = 0
+
+
+class _Watched(msgspec.Struct):
+    """A series with what decides the kind of its findings."""
+
+    series: WorkSeries
+    first_step: int
+    finding: Finding | None = None
+    excess_s: float = 0.0
+    input_excess_s: float = 0.0
+    usual_input_s: collections.deque[float] = msgspec.field(
+        default_factory=lambda: collections.deque(maxlen=USUAL_INPUT_STEPS)
+    )
+    num_judged: int = 0
+    """Since the last comparison of its fit with those of peers became due."""
+
+
+class _Measured(msgspec.Struct):
+    """One series in the step that is judged."""
+
+    part: _Part
+    watched: _Watched
+    samples: list[WorkSample]
+    input_s: float
+    ratio: float
+    usual: float = 1.0
+    """The median ratio of its peers in this step."""
+
+    @property
+    def observed_s(self) -> float:
+        return sum(sample.seconds for sample in self.samples)
+
+
+LINKS: Final = _Part("", "reduction")
+
+
+class HealthMonitor:
+    """Watches the hosts of a job.
+
+    Args:
+        groups: hosts that do the same work, by host, such as those of one stage of a pipeline; hosts that are not named
+            are one group.
+    """
+
+    def __init__(self, groups: Mapping[str, str] | None = None) -> None:
+        self._groups = dict(groups or {})
+        self._rate = SuspicionRate()
+        self._watched: dict[_Part, _Watched] = {}
+        self._members: frozenset[str] = frozenset()
+        self._open: dict[int, dict[str, StepTiming]] = {}
+        """By step and host, what is not judged yet."""
+        self._judged_step = -1
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is slow now."""
+        return tuple(w.finding for w in self._watched.values() if w.finding is not None)
+
+    def set_members(self, hosts: Iterable[str], step: int) -> list[FindingChange]:
+        """Take these as the hosts that take part, from a step on; findings about others end."""
+        self._members = frozenset(hosts)
+        self._open.clear()
+        self._judged_step = step - 1
+        changes: list[FindingChange] = []
+        for part in [part for part in self._watched if part.host and part.host not in self._members]:
+            if (finding := self._watched.pop(part).finding) is not None:
+                changes.append(FindingClosed(finding, step, "the host takes no part any more"))
+        return changes
+
+    def observe(self, host: str, timing: StepTiming) -> list[FindingChange]:
+        """Take in a host's timing of a step; return what changed.
+
+        Args:
+            host: the host.
+            timing: of any step; some may be missing.
+        """
+        if host not in self._members or timing.step <= self._judged_step:
+            return []
+        told = self._open.setdefault(timing.step, {})
+        told[host] = timing
+        if len(told) == len(self._members):
+            return self._judge_until(timing.step)
+        if len(self._open) > MAX_OPEN_STEPS:
+            return self._judge_until(min(self._open))
+        return []
+
+    def predict_s(self, host: str, tokens: float, squares: float, slot: int = 0) -> float | None:
+        """Return what microbatches with these sums take on a host; None: not known yet."""
+        watched = self._watched.get(_Part(host, "work", slot))
+        if watched is None or watched.series.model is None:
+            return None
+        return watched.series.model.predict_s(tokens, squares)
+
+    # One step.
+
+    def _judge_until(self, step: int) -> list[FindingChange]:
+        """Judge this step and those before it that are still open, in order."""
+        changes: list[FindingChange] = []
+        for ready in sorted(number for number in self._open if number <= step):
+            told = self._open.pop(ready)
+            if 2 * len(told) >= len(self._members):
+                changes += self._judge_step(ready, told)
+        self._judged_step = step
+        return changes
+
+    def _judge_step(self, step: int, told: Mapping[str, StepTiming]) -> Iterator[FindingChange]:
+        measured = [
+            found
+            for part, samples, input_s in _list_samples(told, len(told) == len(self._members))
+            if (found := self._measure(step, part, samples, input_s)) is not None
+        ]
+        self._compare(measured)
+        # All ratios first: what kind of finding one is depends on the others of its host.
+        states = [one.watched.series.judge(step, one.ratio, one.usual, one.samples) for one in measured]
+        for one, state in zip(measured, states, strict=True):
+            yield from self._conclude(step, one, state)
+
+    def _measure(self, step: int, part: _Part, samples: list[WorkSample], input_s: float) -> _Measured | None:
+        watched = self._watched.get(part)
+        if watched is None:
+            watched = self._watched[part] = _Watched(WorkSeries(self._rate), step)
+        ratio = watched.series.measure(samples)
+        if ratio is None:
+            watched.usual_input_s.append(input_s)
+            return None
+        return _Measured(part, watched, samples, input_s, ratio)
+
+    def _compare(self, measured: list[_Measured]) -> None:
+        """Set the usual ratio of each: the median of those that do the same work, and are not known to be slow."""
+        groups: dict[tuple[str, str | None], list[_Measured]] = {}
+        for one in measured:
+            groups.setdefault((one.part.name, self._groups.get(one.part.host)), []).append(one)
+        for group in groups.values():
+            healthy = [one for one in group if one.watched.finding is None]
+            of_all = statistics.median(one.ratio for one in healthy) if healthy else 1.0
+            for one in group:
+                one.usual = of_all
+                if len(group) <= SMALL_GROUP:
+                    others = [other.ratio for other in healthy if other is not one]
+                    one.usual = statistics.median(others) if others else 1.0
+
+    def _conclude(self, step: int, one: _Measured, state: SeriesState) -> Iterator[FindingChange]:
+        watched = one.watched
+        self._add_excess(one, state)
+        watched.num_judged += 1
+        if watched.finding is not None:
+            if state.is_healthy:
+                closed, watched.finding = watched.finding, None
+                yield FindingClosed(closed, step, "as fast as predicted again")
+            return
+        if state.is_slow:
+            watched.finding = self._judge_change(one, state)
+        elif watched.num_judged == COMPARED_AFTER_STEPS:
+            watched.finding = self._judge_fit(one)
+        if watched.finding is not None:
+            yield FindingOpened(watched.finding)
+
+    def _add_excess(self, one: _Measured, state: SeriesState) -> None:
+        watched = one.watched
+        if not state.streak:
+            watched.usual_input_s.append(one.input_s)
+            watched.excess_s = watched.input_excess_s = 0.0
+            return
+        watched.excess_s += one.observed_s * (1 - 1 / state.ratio)
+        watched.input_excess_s += one.input_s - statistics.median(watched.usual_input_s or [0.0])
+
+    # Verdicts.
+
+    def _judge_change(self, one: _Measured, state: SeriesState) -> Finding | None:
+        """Return a finding about a series that has changed; None: too little to matter, or another one says more."""
+        watched = one.watched
+        if watched.excess_s < max(MIN_TOTAL_EXCESS_S, MIN_EXCESS_S * state.streak):
+            return None
+        kind = self._find_kind(one.part, watched, state)
+        if kind is None:
+            return None
+        compared = f"; its peers take {one.usual:.2f} times" if one.part != LINKS else ""
+        waits = (
+            f", of which {watched.input_excess_s / state.streak:.3g} s are waits for data"
+            if kind is FindingKind.INPUT
+            else ""
+        )
+        return Finding(
+            host=one.part.host,
+            device=self._find_device(one.part),
+            kind=kind,
+            factor=state.mean_ratio,
+            since_step=state.since_step,
+            evidence=(
+                f"{_describe(one.part)} took {one.observed_s:.3g} s in a step instead of "
+                f"{one.observed_s / one.ratio:.3g} s as predicted, {state.mean_ratio:.2f} times on average of "
+                f"{state.streak} steps{waits}{compared}"
+            ),
+        )
+
+    def _find_kind(self, part: _Part, watched: _Watched, state: SeriesState) -> FindingKind | None:
+        """Return what is slow; None: another part of the host tells more about it."""
+        if part == LINKS:
+            return FindingKind.LINK
+        works = [w for p, w in self._watched.items() if p.host == part.host and p.name == "work"]
+        if part.name == "update":
+            if any(w.finding is not None for w in works):
+                return None
+            ratios = [w.series.newest_ratio for w in works]
+            # A processor at half speed updates slowly, too: its microbatches will say so, a step later at most.
+            return FindingKind.MEMORY if state.mean_ratio > SUSPECT_RATIO * max(ratios, default=1.0) else None
+        if watched.input_excess_s >= MIN_INPUT_SHARE * watched.excess_s:
+            return FindingKind.INPUT
+        update = self._watched.get(_Part(part.host, "update"))
+        # An update of milliseconds is easily several times as long for once.
+        is_memory = (
+            update is not None
+            and update.excess_s >= MIN_TOTAL_EXCESS_S
+            and update.series.newest_ratio > SUSPECT_RATIO * state.mean_ratio
+        )
+        return FindingKind.MEMORY if is_memory else FindingKind.COMPUTE
+
+    def _find_device(self, part: _Part) -> int | None:
+        slots = [p.slot for p in self._watched if p.host == part.host and p.name == part.name]
+        return part.slot if len(slots) > 1 else None
+
+    def _judge_fit(self, one: _Measured) -> Finding | None:
+        """Return a finding about a host that was slow from its first step on, judging by the fits of its peers."""
+        own = one.watched.series.model
+        if one.part.name != "work" or own is None:
+            return None
+        tokens, squares = sum(s.tokens for s in one.samples), sum(s.squares for s in one.samples)
+        models = sorted(self._list_peer_models(one.part), key=lambda model: model.predict_s(tokens, squares))
+        if not models:
+            return None
+        own_s, peer = own.predict_s(tokens, squares), models[len(models) // 2]
+        peer_s = peer.predict_s(tokens, squares)
+        # By more than single steps of either vary: on a busy machine hosts differ for a while, by turns.
+        noise = NOISE_SPREADS * max(own.spread, peer.spread)
+        if own_s * (1 - noise) <= SUSPECT_RATIO * peer_s or own_s - peer_s < MIN_EXCESS_S:
+            return None
+        one.watched.series.replace_model(peer)
+        return Finding(
+            host=one.part.host,
+            device=self._find_device(one.part),
+            kind=FindingKind.COMPUTE,
+            factor=own_s / peer_s,
+            since_step=one.watched.first_step,
+            evidence=(
+                f"from its first step on {_describe(one.part)} took {own_s:.3g} s for what takes the median of its "
+                f"peers {peer_s:.3g} s"
+            ),
+        )
+
+    def _list_peer_models(self, part: _Part) -> list[DurationModel]:
+        """Return the fits of others that do the same work and are not known to be slow, SMALL_GROUP at most."""
+        group = self._groups.get(part.host)
+        models = (
+            watched.series.model
+            for other, watched in self._watched.items()
+            if other.name == part.name
+            and other != part
+            and self._groups.get(other.host) == group
+            and watched.series.model is not None
+            and watched.finding is None
+        )
+        return list(itertools.islice(models, SMALL_GROUP))
+
+
+def _list_samples(
+    told: Mapping[str, StepTiming], are_all: bool
+) -> Iterator[tuple[_Part, list[WorkSample], float]]:
+    """Yield each part of a step with its samples, and how long it waited for data.
+
+    Args:
+        told: by host.
+        are_all: these are all hosts; else the last one to come to the reduction is not known.
+    """
+    for host, timing in told.items():
+        if timing.is_disturbed:
+            continue
+        by_slot: dict[int, list[ReplicaWork]] = {}
+        for work in timing.works:
+            if work.seconds > MIN_DURATION_S:
+                by_slot.setdefault(work.slot, []).append(work)
+        for slot, works in by_slot.items():
+            yield _Part(host, "work", slot), list(map(_make_sample, works)), sum(w.input_s for w in works)
+        if timing.update_s > MIN_DURATION_S:
+            yield _Part(host, "update"), [_make_plain_sample(timing.update_s)], 0.0
+    # The last host to come to the reduction waits for no other: what it takes is the reduction's own.
+    shortest_s = min(timing.wait_s for timing in told.values())
+    if are_all and shortest_s > MIN_DURATION_S and not any(t.is_disturbed for t in told.values()):
+        yield LINKS, [_make_plain_sample(shortest_s)], 0.0
+
+
+def _make_plain_sample(seconds: float) -> WorkSample:
+    """Return a sample of what depends on no lengths."""
+    return WorkSample(tokens=1, squares=0, seconds=seconds)
+
+
+def _make_sample(work: ReplicaWork) -> WorkSample:
+    return WorkSample(tokens=work.tokens, squares=work.squares, seconds=work.seconds)
+
+
+def _describe(part: _Part) -> str:
+    match part.name:
+        case "work":
+            return "its microbatches"
+        case "update":
+            return "its update of the state"
+        case _:
+            return "the reduction, when all hosts had come to it,"

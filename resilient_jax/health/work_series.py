@@ -1,0 +1,171 @@
+"""One series of durations: predicted by a fit of its own past, and watched for changes.
+
+1. Warm-up: samples are only collected, then a model is fitted.
+2. Each step has a ratio, observed / predicted, and that over the median ratio of its peers in this step, r. What slows
+   all alike is in no r. r > 1.25 makes a suspect.
+3. A suspect is slow after k suspicious steps in a row, if a change is recent with probability above 0.9 and the shift
+   is above 10 %. k is such that by chance k in a row are less likely than 1 in 100,000, from how many ordinary steps
+   look suspicious: two in a quiet job, more where other programs use the same processors.
+4. A slow one is healthy again after as many steps in a row with r < 1.10.
+5. The model is fitted again to newer samples, from time to time, of steps in which nothing is suspicious.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from resilient_jax.health.change_points import ChangePointDetector
+from resilient_jax.health.duration_model import DurationModel, WorkSample, fit_durations
+
+SUSPECT_RATIO: Final = 1.25
+"""Observed over predicted (ResiHP): below it a change is not worth an action."""
+SHIFT: Final = 1.10
+"""Of a change, and from the median of peers (ResiHP); and within it a series counts as healthy."""
+CHANGE_PROBABILITY: Final = 0.9
+WARM_UP_STEPS: Final = 20
+MAX_SAMPLES: Final = 256
+"""Kept for fits."""
+MAX_REFIT_INTERVAL: Final = 128
+MIN_SPREAD: Final = 0.01
+"""Of residuals, so that exact times (a test, a simulation) do not make everything a change."""
+CHANCE: Final = 1e-5
+"""Of a finding about a series in a step by chance alone."""
+MIN_STREAK, MAX_STREAK = 2, 12
+
+
+class SuspicionRate:
+    """How many ordinary steps look suspicious, of all series of a job together."""
+
+    def __init__(self) -> None:
+        self._suspicious = 0.2
+        self._total = 1.0
+
+    def add(self, is_suspicious: bool) -> None:
+        """Count one step of one series."""
+        self._suspicious += is_suspicious
+        self._total += 1
+
+    @property
+    def streak(self) -> int:
+        """How many suspicious steps in a row are no chance any more."""
+        rate = self._suspicious / self._total
+        wanted = math.log(CHANCE) / math.log(min(rate, 0.5))
+        return max(MIN_STREAK, min(MAX_STREAK, math.ceil(wanted)))
+
+
+class SeriesState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a series says after a step.
+
+    Attributes:
+        ratio: observed over predicted, over the median of peers.
+        mean_ratio: the mean of these (of logarithms) in the suspicious steps in a row; else of this step.
+        is_slow: the criteria are met.
+        is_healthy: the ratio has been within 10 % for long enough.
+        streak: how many steps in a row are suspicious.
+        since_step: the first of these.
+    """
+
+    ratio: float
+    mean_ratio: float
+    is_slow: bool
+    is_healthy: bool
+    streak: int
+    since_step: int
+
+
+class WorkSeries:
+    """The series of one host, replica, or of the links.
+
+    Attributes:
+        model: the fit; None in the warm-up.
+        newest_ratio: of the last step; 1 in the warm-up.
+    """
+
+    def __init__(self, rate: SuspicionRate) -> None:
+        self._rate = rate
+        self.model: DurationModel | None = None
+        self.newest_ratio = 1.0
+        self._samples: collections.deque[WorkSample] = collections.deque(maxlen=MAX_SAMPLES)
+        self._num_steps = 0
+        self._next_fit = WARM_UP_STEPS
+        self._detector: ChangePointDetector | None = None
+        self._streak: list[float] = []
+        """Logarithms of the ratios of the suspicious steps in a row."""
+        self._since_step = 0
+        self._num_healthy = 0
+
+    def replace_model(self, model: DurationModel) -> None:
+        """Predict by this model from now on, that of peers: its own samples were slow from the start."""
+        self.model = model
+        self._detector = _make_detector(model)
+        self._samples.clear()
+        self._num_steps, self._next_fit = 0, WARM_UP_STEPS
+
+    def measure(self, samples: Sequence[WorkSample]) -> float | None:
+        """Return observed over predicted of a step that nothing disturbed; None, and learn from it, in the warm-up.
+
+        Args:
+            samples: of the microbatches of this step, one at least.
+        """
+        model = self.model
+        if model is None:
+            self._learn(samples)
+            return None
+        # The median: of several microbatches that are measured one by one, one may take long for no lasting reason.
+        return statistics.median(s.seconds / model.predict_s(s.tokens, s.squares) for s in samples)
+
+    def judge(self, step: int, measured: float, usual: float, samples: Sequence[WorkSample]) -> SeriesState:
+        """Take in a step that was measured.
+
+        Args:
+            step: its number.
+            measured: observed over predicted.
+            usual: the median of that of its peers in this step; what is below 1 counts as 1.
+            samples: as measured.
+        """
+        assert self._detector is not None, "what is measured has a model"
+        ratio = self.newest_ratio = measured / max(usual, 1.0)
+        value = math.log(ratio)
+        change = self._detector.update(value)
+        is_suspicious = ratio > SUSPECT_RATIO
+        limit = self._rate.streak
+        if len(self._streak) < limit:  # what has been slow for longer is no chance
+            self._rate.add(is_suspicious)
+        if is_suspicious:
+            if not self._streak:
+                self._since_step = step
+            self._streak.append(value)
+        else:
+            self._streak.clear()
+        # Not from steps in which all are slow: each would learn at another time, and then differ from the others.
+        if measured < SUSPECT_RATIO:
+            self._learn(samples)
+        self._num_healthy = self._num_healthy + 1 if ratio < SHIFT else 0
+        mean = math.fsum(self._streak) / len(self._streak) if self._streak else value
+        return SeriesState(
+            ratio=ratio,
+            mean_ratio=math.exp(mean),
+            is_slow=len(self._streak) >= limit
+            and change.probability > CHANGE_PROBABILITY
+            and change.mean > math.log(SHIFT),
+            is_healthy=self._num_healthy >= limit,
+            streak=len(self._streak),
+            since_step=self._since_step,
+        )
+
+    def _learn(self, samples: Sequence[WorkSample]) -> None:
+        self._samples.extend(samples)
+        self._num_steps += 1
+        if self._num_steps >= self._next_fit:
+            self._next_fit = self._num_steps + min(self._num_steps, MAX_REFIT_INTERVAL)
+            self.model = fit_durations(self._samples)
+            if self._detector is None:
+                self._detector = _make_detector(self.model)
+
+
+def _make_detector(model: DurationModel) -> ChangePointDetector:
+    return ChangePointDetector(max(model.spread, MIN_SPREAD))

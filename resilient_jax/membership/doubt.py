@@ -1,0 +1,44 @@
+"""States that are in doubt, because a host that computed wrongly may have touched them. Pure."""
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.membership.facts import MembershipState, list_live_workers
+from resilient_jax.protocol.records import Generation, WorkerReport
+from resilient_jax.protocol.snapshots import VoidSnapshots
+
+
+def find_trusted_step(state: MembershipState) -> int | None:
+    """Return of how many steps a state may be at most, because a host computed wrongly after it; None: of any.
+
+    What a single member knows counts: the others may have been interrupted before they learned it. What a member found
+    before the job last went back was acted on then.
+    """
+    reports = [worker.report for worker in list_live_workers(state)]
+    void = state.generation.void_snapshots
+    acted_on = void[-1].before if void else 0
+    steps = [report.trusted_step for report in reports if report.entered >= acted_on]
+    return min((s for s in (state.generation.trusted_step, *steps) if s is not None), default=None)
+
+
+def is_trusted(generation: Generation, report: WorkerReport) -> bool:
+    """Return whether a worker's state is not in doubt: it is old enough, or was computed from one that is."""
+    if generation.trusted_step is None or report.step <= generation.trusted_step:
+        return True
+    return report.has_finished_step and report.entered >= generation.void_snapshots[-1].before
+
+
+def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Generation | None:
+    """Return the generation that says which states count no more; None: it says so already, or none is in doubt.
+
+    Args:
+        state: of the job.
+        before: the number of the generation from which on states and snapshots are made from one that counts.
+    """
+    generation, trusted = state.generation, find_trusted_step(state)
+    if trusted is None or trusted == generation.trusted_step:
+        return None
+    void = VoidSnapshots(before=before, after_step=trusted)
+    return msgspec.structs.replace(
+        generation, trusted_step=trusted, void_snapshots=(*generation.void_snapshots, void)
+    )

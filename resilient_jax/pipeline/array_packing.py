@@ -1,0 +1,60 @@
+"""Arrays as one buffer of bytes for a mail, and back as views of what has arrived."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from resilient_jax.errors import MessageError
+
+ALIGNMENT_BYTES: Final = 64
+"""Where each array begins: JAX on a CPU takes memory that is so aligned without a copy."""
+
+
+def pack_arrays(arrays: Sequence[Any]) -> memoryview:
+    """Return the bytes of some arrays, one after the other; of a single one without a copy."""
+    parts = [_view_bytes(np.asarray(array)) for array in arrays]
+    if len(parts) == 1:
+        return parts[0].data
+    offsets, total = _find_offsets([part.nbytes for part in parts])
+    packed = np.zeros(total, np.uint8)
+    for part, offset in zip(parts, offsets, strict=True):
+        packed[offset : offset + part.nbytes] = part
+    return packed.data
+
+
+def unpack_arrays(
+    data: memoryview, shapes: Sequence[jax.ShapeDtypeStruct], source: str
+) -> tuple[np.ndarray, ...]:
+    """Return the arrays in a buffer, which they keep alive.
+
+    Raises:
+        MessageError: the buffer has another size than these shapes need; `source` says where it came from.
+    """
+    sizes = [math.prod(shape.shape) * np.dtype(shape.dtype).itemsize for shape in shapes]
+    offsets, total = _find_offsets(sizes)
+    if data.nbytes != total:
+        raise MessageError(
+            f"{source}: found {data.nbytes} bytes, expected {total} for {len(shapes)} arrays. Run the same model on "
+            "every host"
+        )
+    return tuple(
+        np.frombuffer(data[offset : offset + size], np.dtype(shape.dtype)).reshape(shape.shape)
+        for shape, offset, size in zip(shapes, offsets, sizes, strict=True)
+    )
+
+
+def _find_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each array begins, and how long all are."""
+    offsets, total = [], 0
+    for size in sizes:
+        total = -(-total // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets.append(total)
+        total += size
+    return offsets, total
+
+
+def _view_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

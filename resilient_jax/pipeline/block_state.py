@@ -1,0 +1,169 @@
+"""Weights and optimizer state of the units that one host holds, and their update.
+
+Each unit has `optimizer.init` of the user's tree with all other leaves left out, so masks and labels by path work; an
+optimizer that looks across leaves (a global norm) sees one unit only. Gradients are clipped by `max_norm`: the norm is
+added up unit by unit, so it does not depend on which host holds what.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.state_units import StateUnit
+from resilient_jax.program_analysis.program_digest import describe_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitState:
+    """The state of a unit.
+
+    Attributes:
+        weights: by name, those that are not trained, too.
+        opt_state: of the trained ones.
+    """
+
+    weights: Mapping[str, Any]
+    opt_state: optax.OptState
+
+
+class BlockState:
+    """The state of the units of one host.
+
+    Attributes:
+        units: of the model, by number; also those that are not here.
+        states: of the units that are here, by number.
+    """
+
+    def __init__(self, units: Sequence[StateUnit], optimizer: optax.GradientTransformation) -> None:
+        self.units = units
+        self.states: dict[int, UnitState] = {}
+        self._units_of_step: dict[int, UnitState] = {}
+        """Units that were here when the step began: what was begun with their weights is finished with them."""
+        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._updates: dict[int, tuple[Any, Any]] = {}
+        """Program and structure of the result, by unit."""
+        self._programs: dict[tuple[Any, ...], Any] = {}
+        """By what they compute."""
+
+    def init_units(
+        self, weights: Mapping[str, Any], host: HostName, holders: Sequence[Collection[HostName]]
+    ) -> None:
+        """Make the initial state of the units that a host holds, in place of any that is here.
+
+        Args:
+            weights: of the model, by name; others are ignored.
+            host: this one.
+            holders: of each block.
+        """
+        self.states.clear()
+        for number, unit in enumerate(self.units):
+            if host in unit.find_holders(holders):
+                own = {weight.name: jnp.asarray(weights[weight.name]) for weight in unit.weights}
+                self.states[number] = UnitState(own, self._optimizer.init(unit.join(own)))
+
+    def replace(self, states: Mapping[int, UnitState], *, in_step: bool) -> None:
+        """Replace the units that are here.
+
+        Args:
+            states: by number.
+            in_step: they are of the step that is under way, in which those that leave are still used.
+        """
+        self._units_of_step = {**self._units_of_step, **self.states} if in_step else {}
+        self.states = dict(states)
+
+    def list_complete_blocks(self) -> tuple[int, ...]:
+        """Return the blocks of which all weights are here, ascending."""
+        here = self._units_of_step.keys() | self.states.keys()
+        missing = {
+            block for number, unit in enumerate(self.units) if number not in here for block in unit.blocks
+        }
+        return tuple(sorted({block for unit in self.units for block in unit.blocks} - missing))
+
+    def list_weights(self, block: int) -> dict[str, Any]:
+        """Return the weights of a block, by name, from all units that have some."""
+        return {
+            name: value
+            for number, state in {**self._units_of_step, **self.states}.items()
+            if block in self.units[number].blocks
+            for name, value in state.weights.items()
+        }
+
+    def update(
+        self,
+        sums: Mapping[int, Mapping[str, Any]],
+        num_microbatches: int,
+        norm: np.float32,
+        max_norm: float | None = None,
+        loss: Any = None,  # noqa: ANN401 - a number, for optimizers that want the value
+    ) -> None:
+        """Update every unit that is here with the mean of its gradients.
+
+        Args:
+            sums: of each unit that is here, by number and name.
+            num_microbatches: that are in the sums.
+            norm: of the mean gradient of the whole model.
+            max_norm: to which gradients are scaled down; None: they are not.
+            loss: mean of the step.
+        """
+        numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
+        found = {
+            number: self._update_unit(number, (state, dict(sums[number]), *numbers))
+            for number, state in self.states.items()
+            if self.units[number].trained_names
+        }
+        self.states.update(jax.block_until_ready(found))
+        self._units_of_step = {}
+
+    def digest(self, block: int) -> str:
+        """Return a digest of all bits of a block's weights."""
+        found = hashlib.sha256()
+        for name, value in sorted(self.list_weights(block).items()):
+            found.update(f"{name} {value.dtype} {value.shape}\n".encode())
+            found.update(np.asarray(value).tobytes())
+        return found.hexdigest()
+
+    def _update_unit(self, number: int, arguments: tuple[Any, ...]) -> UnitState:
+        """Return the next state of a unit. Units that compute the same, as equal layers do, share one program."""
+        if number not in self._updates:
+            update = functools.partial(_update_unit, self.units[number], self._optimizer)
+            closed, after = jax.make_jaxpr(update, return_shape=True)(*arguments)
+            kind = describe_program(closed).digest, *map(str, closed.in_avals)
+            program = self._programs.setdefault(kind, jax.jit(core.jaxpr_as_fun(closed)))
+            self._updates[number] = program, jax.tree.structure(after)
+        program, structure = self._updates[number]
+        return structure.unflatten(program(*jax.tree.leaves(arguments)))
+
+
+def _update_unit(
+    unit: StateUnit,
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: UnitState,
+    sums: dict[str, jax.Array],
+    count: jax.Array,
+    norm: jax.Array,
+    max_norm: jax.Array,
+    loss: Any,  # noqa: ANN401 - a number or None
+) -> UnitState:
+    def make_gradient(name: str) -> jax.Array:
+        mean = sums[name] / count
+        clipped = jnp.where(norm < max_norm, mean, mean / norm * max_norm)
+        # Sums are in float32 at least; the optimizer gets gradients in the dtypes of the weights.
+        return clipped.astype(state.weights[name].dtype)
+
+    params = unit.join(state.weights)
+    gradients = unit.join({name: make_gradient(name) for name in unit.trained_names})
+    updates, opt_state = optimizer.update(gradients, state.opt_state, params, value=loss)
+    trained = unit.split(optax.apply_updates(params, updates))
+    return UnitState({**state.weights, **trained}, opt_state)
+
+
+jax.tree_util.register_dataclass(UnitState, data_fields=("weights", "opt_state"), meta_fields=())

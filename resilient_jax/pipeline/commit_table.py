@@ -1,0 +1,139 @@
+"""What all hosts know before any of them updates its state: every sum of the step, by norm and digest.
+
+A host that has the rows of all living hosts knows that each of them has its sums. So from then on the step cannot be
+lost while a holder of each block lives. Rows of one unit from several holders must agree in every bit: that finds a
+host that computes wrongly.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from resilient_jax.errors import PeerError
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.stage_runner import LOSS
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_sums import StepSums
+from resilient_jax.transport.mail_protocol import MailKind
+
+
+class SumsDiffer(PeerError):
+    """Holders of the same weights have different sums of a step: one of them computes wrongly. Nothing is updated."""
+
+
+class UnitRow(msgspec.Struct, frozen=True):
+    """What a host says about a unit.
+
+    Attributes:
+        unit: its number.
+        norm_squared: of the mean gradient, a float32.
+        digest: of the bits of the sums.
+    """
+
+    unit: int
+    norm_squared: float
+    digest: bytes
+
+
+class HostRows(msgspec.Struct, frozen=True):
+    """What a host says about a step.
+
+    Attributes:
+        units: that it holds.
+        misfits: blocks whose sums were beyond their limits.
+        results: means of results that it has.
+    """
+
+    units: tuple[UnitRow, ...]
+    misfits: tuple[int, ...]
+    results: Mapping[str, float]
+
+
+class CommitTable(msgspec.Struct, frozen=True):
+    """What all hosts say about a step.
+
+    Attributes:
+        norm: of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
+        loss: mean over the microbatches, a float32.
+        misfits: blocks whose sums were beyond their limits: nothing is updated, and the step ends with an error.
+        results: means of the loss and of other scalar results, by path.
+    """
+
+    norm: float
+    loss: float
+    misfits: tuple[int, ...]
+    results: Mapping[str, float]
+
+
+def make_rows(sums: StepSums, gradients: Mapping[int, Mapping[str, Any]], num_microbatches: int) -> HostRows:
+    """Return the rows of this host.
+
+    Args:
+        sums: of the step.
+        gradients: the sums of each unit that it holds, by number and name.
+        num_microbatches: that are in the sums.
+    """
+    units = []
+    for number, found in sorted(gradients.items()):
+        values = [found[name] for name in sorted(found)]
+        digest = hashlib.blake2b(digest_size=16)
+        for value in values:
+            digest.update(np.asarray(value).tobytes())
+        norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
+        units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
+    results = {
+        name: float(np.float32(value) / np.float32(num_microbatches))
+        for name, value in sums.list_results().items()
+        if np.shape(value) == ()
+    }
+    return HostRows(units=tuple(units), misfits=tuple(sums.list_misfits()), results=results)
+
+
+def exchange_rows(mail: StepMail, hosts: Sequence[HostName], own: HostName, rows: HostRows) -> CommitTable:
+    """Return the table, when all living hosts have said their rows.
+
+    Raises:
+        SumsDiffer: two hosts have different sums of one unit.
+        PeerUnreachable: a host is lost, or late.
+    """
+    return make_table(mail.exchange_messages(hosts, own, MailKind.ROWS, rows))
+
+
+def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:
+    """Return what follows from the rows of all hosts.
+
+    Raises:
+        SumsDiffer: two hosts have different sums of one unit.
+    """
+    first: dict[int, tuple[HostName, UnitRow]] = {}
+    results: dict[str, float] = {}
+    for host in sorted(rows):
+        for row in rows[host].units:
+            other, known = first.setdefault(row.unit, (host, row))
+            if known != row:
+                raise SumsDiffer(
+                    f"unit {row.unit}: found sums {known.digest.hex()} on {other} and {row.digest.hex()} on {host}, "
+                    "expected the same bits. Examine the processors and memory of both hosts"
+                )
+        results |= rows[host].results
+    # Added in the order of units, in float32: not by who holds what.
+    total = np.float32(0)
+    for number in sorted(first):
+        total = np.float32(total + np.float32(first[number][1].norm_squared))
+    return CommitTable(
+        norm=float(np.sqrt(total)),
+        loss=results.get(LOSS, float("nan")),
+        misfits=tuple(sorted({block for found in rows.values() for block in found.misfits})),
+        results=results,
+    )
+
+
+@jax.jit
+def _square_mean(values: list[jax.Array], count: jax.Array) -> jax.Array:
+    """Return the squared norm of the means."""
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square((value / count).astype(jnp.float32))) for value in values]))

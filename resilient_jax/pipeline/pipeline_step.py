@@ -1,0 +1,349 @@
+"""One host's part in the steps of a pipeline: tasks, sums, table, update; and how a step goes on without dead hosts.
+
+    routes, orders (all hosts compute the same) -> StageRunner: tasks, mail -> BlockSums: parts, exchange
+    -> commit_table: rows of all hosts -> BlockState: update
+
+The caller decides what happens: `begin_step` and `finish_step` in each step; after a failure `begin_generation` with
+the hosts that are left, `agree_on_step` and `resume_step`. A step waits for others only before its update.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+import numpy as np
+import optax
+
+from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.errors import InternalError, PeerUnreachable
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import BlockState, UnitState
+from resilient_jax.pipeline.block_sums import BlockSums
+from resilient_jax.pipeline.boundary_log import BoundaryLog
+from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows
+from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
+from resilient_jax.pipeline.state_units import list_state_units
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_progress import (
+    TaskProgress,
+    exchange_progress,
+    find_newest_routing,
+    plan_continuation,
+)
+from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
+from resilient_jax.pipeline_schedule.rerouting import find_living_holders
+from resilient_jax.pipeline_schedule.routes import Routes
+from resilient_jax.pipeline_schedule.task_orders import order_tasks
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, PipelineSchedule, Task, TaskKind
+from resilient_jax.step.assignment import Reduction
+from resilient_jax.step.contributions import FIRST_MICROBATCH
+from resilient_jax.transport.mail_service import MailService
+
+CLOSE_TIMEOUT_S: Final = 5.0
+ReadStep = Callable[[int, int], tuple[Any, Any]]
+"""Returns batch and random key of a step and microbatch: a pure function."""
+BeforeUpdate = Callable[[CommitTable], None]
+Gradients = Mapping[int, Mapping[str, Any]]
+"""The gradient sums of the units that a host holds, by number and name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """What stays the same during a job.
+
+    Attributes:
+        num_microbatches: of a step.
+        schedule: which tasks a hop has, and when weight gradients are computed; it changes no bit.
+        reduction: of gradients over microbatches.
+        max_norm: to which gradients are scaled down; None: they are not.
+        log_bytes: of boundary values that a host keeps until the step is committed.
+        wait_timeout_s: the longest wait for one value.
+    """
+
+    num_microbatches: int
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
+    reduction: Reduction = "exact"
+    max_norm: float | None = None
+    log_bytes: int = 2**30
+    wait_timeout_s: float = 300.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineGeneration:
+    """The hosts that a step is run by.
+
+    Attributes:
+        number: of the routes; only grows.
+        hosts: the living ones, sorted.
+        holders: of each block; dead hosts may be among them.
+        addresses: of the mailboxes of the living hosts.
+    """
+
+    number: int
+    hosts: tuple[HostName, ...]
+    holders: tuple[frozenset[HostName], ...]
+    addresses: Mapping[HostName, str]
+
+    @property
+    def living_holders(self) -> tuple[frozenset[HostName], ...]:
+        """The living hosts that have each block."""
+        named = frozenset().union(*self.holders)
+        return find_living_holders(self.holders, named.difference(self.hosts))
+
+
+class PipelineWorker:
+    """The pipeline of one host.
+
+    Attributes:
+        state: of the units that it holds.
+        step: the next one to be committed.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        cut: CutModel,
+        optimizer: optax.GradientTransformation,
+        config: PipelineConfig,
+        service: MailService,
+        read: ReadStep,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create it without state.
+
+        Args:
+            host: this one.
+            cut: the model; the same on all hosts.
+            optimizer: of the job.
+            config: of the job.
+            service: the mail of this host; its owner closes it.
+            read: reads microbatches.
+            check: raises what ends a wait, such as the end of the generation.
+        """
+        units = list_state_units(cut)
+        self.step = 0
+        self._cut = cut
+        self.state = BlockState(units, optimizer)
+        self._host = host
+        self._config = config
+        self._service = service
+        self._read = read
+        self._check = check
+        self._log = BoundaryLog(config.log_bytes)
+        self._sums = BlockSums(host, list_sum_pieces(cut, units), config.num_microbatches, config.reduction)
+        self._runner = StageRunner(host, cut, self._log, self._sums)
+        self._units = units
+        self._routes: Routes = ()
+        self._routed_in = 0
+        """The generation of the routes; 0: nothing of the step has begun."""
+        self._gradients: Gradients | None = None
+        """The sums of the step, from when they are here until it is committed."""
+        self._table: CommitTable | None = None
+        self._progress: dict[HostName, TaskProgress] = {}
+        self._ordered: tuple[Routes, frozenset[Task]] | None = None
+        self._order: tuple[Task, ...] = ()
+        self._generation: PipelineGeneration | None = None
+
+    @property
+    def address(self) -> str:
+        """Where this host's mail arrives."""
+        return self._service.address
+
+    @property
+    def num_finished_tasks(self) -> int:
+        """How many tasks of the step under way are finished here."""
+        return len(self._runner.done)
+
+    def close(self) -> None:
+        """End the mail, once the kernel has what was to be sent."""
+        with contextlib.suppress(PeerUnreachable):
+            self._service.wait_sent(time.monotonic() + CLOSE_TIMEOUT_S)
+        self._service.close()
+
+    def begin_generation(self, generation: PipelineGeneration) -> None:
+        """Have these hosts from now on; what has been done of a step is kept."""
+        self._generation = generation
+        self._service.begin_generation(generation.number, generation.addresses)
+
+    def replace_state(self, step: int, states: Mapping[int, UnitState]) -> None:
+        """Replace the state by that after `step` steps; what was done of another step is dropped.
+
+        Args:
+            step: the next one to be committed.
+            states: of the units that this host is to hold, by number.
+        """
+        if step != self.step:
+            self.step, self._table = step, None
+            self.drop_step()
+        self.state.replace(states, in_step=self._routed_in > 0)
+
+    def drop_step(self) -> None:
+        """Drop all that was done of the step, with every array that it needs."""
+        self._routes, self._routed_in, self._gradients = (), 0, None
+        self._runner.begin_step()
+        self._sums.begin_step(self.step)
+
+    def begin_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:
+        """Run all tasks of a new step.
+
+        Raises:
+            PeerUnreachable: a host is lost, or late. Go on with `agree_on_step` in another generation.
+        """
+        self._routes, self._routed_in = routes, self._require_generation().number
+        self._run(before_task)
+
+    def agree_on_step(self) -> int:
+        """Return the step in which all hosts go on after a failure: the next one to be committed.
+
+        A step that any living host has committed is committed here, too: that host knew that this one had its sums.
+
+        Raises:
+            PeerUnreachable: a host is lost, or late.
+        """
+        mine = TaskProgress(
+            step=self.step,
+            table=self._table,
+            blocks=self.state.list_complete_blocks(),
+            routed_in=self._routed_in,
+            routes=self._routes if self._routed_in else (),
+            done=tuple(sorted(self._runner.done)),
+            forgotten=tuple(sorted(self._log.forgotten)),
+        )
+        found = exchange_progress(self.make_mail(), self._require_generation().hosts, self._host, mine)
+        newest = max(found.values(), key=lambda one: one.step)
+        if self.step < newest.step:
+            if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
+                raise InternalError(
+                    f"step: found a host that has committed step {newest.step - 1}, and {self._host} without sums of "
+                    f"step {self.step}; expected that no host commits before all have their sums"
+                )
+            self._commit(newest.table, self._gradients)
+        self._progress = {host: one for host, one in found.items() if one.step == newest.step}
+        return self.step
+
+    def resume_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:
+        """Go on with the step that `agree_on_step` gave: only what the dead hosts had is computed again.
+
+        Args:
+            routes: of the step, if no host has begun it.
+            before_task: called before each task.
+
+        Raises:
+            HoldersLost: a block has no living holder.
+            PeerUnreachable: a further host is lost, or late.
+        """
+        newest = find_newest_routing(self._progress)
+        if self._routed_in != newest:
+            self.drop_step()  # the others have done it again
+        if not newest:
+            self.begin_step(routes, before_task)
+            return
+        found = plan_continuation(self._progress, len(self._cut.blocks), self._config.schedule)
+        self._routes, self._routed_in = found.routes, self._require_generation().number
+        self._runner.forget(found.redone)
+        mail = self.make_mail()
+        for boundary, sender, receiver in found.resends:
+            if sender == self._host:
+                self._runner.send_again(boundary, receiver, mail)
+        self._run(before_task, found.done)
+
+    def rehearse(self) -> None:
+        """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros."""
+        for kind in self._cut.kinds:
+            block = self._cut.blocks[kind.kind.blocks[0]]
+            weights = {weight.name: np.zeros(weight.shape, weight.dtype) for weight in block.weights}
+            self._runner.rehearse(block, weights, self._read(self.step, FIRST_MICROBATCH))
+        sums = {
+            number: {
+                w.name: np.zeros(w.shape, np.float32) for w in self._units[number].weights if w.is_trained
+            }
+            for number in self.state.states
+        }
+        config = self._config
+        self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
+
+    def finish_step(self, before_update: BeforeUpdate = lambda table: None) -> CommitTable:
+        """Exchange sums and table, and update the state; the step is then committed here.
+
+        Args:
+            before_update: called with the table when this host knows that all hosts have their sums; what it raises
+                keeps the step from being committed.
+
+        Raises:
+            PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
+            SumsDiffer: a host computes wrongly; nothing is updated on any host.
+        """
+        config, mail = self._config, self.make_mail()
+        sums = self._sums.finish(mail, self._make_layout())
+        gradients = {number: sums.add_up_unit(number) for number in self.state.states}
+        self._gradients = gradients
+        rows = make_rows(sums, gradients, config.num_microbatches)
+        table = exchange_rows(mail, self._require_generation().hosts, self._host, rows)
+        if table.misfits:
+            raise InternalError(
+                f"blocks {list(table.misfits)}: found gradients beyond the limits that follow from microbatch 0, "
+                "expected sums in fixed point. Use reduction='exact_wide': pipelines cannot make a sum again yet"
+            )
+        before_update(table)
+        self._commit(table, gradients)
+        return table
+
+    def _commit(self, table: CommitTable, gradients: Gradients) -> None:
+        """Update the state, which needs no other host, and drop what was kept of the step."""
+        config = self._config
+        self.state.update(
+            gradients,
+            config.num_microbatches,
+            np.float32(table.norm),
+            config.max_norm,
+            np.float32(table.loss),
+        )
+        self.step += 1
+        self._table, self._gradients = table, None
+        self._routed_in = 0
+        self._runner.begin_step()
+        self._sums.begin_step(self.step)
+        self._service.finish_step(self.step - 1)
+
+    def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
+        mail = self.make_mail()
+        self._sums.begin_generation(mail, self._make_layout())
+        order = self._find_order(frozenset(done))
+        blocks = {block for task in order for block in task.hop.blocks}
+        weights = {block: self.state.list_weights(block) for block in blocks}
+        routes = {route.microbatch: route for route in self._routes}
+        step = self.step
+        self._runner.run(
+            order, routes, mail, weights, lambda microbatch: self._read(step, microbatch), before_task
+        )
+
+    def _find_order(self, done: frozenset[Task]) -> tuple[Task, ...]:
+        """Return the order of this host's tasks; that of the same routes is made once."""
+        if self._ordered != (self._routes, done):
+            found = order_tasks(self._routes, take_equal_time, schedule=self._config.schedule, done=done)
+            self._ordered, self._order = (self._routes, done), found.orders.get(self._host, ())
+        return self._order
+
+    def _make_layout(self) -> SumLayout:
+        return SumLayout(self._routes, self._require_generation().living_holders, self._units)
+
+    def make_mail(self, step: int | None = None) -> StepMail:
+        """Return the mail of a step; None: of the one under way."""
+        return StepMail(
+            service=self._service,
+            generation=self._require_generation().number,
+            step=self.step if step is None else step,
+            wait_timeout_s=self._config.wait_timeout_s,
+            check=self._check,
+        )
+
+    def _require_generation(self) -> PipelineGeneration:
+        assert self._generation is not None, "begin_generation comes first"
+        return self._generation
+
+
+def take_equal_time(host: HostName, kind: TaskKind, block: int) -> float:
+    """Return the time of a task if all blocks and hosts are equal: no measured times reach the orders yet."""
+    return 2.0 if kind is TaskKind.BACKWARD else 1.0

@@ -1,0 +1,251 @@
+"""Runs the tasks of one host strictly in their order, with the programs of blocks and the values that come by mail.
+
+Orders of one simulation are a linear extension of one graph, and to send never waits: so hosts that run theirs in order
+cannot deadlock. A failure leaves what is finished in place; `run` goes on with another order, in the same step.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from resilient_jax.blocks.block_programs import Boundary as BoundaryValues
+from resilient_jax.blocks.cut_model import Block, CutModel
+from resilient_jax.blocks.model_weights import Weights
+from resilient_jax.errors import InternalError, PeerUnreachable
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.array_packing import pack_arrays
+from resilient_jax.pipeline.boundary_log import BoundaryLog
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline_schedule.routes import Hop, Route
+from resilient_jax.pipeline_schedule.tasks import (
+    Boundary,
+    BoundaryKind,
+    Task,
+    TaskKind,
+    find_ends,
+    find_input,
+    find_output,
+)
+from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.telemetry.worker_activity import worker_activity
+
+ReadMicrobatch = Callable[[int], tuple[Any, Any]]
+"""Returns batch and random key of a microbatch of the step: a pure function, which every host calls for its own."""
+PlaceValues = Callable[[Sequence[np.ndarray]], BoundaryValues]
+"""Puts boundary values from host memory on this host's devices, in memory that programs may take."""
+BeforeTask = Callable[[Task], None]
+
+
+class GradientSink(Protocol):
+    """Where the gradients of a block for a microbatch go."""
+
+    def has(self, block: int, microbatch: int) -> bool:
+        """Return whether they are there already: a task that is run again adds nothing."""
+        ...
+
+    def add(
+        self, block: int, microbatch: int, gradients: Mapping[str, Any], results: Mapping[str, Any]
+    ) -> None:
+        """Take the gradients, by weight, and what the block's forward pass returned beside its output, by path."""
+        ...
+
+
+LOSS = "loss"
+"""The name of the loss among the results of the last block."""
+
+
+def place_on_default_device(arrays: Sequence[np.ndarray]) -> BoundaryValues:
+    """Copy values to JAX's default device: backward takes the memory of a gradient, so it must not be the mail's."""
+    return tuple(jnp.array(array, copy=True) for array in arrays)
+
+
+class StageRunner:
+    """The tasks of one host in one step.
+
+    Attributes:
+        done: the tasks that are finished in this step.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        cut: CutModel,
+        log: BoundaryLog,
+        sink: GradientSink,
+        *,
+        place: PlaceValues = place_on_default_device,
+    ) -> None:
+        self.done: set[Task] = set()
+        self._host = host
+        self._cut = cut
+        self._log = log
+        self._sink = sink
+        self._place = place
+        self._residuals: dict[tuple[int, Hop], list[tuple[Any, ...]]] = {}
+        self._kept: dict[tuple[int, Hop], dict[int, Any]] = {}
+        self._results: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def begin_step(self) -> None:
+        """Drop everything of the step before."""
+        self.done.clear()
+        self._residuals.clear()
+        self._kept.clear()
+        self._results.clear()
+        self._log.clear()
+
+    def forget(self, tasks: AbstractSet[Task]) -> None:
+        """Count tasks as not finished, because what they have sent is needed again and no longer in the log."""
+        self.done -= tasks
+
+    def run(
+        self,
+        order: Sequence[Task],
+        routes: Mapping[int, Route],
+        mail: StepMail,
+        weights: Mapping[int, Weights],
+        read: ReadMicrobatch,
+        before_task: BeforeTask = lambda task: None,
+    ) -> None:
+        """Run the tasks that are not finished.
+
+        Args:
+            order: of this host's tasks.
+            routes: by microbatch.
+            mail: of this step and generation.
+            weights: of each block that the order has.
+            read: reads microbatches.
+            before_task: called before each task.
+
+        Raises:
+            PeerUnreachable: a value does not come. Finished tasks stay finished.
+        """
+        for task in order:
+            if task in self.done:
+                continue
+            before_task(task)
+            route = routes[task.microbatch]
+            with worker_activity.task(WorkerTask.SUM):  # a wait for another host, as in a sum
+                received = self._receive(task, route, mail)
+            with worker_activity.task(WorkerTask.COMPUTE):
+                sent = self._execute(task, received, weights, read)
+            # Finished before it is sent: if the receiver is dead, the value is in the log for the one that takes over.
+            self.done.add(task)
+            if sent is not None:
+                self._send(task, sent, route, mail)
+
+    def rehearse(self, block: Block, weights: Weights, data: tuple[Any, Any]) -> None:
+        """Run the programs of a block on zeros, and keep nothing."""
+        batch, key = data
+        zeros = [np.zeros(shape.shape, shape.dtype) for shape in block.x]
+        y, _, residuals = block.programs.forward(weights, self._place(zeros), batch, key)
+        g = self._place([np.zeros(v.shape, v.dtype) for v in y if jnp.issubdtype(v.dtype, jnp.inexact)])
+        _, kept = block.programs.backward_input(weights, residuals, g)
+        jax.block_until_ready(block.programs.backward_weights(weights, kept))
+
+    def send_again(self, boundary: Boundary, to: HostName, mail: StepMail) -> None:
+        """Send a value out of the log.
+
+        Raises:
+            InternalError: it is not there.
+        """
+        value = self._log.find(boundary)
+        if value is None:
+            raise InternalError(
+                f"{boundary} is not in the log of {self._host}; its task should have been run again"
+            )
+        mail.send(to, mail.make_boundary_key(boundary), value)
+
+    def _receive(self, task: Task, route: Route, mail: StepMail) -> BoundaryValues | None:
+        boundary = find_input(task, route.num_blocks)
+        if boundary is None:
+            return None
+        sender, _ = find_ends(boundary, route)
+        shapes = describe_boundary(self._cut, boundary)
+        return self._place(mail.take_arrays(sender.host, mail.make_boundary_key(boundary), shapes))
+
+    def _send(self, task: Task, values: BoundaryValues, route: Route, mail: StepMail) -> None:
+        boundary = find_output(task, route.num_blocks)
+        if boundary is None:
+            return
+        data = pack_arrays(values)
+        self._log.record(boundary, data)
+        _, receiver = find_ends(boundary, route)
+        # Of a dead receiver other tasks know nothing yet: those that need nothing of it go on.
+        with contextlib.suppress(PeerUnreachable):
+            mail.send(receiver.host, mail.make_boundary_key(boundary), data)
+
+    def _execute(
+        self,
+        task: Task,
+        received: BoundaryValues | None,
+        weights: Mapping[int, Weights],
+        read: ReadMicrobatch,
+    ) -> BoundaryValues | None:
+        """Return what the task sends to another hop, if anything."""
+        match task.kind:
+            case TaskKind.FORWARD:
+                return self._forward(task, received or (), weights, read)
+            case TaskKind.BACKWARD | TaskKind.INPUT_GRADIENT:
+                g = received if received is not None else self._place(self._cut.loss_gradient)
+                return self._backward(task, g, weights)
+            case TaskKind.WEIGHT_GRADIENT:
+                for block, kept in self._kept.pop((task.microbatch, task.hop)).items():
+                    programs = self._cut.blocks[block].programs
+                    gradients = programs.backward_weights(weights[block], kept)
+                    # Awaited: two programs with collectives on the same devices must not be in flight together.
+                    self._hand_out(block, task.microbatch, jax.block_until_ready(gradients))
+                return None
+            case _:
+                assert_never(task.kind)
+
+    def _forward(
+        self, task: Task, x: BoundaryValues, weights: Mapping[int, Weights], read: ReadMicrobatch
+    ) -> BoundaryValues:
+        with worker_activity.task(WorkerTask.INPUT):
+            batch, key = read(task.microbatch)
+        residuals: list[tuple[Any, ...]] = []
+        for block in self._list_blocks(task):
+            x, results, kept = block.programs.forward(weights[block.number], x, batch, key)
+            residuals.append(kept)
+            if block.number + 1 == self._cut.num_blocks:
+                results = {**results, LOSS: x[0]}
+            self._results[task.microbatch, block.number] = results
+        self._residuals[task.microbatch, task.hop] = residuals
+        jax.block_until_ready((x, residuals))
+        return x
+
+    def _backward(self, task: Task, g: BoundaryValues, weights: Mapping[int, Weights]) -> BoundaryValues:
+        residuals = self._residuals.pop((task.microbatch, task.hop))
+        kept: dict[int, Any] = {}
+        for block in reversed(self._list_blocks(task)):
+            own, programs = weights[block.number], block.programs
+            if task.kind is TaskKind.BACKWARD:
+                gradients, g = programs.backward(own, residuals.pop(), g)
+                self._hand_out(block.number, task.microbatch, jax.block_until_ready(gradients))
+            else:
+                g, kept[block.number] = programs.backward_input(own, residuals.pop(), g)
+        if kept:
+            self._kept[task.microbatch, task.hop] = kept
+        jax.block_until_ready((g, kept))
+        return g
+
+    def _hand_out(self, block: int, microbatch: int, gradients: Mapping[str, Any]) -> None:
+        results = self._results.pop((microbatch, block))
+        if not self._sink.has(block, microbatch):
+            self._sink.add(block, microbatch, gradients, results)
+
+    def _list_blocks(self, task: Task) -> Sequence[Block]:
+        return self._cut.blocks[task.hop.first_block : task.hop.end_block]
+
+
+def describe_boundary(cut: CutModel, boundary: Boundary) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes of a boundary value."""
+    values = cut.blocks[boundary.block].x
+    if boundary.kind is BoundaryKind.GRADIENT:
+        values = tuple(value for value in values if jnp.issubdtype(value.dtype, jnp.inexact))
+    return values

@@ -1,0 +1,116 @@
+"""The mail of one host in one step of one generation: arrays and messages, by what they are."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import msgspec
+import numpy as np
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.array_packing import unpack_arrays
+from resilient_jax.pipeline_schedule.tasks import Boundary, BoundaryKind
+from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_service import MailService
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+MAIL_KINDS = {
+    BoundaryKind.ACTIVATION: MailKind.ACTIVATION,
+    BoundaryKind.GRADIENT: MailKind.GRADIENT,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepMail:
+    """Sends and takes the values of a step.
+
+    Attributes:
+        service: of this host.
+        generation: of the routes.
+        step: of the state.
+        wait_timeout_s: the longest wait for one value.
+        check: raises what ends a wait, such as the end of the generation.
+    """
+
+    service: MailService
+    generation: int
+    step: int
+    wait_timeout_s: float
+    check: Callable[[], None]
+
+    def make_key(self, kind: MailKind, microbatch: int, block: int) -> MailKey:
+        """Return the key of a value of this step."""
+        return MailKey(self.generation, self.step, kind, microbatch, block)
+
+    def make_boundary_key(self, boundary: Boundary) -> MailKey:
+        """Return the key of a boundary value."""
+        return self.make_key(MAIL_KINDS[boundary.kind], boundary.microbatch, boundary.block)
+
+    def send(self, to: HostName, key: MailKey, data: memoryview) -> None:
+        """Send bytes, without waiting.
+
+        Raises:
+            PeerUnreachable: the host is lost.
+        """
+        self.service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
+
+    def take_arrays(
+        self, sender: HostName, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[np.ndarray, ...]:
+        """Wait for arrays; they are views of the memory that they were received into.
+
+        Raises:
+            PeerUnreachable: the sender is lost, or late.
+            MessageError: other arrays came.
+        """
+        return unpack_arrays(self._take(sender, key), shapes, f"{key} from {sender}")
+
+    def try_take_arrays(
+        self, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[np.ndarray, ...] | None:
+        """Return arrays if they have arrived."""
+        mail = self.service.box.try_take(key)
+        return None if mail is None else unpack_arrays(mail.data, shapes, str(key))
+
+    def send_message(self, to: HostName, key: MailKey, message: msgspec.Struct) -> None:
+        """Send a message, without waiting."""
+        self.send(to, key, memoryview(msgspec.msgpack.encode(message)))
+
+    def take_message(self, sender: HostName, key: MailKey, kind: type[MessageT]) -> MessageT:
+        """Wait for a message of a type.
+
+        Raises:
+            PeerUnreachable: the sender is lost, or late.
+            MessageError: it does not decode.
+        """
+        decoder: Any = msgspec.msgpack.Decoder(kind)
+        return decode_message(decoder, self._take(sender, key), f"{key} from {sender}")
+
+    def exchange_messages(
+        self, hosts: Sequence[HostName], own: HostName, kind: MailKind, message: MessageT
+    ) -> dict[HostName, MessageT]:
+        """Return the messages of all hosts, when all have said theirs.
+
+        Args:
+            hosts: all that take part, in the same order everywhere.
+            own: this host.
+            kind: of the message; one of a kind in a step and generation.
+            message: of this host.
+        """
+        for host in hosts:
+            if host != own:
+                self.send_message(host, self.make_key(kind, hosts.index(own), 0), message)
+        return {
+            host: message
+            if host == own
+            else self.take_message(host, self.make_key(kind, number, 0), type(message))
+            for number, host in enumerate(hosts)
+        }
+
+    def _take(self, sender: HostName, key: MailKey) -> memoryview:
+        deadline_s = time.monotonic() + self.wait_timeout_s
+        return self.service.take(key, sender=sender, deadline_s=deadline_s, check=self.check).data

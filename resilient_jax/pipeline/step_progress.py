@@ -1,0 +1,164 @@
+"""How a step goes on in a new generation: what each host has done, and what is sent or computed again.
+
+All living hosts tell each other their finished tasks, and compute the same routes and orders from that. Values that no
+task has used yet are sent again, from the logs: those that were on their way belong to the old generation. A value that
+its sender no longer has is computed again, and so is what that needs.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline_schedule.rerouting import reroute
+from resilient_jax.pipeline_schedule.routes import Route, Routes
+from resilient_jax.pipeline_schedule.tasks import (
+    Boundary,
+    PipelineSchedule,
+    Task,
+    TaskKind,
+    find_ends,
+    find_output,
+)
+from resilient_jax.transport.mail_protocol import MailKind
+
+PROGRESS_STEP: Final = 2**62
+"""In the keys of progress, in place of a step: hosts may differ in theirs, and no finished step is as high."""
+BACKWARD_KINDS: Final = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+"""The tasks that send a gradient."""
+
+
+class TaskProgress(msgspec.Struct, frozen=True):
+    """What a host says.
+
+    Attributes:
+        step: the next one that it commits.
+        table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
+        blocks: whose weights it has.
+        routed_in: the generation of its routes; 0: it has begun nothing of the step.
+        routes: of the step.
+        done: finished tasks of the step.
+        forgotten: values of the step that it has sent, and no longer has.
+    """
+
+    step: int
+    table: CommitTable | None
+    blocks: tuple[int, ...]
+    routed_in: int = 0
+    routes: Routes = ()
+    done: tuple[Task, ...] = ()
+    forgotten: tuple[Boundary, ...] = ()
+
+
+class Continuation(msgspec.Struct, frozen=True):
+    """How a step goes on.
+
+    Attributes:
+        routes: without dead hosts.
+        done: the finished tasks, for orders: of a hop that is redone in part none, as a task is done after those that
+            it needs. Hosts skip what they have.
+        redone: tasks that were finished, and are run again for the values that they send.
+        resends: values that are sent again, each with the host that has it and the one that needs it.
+    """
+
+    routes: Routes
+    done: frozenset[Task]
+    redone: frozenset[Task]
+    resends: tuple[tuple[Boundary, HostName, HostName], ...]
+
+
+def exchange_progress(
+    mail: StepMail, hosts: Sequence[HostName], own: HostName, progress: TaskProgress
+) -> dict[HostName, TaskProgress]:
+    """Return what all living hosts say; once in a generation.
+
+    Raises:
+        PeerUnreachable: a host is lost, or late.
+    """
+    any_step = dataclasses.replace(mail, step=PROGRESS_STEP)
+    return any_step.exchange_messages(hosts, own, MailKind.PROGRESS, progress)
+
+
+def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:
+    """Return the generation of the newest routes of the step; 0: no host has begun it.
+
+    A host with older ones was away meanwhile: what it has done was done again.
+    """
+    return max(host.routed_in for host in progress.values())
+
+
+def plan_continuation(
+    progress: Mapping[HostName, TaskProgress], num_blocks: int, schedule: PipelineSchedule
+) -> Continuation:
+    """Return how the step goes on; the same on every host.
+
+    Args:
+        progress: of all living hosts, of one step, which one of them has begun.
+        num_blocks: of the model.
+        schedule: of the step.
+
+    Raises:
+        HoldersLost: a block has no living holder.
+    """
+    newest = find_newest_routing(progress)
+    current = {name: host for name, host in progress.items() if host.routed_in == newest}
+    routes = next(host.routes for host in current.values())
+    named = {hop.host for route in routes for hop in route.hops}
+    found = reroute(
+        routes,
+        {task for host in current.values() for task in host.done},
+        [
+            frozenset(name for name, host in progress.items() if block in host.blocks)
+            for block in range(num_blocks)
+        ],
+        named.difference(progress),
+        schedule=schedule,
+        emptied=set(progress).difference(current),
+    )
+    forgotten = {boundary for host in current.values() for boundary in host.forgotten}
+    done, by_microbatch = set(found.done), {route.microbatch: route for route in found.routes}
+    redone: set[Task] = set()
+    while again := _find_redone(by_microbatch, done, forgotten):
+        done -= again  # what these need is missing now, too
+        redone |= again
+    resends = (
+        (boundary, task.hop.host, receiver) for task, boundary, receiver in _find_missing(by_microbatch, done)
+    )
+    in_part = {(task.microbatch, task.hop) for task in redone}
+    return Continuation(
+        routes=found.routes,
+        done=frozenset(task for task in done if (task.microbatch, task.hop) not in in_part),
+        redone=frozenset(redone),
+        resends=tuple(sorted(resends)),
+    )
+
+
+def _find_missing(
+    routes: Mapping[int, Route], done: Collection[Task]
+) -> Iterator[tuple[Task, Boundary, HostName]]:
+    """Yield what finished tasks have sent and no finished task has used, and the host that needs it."""
+    for task in done:
+        route = routes[task.microbatch]
+        boundary = find_output(task, route.num_blocks)
+        if boundary is None:
+            continue
+        _, receiver = find_ends(boundary, route)
+        kinds = BACKWARD_KINDS if task.kind in BACKWARD_KINDS else (TaskKind.FORWARD,)
+        if not any(Task(kind, task.microbatch, receiver) in done for kind in kinds):
+            yield task, boundary, receiver.host
+
+
+def _find_redone(
+    routes: Mapping[int, Route], done: Collection[Task], forgotten: Collection[Boundary]
+) -> set[Task]:
+    """Return finished tasks that are run again because a value of theirs is missing and forgotten."""
+    again = {task for task, boundary, _ in _find_missing(routes, done) if boundary in forgotten}
+    # A backward pass uses up the residuals of the forward pass.
+    again |= {
+        Task(TaskKind.FORWARD, task.microbatch, task.hop) for task in again if task.kind in BACKWARD_KINDS
+    }
+    return again

@@ -1,0 +1,54 @@
+"""The sums of a step that a host needs, as floats, by unit and by block."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from resilient_jax.pipeline.sum_pieces import SumPiece
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PieceSum:
+    """The sum of a piece over all microbatches.
+
+    Attributes:
+        piece: of what.
+        values: in the order of the piece's shapes, of float32 at least where they are floats.
+        is_beyond_limits: whether the values are wrong, because addends were beyond the limits.
+    """
+
+    piece: SumPiece
+    values: tuple[Any, ...]
+    is_beyond_limits: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSums:
+    """All sums that one host needs.
+
+    Attributes:
+        by_piece: by the numbers of pieces, ascending: so those of a unit are in the order of blocks.
+    """
+
+    by_piece: Mapping[int, PieceSum]
+
+    def list_misfits(self) -> list[int]:
+        """Return the blocks whose sums are wrong, because they were beyond their limits."""
+        return sorted({found.piece.block for found in self.by_piece.values() if found.is_beyond_limits})
+
+    def add_up_unit(self, unit: int) -> dict[str, Any]:
+        """Return the gradient sums of a unit; of a shared weight those of its blocks, added in their order."""
+        found: dict[str, Any] = {}
+        for part in self.by_piece.values():
+            if part.piece.unit == unit:
+                for name, value in zip(part.piece.names, part.values, strict=False):
+                    found[name] = found[name] + value if name in found else value
+        return found
+
+    def list_results(self) -> dict[str, Any]:
+        """Return the sums of the results, loss among them, of the blocks whose sums are here."""
+        return {
+            name: value
+            for part in self.by_piece.values()
+            for name, value in zip(part.piece.result_names, part.values[len(part.piece.names) :], strict=True)
+        }

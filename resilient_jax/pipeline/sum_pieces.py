@@ -1,0 +1,104 @@
+"""What is summed over microbatches, in pieces that some hosts compute and some need.
+
+A *piece* is the gradients of one block for the weights of one unit; the results of the block's forward pass (loss,
+metrics) are in the piece of its own unit. Hosts that run the block compute it, hosts that hold the unit need it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.stage_runner import LOSS
+from resilient_jax.pipeline.state_units import StateUnit
+from resilient_jax.pipeline_schedule.routes import Routes
+from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.running_total import list_formats, start_total
+
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SumPiece:
+    """Gradients of a block for the weights of a unit.
+
+    Attributes:
+        number: of the piece; the same on all hosts.
+        block: whose gradients they are.
+        unit: number of the unit.
+        names: of the weights.
+        result_names: of the results that are in it.
+        shapes: of one microbatch's addend: gradients, then results.
+    """
+
+    number: int
+    block: int
+    unit: int
+    names: tuple[str, ...]
+    result_names: tuple[str, ...]
+    shapes: Shapes
+
+    def select(self, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the addend of a microbatch."""
+        return (*(gradients[name] for name in self.names), *(results[name] for name in self.result_names))
+
+    def describe_total(self, spec: AccumulationSpec) -> Any:  # noqa: ANN401 - a tree of shapes
+        """Return the shapes of the integers that a sum is kept as."""
+        limits = np.zeros(len(list_formats(spec, self.shapes)), np.int32)
+        return jax.eval_shape(functools.partial(start_total, spec, limits=limits), self.shapes)
+
+
+def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece, ...]:
+    """Return all pieces of a model."""
+    outputs = dict(zip(cut.trace.result_names, cut.trace.closed.out_avals, strict=True))
+    found: list[SumPiece] = []
+    for number, unit in enumerate(units):
+        for block in unit.blocks:
+            results: tuple[str, ...] = ()
+            if len(unit.blocks) == 1:
+                results = cut.blocks[block].programs.result_names
+                results += (LOSS,) if block + 1 == cut.num_blocks else ()
+            shapes = [weight.describe() for weight in unit.weights if weight.is_trained]
+            shapes += [jax.ShapeDtypeStruct(outputs[name].shape, outputs[name].dtype) for name in results]
+            piece = SumPiece(
+                number=len(found),
+                block=block,
+                unit=number,
+                names=unit.trained_names,
+                result_names=results,
+                shapes=tuple(shapes),
+            )
+            found.append(piece)
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SumLayout:
+    """Which hosts have which parts of the sums, and which need them.
+
+    Attributes:
+        routes: of the step.
+        holders: the living hosts that have each block.
+        units: of the model.
+    """
+
+    routes: Routes
+    holders: Sequence[Collection[HostName]]
+    units: Sequence[StateUnit]
+
+    def find_first_microbatches(self, block: int) -> dict[HostName, int]:
+        """Return for each host that runs a block the first of its microbatches, which names its part of the sum."""
+        found: dict[HostName, int] = {}
+        for route in self.routes:  # by microbatch, ascending
+            host = next(hop.host for hop in route.hops if block in hop.blocks)
+            found.setdefault(host, route.microbatch)
+        return found
+
+    def find_receivers(self, piece: SumPiece) -> frozenset[HostName]:
+        """Return the hosts that need a piece."""
+        return self.units[piece.unit].find_holders(self.holders)

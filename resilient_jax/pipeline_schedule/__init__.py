@@ -1,0 +1,1 @@
+"""Pipelines as plain data: routes of microbatches, orders of tasks, rerouting, groups of holders."""

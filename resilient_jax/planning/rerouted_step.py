@@ -1,0 +1,77 @@
+"""The time of a step whose lost stages are computed by their peers in other replicas, simulated task by task.
+
+It is the schedule that hosts run, with its transfers. Chameleon's formula (`pipeline.estimate_rerouted_s`) adds up what
+the peers of all stages get, as if one waited for the other. In a simulation lost stages of different replicas overlap,
+and microbatches are not divided; but peers that serve two pipelines within the memory of one let both wait.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.errors import HoldersLost
+from resilient_jax.pipeline_schedule.rerouting import reroute
+from resilient_jax.pipeline_schedule.routes import Team, find_holders, make_routes
+from resilient_jax.pipeline_schedule.task_orders import order_tasks
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, TaskKind
+from resilient_jax.planning.pipeline import WEIGHT_SHARE, estimate_rerouted_s, time_pipeline
+
+MAX_TASKS: Final = 20_000
+"""Tasks of a step that are simulated, in 0.2 to 0.3 s; a search of 16,384 devices takes as long."""
+
+LostStage = tuple[int, int]
+"""The index of a replica, and that of its stage."""
+
+
+def price_rerouted_s(
+    stages: int,
+    quotas: Sequence[int],
+    lost: Collection[LostStage],
+    stage_s: float,
+    *,
+    transfer_s: float = 0.0,
+    weight_share: float = WEIGHT_SHARE,
+) -> float | None:
+    """Return the time of all microbatches when the peers of lost stages compute what these would have.
+
+    Where a step has more than `MAX_TASKS` tasks it is estimated by Chameleon's formula.
+
+    Args:
+        stages: P; all take the same time.
+        quotas: microbatches of each replica, in the order of replicas.
+        lost: the lost stages.
+        stage_s: time of a microbatch on a stage, without transfers.
+        transfer_s: time until another host has the result of a task.
+        weight_share: part of weight gradients in `stage_s`.
+
+    Returns:
+        Seconds; None if all replicas lost a stage.
+    """
+    if sum(quotas) * stages * len(KINDS[DEFAULT_SCHEDULE]) > MAX_TASKS:
+        failed = [sum(1 for _, stage in lost if stage == i) for i in range(stages)]
+        time = time_pipeline(stages, stage_s, transfer_s, weight_share=weight_share)
+        return estimate_rerouted_s(stages, max(quotas), len(quotas), failed, time)
+    teams: list[Team] = [
+        [(_name(replica, stage), 1) for stage in range(stages)] for replica in range(len(quotas))
+    ]
+    dead = [_name(*stage) for stage in lost]
+    try:
+        found = reroute(make_routes(teams, quotas), (), find_holders(teams), dead, schedule=DEFAULT_SCHEDULE)
+    except HoldersLost:
+        return None
+    # A weight gradient has as many FLOPs as a forward pass; where that is computed again, the input gradient has it.
+    seconds = {
+        TaskKind.FORWARD: weight_share * stage_s,
+        TaskKind.INPUT_GRADIENT: (1 - 2 * weight_share) * stage_s,
+        TaskKind.WEIGHT_GRADIENT: weight_share * stage_s,
+    }
+    return order_tasks(
+        found.routes,
+        lambda _host, kind, _block: seconds[kind],
+        schedule=DEFAULT_SCHEDULE,
+        transfer_s=lambda _source, _destination: transfer_s,
+    ).makespan_s
+
+
+def _name(replica: int, stage: int) -> HostName:
+    return HostName(f"replica {replica:06} stage {stage:04}")

@@ -1,0 +1,48 @@
+"""What a worker measured of one step, in band: it travels with the metrics to the leader, which feeds `health` with it.
+
+    step = microbatches of this host, then the reduction, in which it waits for the others, then the update
+
+Only the first and the last are a host's own: in the reduction all wait for the slowest (no host's step time names it).
+"""
+
+import msgspec
+
+
+class ReplicaWork(msgspec.Struct, frozen=True, array_like=True):
+    """Microbatches of a step that one replica of a host computed, from the first's start to the last's end.
+
+    Attributes:
+        slot: which of the host's replicas.
+        microbatches: how many; at least 1.
+        tokens: N, the sum of the lengths of their documents; the number of microbatches where lengths are unknown.
+        squares: the sum of the squares of these lengths; 0 where they are unknown.
+        seconds: from begin to end, without waits for other hosts.
+        input_s: of these, how long the replica's thread waited for its data.
+    """
+
+    slot: int
+    microbatches: int
+    tokens: float
+    squares: float
+    seconds: float
+    input_s: float = 0.0
+
+
+class StepTiming(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a host.
+
+    Attributes:
+        step: the step.
+        works: of the host's replicas, one or several of each. Empty if it computed none alone: in a replica on several
+            hosts each waits for the slowest.
+        wait_s: from the end of its last microbatch to the end of the reduction.
+        update_s: from there until the updated state is computed.
+        is_disturbed: the times are not those of an ordinary step: programs were compiled or loaded, a step was repeated
+            or finished after a failure.
+    """
+
+    step: int
+    works: tuple[ReplicaWork, ...] = ()
+    wait_s: float = 0.0
+    update_s: float = 0.0
+    is_disturbed: bool = False

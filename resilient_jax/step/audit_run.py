@@ -1,0 +1,149 @@
+"""Carries out the audits of a step: computes, exchanges digests, settles what differs. A collective of all hosts."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from resilient_jax.state.flat_state import flatten_state
+from resilient_jax.state.state_digest import DIGEST_WORDS, digest_state
+from resilient_jax.step.assignment import Assignment
+from resilient_jax.step.audit import Audit, AuditEvidence, Digest, Party, settle
+from resilient_jax.step.row_exchange import pad_rows_size
+
+ComputeDigest = Callable[[int, int], Digest]
+"""Computes a microbatch, by its index, on a replica of this host, by its number; returns the digest of the result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFinding:
+    """A microbatch of which two hosts had different results.
+
+    Attributes:
+        microbatch: its index.
+        owner: the index of the host whose total has it.
+        auditor: the index of the host that computed it for comparison.
+        referee: the index of the third host; None: there is none.
+        corrupt: the index of the host that is wrong; None: it cannot be said.
+        is_reproducible: whether one of the two at least has computed the same bits twice.
+        why: it is that one, or cannot be said.
+    """
+
+    microbatch: int
+    owner: int
+    auditor: int
+    referee: int | None
+    corrupt: int | None
+    is_reproducible: bool
+    why: str
+
+
+def digest_result(found: Any) -> Digest:  # noqa: ANN401 - a tree of arrays
+    """Return the digest of what was computed of a microbatch."""
+    return tuple(digest_state(flatten_state(0, found))[1 : 1 + DIGEST_WORDS].tolist())
+
+
+def run_audits(
+    audits: Sequence[Audit],
+    assignment: Assignment,
+    own: Mapping[int, Digest],
+    replicas: frozenset[int],
+    compute: ComputeDigest,
+    all_reduce: Callable[[np.ndarray], Any],
+    doubt: Callable[[], object],
+) -> list[AuditFinding]:
+    """Return the audits in which results differ, settled as far as possible. All hosts must call this.
+
+    Args:
+        audits: of the step.
+        assignment: of its microbatches.
+        own: digests of what this host has computed of microbatches that are audited, by index.
+        replicas: the numbers of this host's replicas.
+        compute: see `ComputeDigest`.
+        all_reduce: returns the sum over hosts of an integer vector.
+        doubt: called if results differ, before they are computed again.
+    """
+
+    def exchange(work: Sequence[tuple[int, int | None]], known: Mapping[int, Digest]) -> np.ndarray:
+        """Return int32[work, words], the digests of all (microbatch, replica); zeros without a replica."""
+        mine = [
+            (position, index, replica)
+            for position, (index, replica) in enumerate(work)
+            if replica in replicas
+        ]
+        table = np.zeros((len(work), DIGEST_WORDS), np.int32)
+        for position, digest in _compute_all(mine, known, compute):
+            table[position] = digest
+        padded = np.zeros(pad_rows_size(1, table.size), np.int32)
+        padded[: table.size] = table.ravel()
+        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
+        return np.array(all_reduce(padded))[: table.size].reshape(table.shape)
+
+    sides = [(a.microbatch, a.owner) for a in audits] + [(a.microbatch, a.auditor) for a in audits]
+    owners, auditors = np.split(exchange(sides, own), 2)
+    differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).any()]
+    if not differing:
+        return []
+    doubt()
+    doubtful = [audits[i] for i in differing]
+    again = [
+        exchange([(audit.microbatch, replica) for audit, replica in zip(doubtful, chosen, strict=True)], {})
+        for chosen in (
+            [audit.owner for audit in doubtful],
+            [audit.auditor for audit in doubtful],
+            [audit.referee for audit in doubtful],
+        )
+    ]
+    findings = []
+    for row, (position, audit) in enumerate(zip(differing, doubtful, strict=True)):
+        found = [_to_digest(table[row]) for table in again]
+        evidence = AuditEvidence(
+            owner=_to_digest(owners[position]),
+            auditor=_to_digest(auditors[position]),
+            owner_again=found[0],
+            auditor_again=found[1],
+            referee=None if audit.referee is None else found[2],
+        )
+        findings.append(_describe_finding(audit, assignment, evidence))
+    return findings
+
+
+def _compute_all(
+    work: Sequence[tuple[int, int, int]], known: Mapping[int, Digest], compute: ComputeDigest
+) -> list[tuple[int, Digest]]:
+    """Return the digest of each (position, microbatch, replica), of several replicas at a time."""
+    by_replica: dict[int, list[tuple[int, int]]] = {}
+    for position, index, replica in work:
+        by_replica.setdefault(replica, []).append((position, index))
+
+    def compute_some(replica: int) -> list[tuple[int, Digest]]:
+        return [
+            (position, known[index] if index in known else compute(replica, index))
+            for position, index in by_replica[replica]
+        ]
+
+    if len(by_replica) <= 1:
+        return [pair for replica in by_replica for pair in compute_some(replica)]
+    with ThreadPoolExecutor(len(by_replica), "resilient-jax-audit") as threads:
+        return [pair for pairs in threads.map(compute_some, by_replica) for pair in pairs]
+
+
+def _to_digest(row: np.ndarray) -> Digest:
+    return tuple(row.tolist())
+
+
+def _describe_finding(audit: Audit, assignment: Assignment, evidence: AuditEvidence) -> AuditFinding:
+    party, why = settle(evidence)
+    owner, auditor = (assignment.locations[r].host_indexes[0] for r in (audit.owner, audit.auditor))
+    referee = None if audit.referee is None else assignment.locations[audit.referee].host_indexes[0]
+    return AuditFinding(
+        microbatch=audit.microbatch,
+        owner=owner,
+        auditor=auditor,
+        referee=referee,
+        corrupt={Party.OWNER: owner, Party.AUDITOR: auditor, None: None}[party],
+        is_reproducible=evidence.is_owner_steady or evidence.is_auditor_steady,
+        why=why,
+    )

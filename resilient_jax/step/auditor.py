@@ -1,0 +1,137 @@
+"""The audits of one generation: draws them, has them run, and says what was found to whoever acts on it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from resilient_jax.step.assignment import AccumulationSpec, Assignment
+from resilient_jax.step.audit import Audit, Digest, draw_audits, list_audited_hosts
+from resilient_jax.step.audit_run import AuditFinding, ComputeDigest, run_audits
+from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
+
+DESCRIPTION_WORDS: Final = 2
+"""Of what a host tells the others about what it knows; see `AuditResponder.describe_record`."""
+
+
+class HostCollectives(NamedTuple):
+    """How this host exchanges integers with the others.
+
+    Attributes:
+        host_index: of this host.
+        num_hosts: of the generation.
+        all_reduce: returns the sum over hosts of an integer vector; all hosts must call it.
+    """
+
+    host_index: int
+    num_hosts: int
+    all_reduce: Callable[[np.ndarray], Any]
+
+
+class OwnResults(NamedTuple):
+    """What this host has computed, and can compute.
+
+    Attributes:
+        digests: of its microbatches that are audited, by index.
+        replicas: the numbers of its replicas.
+        compute: see `ComputeDigest`.
+        doubt: called once results are found to differ, before more is computed: the sums that have them are void if
+            this generation ends meanwhile.
+    """
+
+    digests: Mapping[int, Digest]
+    replicas: frozenset[int]
+    compute: ComputeDigest
+    doubt: Callable[[], object]
+
+
+class AuditResponder(Protocol):
+    """Knows how far each host is verified, and acts on what audits find. Hosts are given by their indexes."""
+
+    def describe_record(self) -> np.ndarray:
+        """Return int32[2]: in which generation this host has trained last, and up to which step it is verified."""
+        ...
+
+    def list_verified_steps(self) -> np.ndarray:
+        """Return int32[hosts], how many steps each host had finished when its computations last agreed with another's;
+        -1 where this host does not know.
+        """
+        ...
+
+    def begin_generation(self, step: int, descriptions: np.ndarray, newest: np.ndarray) -> None:
+        """Take over what the host knows that has trained last, so that all hosts know the same.
+
+        Args:
+            step: that the generation begins with.
+            descriptions: int32[hosts, 2], `describe_record` of all hosts.
+            newest: int32[hosts], `list_verified_steps` of a host that has trained last.
+        """
+        ...
+
+    def pass_audit(self, indexes: Sequence[int], step: int) -> None:
+        """Record that these hosts computed what others did of the microbatches that were compared."""
+        ...
+
+    def fail_audit(self, findings: Sequence[AuditFinding], step: int) -> None:
+        """Take out the hosts that compute wrongly, or report that none could be told.
+
+        Return if the step may be finished: with what was found nothing that was committed is in doubt.
+
+        Args:
+            findings: the same on all hosts.
+            step: the one that is audited.
+        """
+        ...
+
+
+class Auditor:
+    """The audits of one generation.
+
+    Args:
+        share: of all microbatches, from 0 to 1, that two hosts compute.
+        responder: acts on what is found.
+    """
+
+    def __init__(self, share: float, responder: AuditResponder) -> None:
+        self._share = share
+        self._responder = responder
+        self._has_begun = False
+
+    def draw(
+        self, spec: AccumulationSpec, assignment: Assignment, hosts: HostCollectives
+    ) -> tuple[Audit, ...]:
+        """Return the audits of an accumulation, the same on all hosts. All must call this."""
+        if not self._has_begun:
+            self._begin_generation(spec.step, hosts)
+            self._has_begun = True
+        return draw_audits(spec, assignment, self._share)
+
+    def run(
+        self,
+        audits: Sequence[Audit],
+        spec: AccumulationSpec,
+        assignment: Assignment,
+        own: OwnResults,
+        hosts: HostCollectives,
+    ) -> None:
+        """Return if what was computed may be reduced. All hosts must call this; see `run_audits`."""
+        findings = run_audits(
+            audits, assignment, own.digests, own.replicas, own.compute, hosts.all_reduce, own.doubt
+        )
+        if findings:
+            self._responder.fail_audit(findings, spec.step)
+        else:
+            self._responder.pass_audit(list_audited_hosts(audits, assignment), spec.step)
+
+    def _begin_generation(self, step: int, hosts: HostCollectives) -> None:
+        if hosts.num_hosts == 1:
+            own = self._responder.describe_record()[np.newaxis]
+            self._responder.begin_generation(step, own, self._responder.list_verified_steps())
+            return
+        descriptions = exchange_rows(self._responder.describe_record(), *hosts)
+        newest = np.zeros(pad_rows_size(1, hosts.num_hosts), np.int32)
+        if hosts.host_index == int(descriptions[:, 0].argmax()):
+            newest[: hosts.num_hosts] = self._responder.list_verified_steps()
+        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
+        newest = np.array(hosts.all_reduce(newest))[: hosts.num_hosts]
+        self._responder.begin_generation(step, descriptions, newest)

@@ -1,0 +1,94 @@
+"""The state of a model that is split over hosts, as the loop of the trainer uses it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from resilient_jax.compile.ahead_of_time import CompilationJob
+from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.parameter_ema import find_ema_params
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
+from resilient_jax.trainer.state_layout import MeshShape, StateLayout, SumMicrobatches
+from resilient_jax.trainer.train_step import TrainStep
+from resilient_jax.trainer.training_state import StepSummary, TrainingState, Tree, read_learning_rate
+from resilient_jax.trainer.unit_states import PipelinedState
+from resilient_jax.worker.world import World
+
+
+class PipelinedLayout(StateLayout):
+    """Every host has some of the model's units: its state is a `PipelinedState` where others have a `TrainingState`."""
+
+    def __init__(self, world: World, arrangement: Arrangement, steps: PipelinedSteps) -> None:
+        self._steps = steps
+        self._units = steps.begin_generation(world)
+        super().__init__(world, self._units, arrangement)
+
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
+    ) -> PipelinedState:
+        """Return the state to continue from; of the whole model no host makes or reads more than it needs."""
+        return self._steps.restore(self._units, init, load)
+
+    def ravel(self, state: TrainingState) -> TrainingState:
+        """Return the state: no leaf is raveled."""
+        return state
+
+    def gather(self, tree: Tree) -> Tree:
+        """Refuse: what is gathered is the whole state."""
+        raise NotImplementedError
+
+    def gather_state(self, state: PipelinedState) -> TrainingState:
+        """Return the state of the whole model, in host memory."""
+        return self._steps.gather_state(state)
+
+    def gather_variables(self, state: PipelinedState, *, use_ema: bool = False) -> Variables:
+        """Return the variables of the whole model, on this host's devices."""
+        found = self._steps.gather_state(state)
+        params = find_ema_params(found.opt_state) if use_ema else found.variables.params
+        return jax.device_put(found.variables._replace(params=params), self.local_sharding)
+
+    def gather_result(self, state: PipelinedState) -> tuple[Variables, Any]:
+        """Return the variables of the whole model and the average of its parameters, in host memory."""
+        found = self._steps.gather_state(state)
+        return found.variables, find_ema_params(found.opt_state)
+
+    def read_learning_rate(self, state: PipelinedState) -> dict[str, float]:
+        """Return the metric of a unit of this host: all units have the same."""
+        return read_learning_rate(self._units.read_held(state))
+
+    def step(
+        self,
+        programs: TrainStep,
+        state: PipelinedState,
+        step: int,
+        sum_microbatches: SumMicrobatches,
+    ) -> tuple[PipelinedState, dict[str, float]]:
+        """Return the next state and the metrics."""
+        return self._steps.step(state, step)
+
+    def shard(self, tree: Tree) -> Tree:
+        """Return leaves as arrays that every host has."""
+        return jax.tree.map(self._units.replicate, tree)
+
+    def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
+        """Refuse: a pipeline sums by block."""
+        raise NotImplementedError
+
+    def update(
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+    ) -> TrainingState:
+        """Refuse: a pipeline updates by unit."""
+        raise NotImplementedError
+
+    def snapshot(self, state: PipelinedState) -> None:
+        """Take a snapshot, if one is due."""
+        self.world.snapshot(state)
+
+    def list_jobs(
+        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
+    ) -> Iterator[CompilationJob]:
+        """Yield nothing: no program knows how many hosts there are."""
+        yield from ()

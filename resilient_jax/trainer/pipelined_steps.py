@@ -1,0 +1,332 @@
+"""The steps of a model that is split over hosts: blocks, mail, and the step under way, which outlive generations.
+
+placement of the generation -> restore -> `begin` (who has done what of the step under way?) -> tasks -> sums -> update
+"""
+
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from resilient_jax.blocks.cut_model import CutModel, cut_model
+from resilient_jax.blocks.layer_marks import mark_layers
+from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.data.prefetcher import Prefetcher
+from resilient_jax.errors import CallerError, NonFiniteError
+from resilient_jax.events import EventKind
+from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.whole_model import gather_units
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
+from resilient_jax.program_analysis.xla_cost import count_flops
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
+from resilient_jax.step.assignment import Reduction
+from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
+from resilient_jax.telemetry.worker_activity import worker_activity
+from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.numerics import NonFinitePolicy
+from resilient_jax.trainer.pipeline_options import Pipeline
+from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
+from resilient_jax.trainer.training_state import TrainingState, Tree
+from resilient_jax.trainer.unit_placement import UnitPlacement
+from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
+from resilient_jax.worker.world import World
+
+LOSS_METRIC = "loss"
+FAILPOINTS = {
+    TaskKind.FORWARD: FailPoint.BEFORE_MICROBATCH,
+    TaskKind.BACKWARD: FailPoint.BEFORE_INPUT_GRADIENT,
+    TaskKind.INPUT_GRADIENT: FailPoint.BEFORE_INPUT_GRADIENT,
+    TaskKind.WEIGHT_GRADIENT: FailPoint.BEFORE_WEIGHT_GRADIENT,
+}
+
+
+class PipelinedSteps:
+    """The pipeline of this host for one `fit`."""
+
+    def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher) -> None:
+        """Cut the model, without a device.
+
+        Raises:
+            CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
+        """
+        options = config.parallelism.pipeline
+        assert options is not None
+        self._options: Pipeline = options
+        self._recipe = config.recipe
+        self._reduction: Reduction = config.parallelism.reduction
+        self._data = data
+        _check_recipe(config, programs)
+        state = programs.abstract_state
+        self._cut = _cut(config.recipe, programs)
+        self._costs = _estimate_costs(self._cut)
+        self._worker: PipelineWorker | None = None
+        self._placement: UnitPlacement | None = None
+        self._units: UnitStates | None = None
+        self._abstract = state
+        self._num_gathered = 0
+        self._has_agreed = False
+        """Whether the hosts of this generation have told each other what they have done of the step under way."""
+        self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
+
+    # A generation.
+
+    def begin_generation(self, world: World) -> UnitPlacement:
+        """Return where the units are on the live hosts."""
+        worker = self._open_worker(world)
+        units = self._require_units()
+        placement = UnitPlacement(
+            world, units, self._costs, self._options.num_stages, self._recipe.num_microbatches
+        )
+        _check_devices(world)
+        self._placement, self._has_agreed, self._num_gathered = placement, False, 0
+        if world.is_rehearsal:
+            return placement
+        address = worker.address.encode()
+        assert len(address) <= ROW_SIZE, "an address is short"
+        texts = gather_texts(world, address)
+        worker.begin_generation(
+            PipelineGeneration(
+                number=world.generation,
+                hosts=tuple(sorted(world.hosts)),
+                holders=placement.holders,
+                addresses=dict(zip(world.hosts, texts, strict=True)),
+            )
+        )
+        world.record_event(
+            EventKind.PIPELINE_FORMED,
+            replicas=len(placement.teams),
+            blocks=len(self._costs),
+            cut=placement.describe(),
+        )
+        return placement
+
+    def restore(self, placement: UnitPlacement, init: Any, load: Any) -> PipelinedState:  # noqa: ANN401 - see below
+        """Return the state to go on with; see `StateLayout.restore`."""
+        if placement.world.is_fresh and (found := load(placement.place_whole)) is not None:
+            return placement.split(found)
+        return placement.world.restore_or_init(lambda: placement.init_state(init), sharding=placement)
+
+    # A step.
+
+    def step(self, state: PipelinedState, step: int) -> tuple[PipelinedState, dict[str, float]]:
+        """Return the next state and the metrics.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite, and the policy is to stop.
+            PeerUnreachable: a host is lost, or late; what is done of the step is kept for the next generation.
+        """
+        worker, placement = self._require_worker(), self._require_placement()
+        world = placement.world
+        if world.is_rehearsal:
+            self._rehearse(placement, state)
+            return state, {}
+        self._expect_data(placement, step)
+        before = functools.partial(self._before_task, world)
+        if self._has_agreed:
+            worker.begin_step(placement.routes, before)
+        else:
+            self._go_on(worker, placement, state, step, before)
+        world.step_services.hit_failpoint(FailPoint.BEFORE_REDUCE)
+        with worker_activity.task(WorkerTask.SUM):
+            table = worker.finish_step(functools.partial(self._before_update, world, step))
+        new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
+        metrics = {name: float(value) for name, value in table.results.items()}
+        return new, {**metrics, LOSS_METRIC: table.loss, "grad_norm": table.norm}
+
+    def _go_on(
+        self,
+        worker: PipelineWorker,
+        placement: UnitPlacement,
+        state: PipelinedState,
+        step: int,
+        before: Any,  # noqa: ANN401 - a function
+    ) -> None:
+        """Run the first step of a generation: what is done of it, is done."""
+        worker.replace_state(step, placement.read_held(state))
+        worker.agree_on_step()
+        kept = worker.num_finished_tasks
+        started_s = time.monotonic()
+        worker.resume_step(placement.routes, before)
+        self._has_agreed = True
+        if kept:
+            placement.world.record_event(
+                EventKind.PIPELINE_STEP_RESUMED,
+                step=step,
+                kept=kept,
+                seconds=time.monotonic() - started_s,
+            )
+
+    def _before_task(self, world: World, task: Task) -> None:
+        world.raise_if_ended()
+        world.step_services.hit_failpoint(FAILPOINTS[task.kind], task.microbatch)
+
+    def _before_update(self, world: World, step: int, table: CommitTable) -> None:
+        world.step_services.hit_failpoint(FailPoint.AFTER_REDUCE)
+        is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
+        if not is_finite and self._recipe.numerics.non_finite == NonFinitePolicy.STOP:
+            raise NonFiniteError(
+                f"step {step}: found a loss of {table.loss} and a gradient norm of {table.norm}, expected finite "
+                "numbers. Nothing of this step was committed. Lower the learning rate, or clip: "
+                "Numerics(clip_norm=)",
+                step=step,
+            )
+
+    def _expect_data(self, placement: UnitPlacement, step: int) -> None:
+        mine = [
+            route.microbatch
+            for route in placement.routes
+            if any(hop.host == placement.world.host for hop in route.hops)
+        ]
+        self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
+
+    def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
+        return self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
+
+    # The whole model.
+
+    def gather_state(self, state: PipelinedState) -> TrainingState:
+        """Return the state of the whole model in this host's memory. Every host must call this."""
+        placement, worker, units = self._require_placement(), self._require_worker(), self._require_units()
+        found: dict[int, UnitState] = gather_units(
+            worker.make_mail(int(state.step)),
+            placement.world.host,
+            placement.world.hosts,
+            {number: placement.list_holders(number) for number in range(len(units.units))},
+            placement.read_held(state),
+            units.abstract,
+            self._num_gathered,
+        )
+        self._num_gathered += 1
+        # A barrier: no host leaves before all have what it sent.
+        placement.world.all_reduce(np.zeros(1, np.int32))
+        early_stopping = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), state.early_stopping)
+        return units.join(np.asarray(state.step.addressable_data(0)), found, early_stopping)
+
+    # Between generations.
+
+    def drop(self) -> None:
+        """Drop every array of the step under way: the devices are going away."""
+        if self._worker is not None:
+            self._worker.drop_step()
+            self._worker.replace_state(self._worker.step, {})
+        self._placement = None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _open_worker(self, world: World) -> PipelineWorker:
+        if self._worker is None:
+            numerics = self._recipe.numerics
+            config = PipelineConfig(
+                num_microbatches=self._recipe.num_microbatches,
+                schedule=PipelineSchedule(self._options.schedule),
+                reduction=self._reduction,
+                max_norm=numerics.clip_norm,
+                log_bytes=self._options.log_bytes,
+                wait_timeout_s=world.step_services.wait_timeout_s,
+            )
+            self._worker = PipelineWorker(
+                world.host,
+                self._cut,
+                self._recipe.optimizer,
+                config,
+                world.step_services.open_mail(),
+                self._read,
+                lambda: self._require_placement().world.raise_if_ended(),
+            )
+            self._units = UnitStates(
+                self._worker.state.units,
+                self._recipe.optimizer,
+                self._abstract.variables.params,
+                self._abstract.opt_state,
+            )
+            world.step_services.register_unfinished(self)
+        return self._worker
+
+    def _rehearse(self, placement: UnitPlacement, state: PipelinedState) -> None:
+        """Run one block of each kind, and the updates of this host's units, on zeros."""
+        worker = self._require_worker()
+        worker.replace_state(worker.step, placement.read_held(state))
+        worker.rehearse()
+        worker.replace_state(worker.step, {})
+
+    def _require_worker(self) -> PipelineWorker:
+        assert self._worker is not None, "begin_generation comes first"
+        return self._worker
+
+    def _require_placement(self) -> UnitPlacement:
+        assert self._placement is not None, "begin_generation comes first"
+        return self._placement
+
+    def _require_units(self) -> UnitStates:
+        assert self._units is not None, "begin_generation comes first"
+        return self._units
+
+
+def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:
+    def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
+        bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
+        model_key, loss_key = jax.random.split(key)
+
+        def use(model: Any) -> Any:  # noqa: ANN401 - the user's
+            marked = mark_layers(model) if isinstance(model, nnx.Module) else model
+            return recipe.loss_fn(marked, batch, loss_key)
+
+        return recipe.model.apply(bound, model_key, use, training=True)[0]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
+        return cut_model(
+            loss, programs.abstract_state.variables.params, programs.example, key, remat=recipe.numerics.remat
+        )
+
+
+def _estimate_costs(cut: CutModel) -> list[float]:
+    """Return the relative time of each block: the floating-point operations of its forward pass."""
+    by_kind = []
+    for kind in cut.kinds:
+        program = kind.kind.derivative.forward_jaxpr
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals]
+        by_kind.append(max(1.0, count_flops(core.jaxpr_as_fun(program), *shapes)))
+    return [by_kind[block.kind] for block in cut.blocks]
+
+
+def _check_recipe(config: FitConfig, programs: TrainStep) -> None:
+    """Refuse what a pipeline cannot do, by name."""
+    recipe = config.recipe
+    if collections := programs.abstract_state.variables.collections:
+        raise CallerError(
+            f"pipeline: found a model with variables of the kinds {', '.join(sorted(collections))}, expected "
+            "parameters alone: statistics, frozen parameters and other variables cannot be split over hosts yet"
+        )
+    if recipe.numerics.non_finite == NonFinitePolicy.SKIP:
+        raise CallerError(
+            'numerics: found non_finite="skip" with a pipeline, expected "stop" or "warn": a microbatch is on several '
+            "hosts, and its gradients are in sums before its loss is known everywhere"
+        )
+    if config.parallelism.reduction == "fast":
+        raise CallerError(
+            'parallelism: found reduction="fast" with a pipeline, expected "exact" or "exact_wide": the parts of a sum '
+            "come in no fixed order"
+        )
+
+
+def _check_devices(world: World) -> None:
+    if len(world.local_devices) > 1:
+        raise CallerError(
+            f"pipeline: found {len(world.local_devices)} devices on {world.host}, expected one: a stage computes on "
+            "one device. Start an agent for each device, with --devices-per-host 1"
+        )

@@ -1,0 +1,156 @@
+"""Where the units of a model that is cut into blocks are in one generation: on the hosts of its replicas.
+
+Snapshots, parity and restores see an array of a unit as one that is sharded over hosts: its holders have all of it, the
+others nothing (`sharding.holder_sharding`).
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
+from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
+from resilient_jax.sharding.holder_sharding import (
+    make_holder_array,
+    make_holder_sharding,
+    make_non_addressable_array,
+)
+from resilient_jax.trainer.training_state import TrainingState, Tree
+from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
+from resilient_jax.worker.world import World
+
+UNIT_PATTERN: Final = re.compile(r"^\.units\[(\d+)\]")
+"""Of a leaf's path in a `PipelinedState`."""
+
+
+class UnitPlacement:
+    """The replicas of one generation, and the state as it is on their hosts.
+
+    Attributes:
+        world: of the generation.
+        teams: the replicas.
+        routes: of a step that begins in this generation.
+        holders: the hosts that have each block.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        states: UnitStates,
+        block_costs: Sequence[float],
+        num_stages: int,
+        num_microbatches: int,
+    ) -> None:
+        self.world = world
+        self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages)
+        self.routes: Routes = make_routes(self.teams, share_microbatches(self.teams, num_microbatches))
+        self.holders = find_holders(self.teams)
+        self._states = states
+        self._devices = {world.host_of_device(device): device for device in reversed(world.devices)}
+        """The first device of each host."""
+        self._shardings: dict[frozenset[HostName], NamedSharding] = {}
+        self.held = [
+            number
+            for number, unit in enumerate(states.units)
+            if world.host in unit.find_holders(self.holders)
+        ]
+        """The units of this host."""
+
+    def describe(self) -> str:
+        """Return the replicas for people: hosts, each with its first and last block."""
+        parts = []
+        for team in self.teams:
+            first, hops = 0, []
+            for host, count in team:
+                hops.append(f"{host} {first}-{first + count - 1}")
+                first += count
+            parts.append(" -> ".join(hops))
+        return "; ".join(parts)
+
+    # The state.
+
+    def __call__(self, path: str, leaf: object) -> NamedSharding:
+        """Return the sharding of a leaf of a `PipelinedState`; `path` is as `jax.tree_util.keystr` writes it."""
+        found = UNIT_PATTERN.match(path)
+        return self._shard_over(self.list_holders(int(found[1])) if found else frozenset(self.world.hosts))
+
+    def list_holders(self, unit: int) -> frozenset[HostName]:
+        """Return the hosts that have a unit."""
+        return self._states.units[unit].find_holders(self.holders)
+
+    def init_state(self, init: Callable[[], TrainingState]) -> PipelinedState:
+        """Return the initial state. Only the units of this host are computed; the others take no memory here."""
+
+        def init_held() -> tuple[dict[int, UnitState], Any]:
+            state = init()
+            units = {number: self._states.init_unit(number, state.variables.params) for number in self.held}
+            return units, state.early_stopping
+
+        units, early_stopping = jax.jit(init_held)()
+        absent = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
+        )
+        return PipelinedState(
+            step=jax.numpy.zeros((), jax.numpy.int32),
+            units=tuple(units.get(number, absent[number]) for number in range(len(absent))),
+            early_stopping=early_stopping,
+        )
+
+    def read_held(self, state: PipelinedState) -> dict[int, UnitState]:
+        """Return the units of this host, as arrays on its device."""
+        return {number: jax.tree.map(_read_local, state.units[number]) for number in self.held}
+
+    def make_state(self, step: int, units: Mapping[int, UnitState], early_stopping: Tree) -> PipelinedState:
+        """Return the state of all hosts, of the units of this one and of what every host has."""
+        shape = self._states.abstract
+        return PipelinedState(
+            step=self.replicate(np.int32(step)),
+            units=tuple(
+                self._make_unit(number, units[number] if number in units else shape[number])
+                for number in range(len(shape))
+            ),
+            early_stopping=early_stopping,
+        )
+
+    def replicate(self, value: Any) -> jax.Array:  # noqa: ANN401 - a number or array
+        """Return an array that every host has."""
+        local = jax.device_put(value, self.world.local_devices[0])
+        return make_holder_array(local, self._shard_over(frozenset(self.world.hosts)))
+
+    def split(self, state: TrainingState) -> PipelinedState:
+        """Return the state of the whole model, of which each host has what it needs, by unit."""
+        local = jax.tree.map(_read_local, state)
+        units = {number: self._states.split(number, local) for number in self.held}
+        return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
+
+    def place_whole(self, path: str, leaf: object) -> NamedSharding:
+        """Return the sharding of a leaf of the whole model's state, as read from storage: on the hosts that need it."""
+        holders = self._states.find_units_of_leaf(path)
+        hosts: Collection[HostName] = self.world.hosts
+        if holders:
+            hosts = frozenset().union(*map(self.list_holders, holders))
+        return self._shard_over(frozenset(hosts))
+
+    def _make_unit(self, number: int, values: UnitState) -> UnitState:
+        sharding = self._shard_over(self.list_holders(number))
+        make = make_holder_array if number in self.held else make_non_addressable_array
+        return jax.tree.map(lambda value: make(value, sharding), values)
+
+    def _shard_over(self, hosts: frozenset[HostName]) -> NamedSharding:
+        if hosts not in self._shardings:
+            # In the order of hosts, the same everywhere.
+            devices = [self._devices[host] for host in self.world.hosts if host in hosts]
+            self._shardings[hosts] = make_holder_sharding(devices)
+        return self._shardings[hosts]
+
+
+def _read_local(array: jax.Array) -> jax.Array | None:
+    """Return this host's copy of an array; None: it has none."""
+    shards = array.addressable_shards
+    return shards[0].data if shards else None

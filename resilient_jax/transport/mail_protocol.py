@@ -1,0 +1,277 @@
+"""The protocol of mail: keyed arrays of bytes that one process sends to another, unasked, over a socket of its own.
+
+Rules of a connection, on which mail goes one way only:
+1. The sender sends a nonce, the receiver a challenge with its own. The sender says its name and the name that it
+   expects of the receiver, with a proof that it has the job's token; the receiver answers with a proof of its own, or
+   with a refusal. The token itself is not sent.
+2. Then the sender sends mail: a header, which is a msgpack frame, and the announced number of raw bytes.
+3. The receiver sends nothing more, so that a sender with nothing to send sees the end of the connection.
+4. A side that receives anything else closes the connection.
+"""
+
+import ctypes
+import dataclasses
+import enum
+import secrets
+import socket
+import time
+from typing import Final
+
+import msgspec
+
+from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.framing import encode_frame
+from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.transport.authentication import Authenticator
+from resilient_jax.transport.bulk_protocol import (
+    receive_frame,
+    receive_into,
+    send_all,
+    send_frame,
+)
+
+NONCE_BYTES: Final = 32
+MAX_MAIL_BYTES: Final = 2**34
+"""More is damage, or no message of ours: no boundary value or sum of a block has 16 GiB."""
+IDLE_TIMEOUT_S: Final = 14 * 86_400.0
+"""The limit between two mails; keepalive finds machines that vanish long before."""
+SEND_TIMEOUT_S: Final = 60.0
+"""The limit for one mail: a peer that reads nothing for so long is not going to finish the step."""
+KEEPALIVE_OPTIONS: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
+
+class MailKind(enum.StrEnum):
+    """What a mail carries."""
+
+    ACTIVATION = "x"
+    """The input of a block, in a forward task."""
+    GRADIENT = "g"
+    """The gradient of the loss by the input of a block, in a backward task."""
+    LIMITS = "limits"
+    """The limits of a block's gradient sums in fixed point."""
+    TOTAL = "total"
+    """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
+    ROWS = "rows"
+    """What a host says about its sums before it updates its state."""
+    PROGRESS = "progress"
+    """What a host says about its tasks when a step goes on in another generation."""
+    STATE = "state"
+    """Weights and optimizer state, for a host that puts the whole model together."""
+
+
+class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Names one value, which has the same bits whichever host sends it.
+
+    Attributes:
+        generation: of the routes in which the value is sent; the only part that a second copy does not share.
+        step: of the state from which the value was computed.
+        kind: what the value is.
+        microbatch: its index in the step; of a part of a sum, the first of those that are in it; of rows and progress,
+            the number of the host that says it; of state, the number of the gathering in the step.
+        block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
+            of the unit.
+    """
+
+    generation: int
+    step: int
+    kind: MailKind
+    microbatch: int
+    block: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind.name.lower()} of microbatch {self.microbatch} for block {self.block}, "
+            f"step {self.step}, generation {self.generation}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mail:
+    """A value with its key.
+
+    Attributes:
+        key: names it.
+        data: its bytes, contiguous; they must not change until they are sent.
+        dtype: the name of its numbers' type, for the receiver; this package does not interpret it.
+        shape: its shape, likewise.
+    """
+
+    key: MailKey
+    data: memoryview
+    dtype: str = "uint8"
+    shape: tuple[int, ...] = ()
+
+
+class MailHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Announces the bytes of a mail."""
+
+    key: MailKey
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class MailChallenge(msgspec.Struct, frozen=True):
+    """The receiver's nonce."""
+
+    nonce: bytes
+
+
+class MailHello(msgspec.Struct, frozen=True):
+    """Says which host wants to send to which, with the proof that it belongs to the job.
+
+    Attributes:
+        sender: its name.
+        address: of its own mailbox, which another process of this host does not have.
+        receiver: the name of the host that it expects.
+        proof: a signature of all this and both nonces.
+    """
+
+    sender: HostName
+    address: str
+    receiver: HostName
+    proof: bytes
+
+    def signed_text(self, senders: bytes, receivers: bytes) -> bytes:
+        """Return what `proof` is the signature of, with both nonces."""
+        names = _ENCODER.encode([self.sender, self.address, self.receiver])
+        return b"mail hello" + senders + receivers + names
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class MailWelcome(msgspec.Struct, frozen=True, tag=True):
+    """The receiver's proof that it belongs to the job."""
+
+    proof: bytes
+
+
+class MailRefusal(msgspec.Struct, frozen=True, tag=True):
+    """Says why the receiver takes no mail of this sender."""
+
+    reason: str
+    is_token: bool
+
+
+_make_bytearray: Final = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_make_bytearray.restype, _make_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
+_HEADER: Final = msgspec.msgpack.Decoder(MailHeader)
+_CHALLENGE: Final = msgspec.msgpack.Decoder(MailChallenge)
+_HELLO: Final = msgspec.msgpack.Decoder(MailHello)
+_ANSWER: Final[msgspec.msgpack.Decoder[MailWelcome | MailRefusal]] = msgspec.msgpack.Decoder(
+    MailWelcome | MailRefusal
+)
+
+
+def configure_mail_socket(connection: socket.socket) -> None:
+    """Have the kernel find a peer whose machine has vanished, within half a minute."""
+    for level, option, value in KEEPALIVE_OPTIONS:
+        connection.setsockopt(level, option, value)
+
+
+def introduce(connection: socket.socket, gate: Authenticator, hello: MailHello, deadline_s: float) -> None:
+    """Have a receiver admit this host's mail; `hello` is not signed yet.
+
+    Raises:
+        Unauthenticated: one of both has another token.
+        PeerUnreachable: another host's mailbox is at this address.
+        MessageError, OSError, EOFError: the other side is no mailbox, or has gone.
+    """
+    own = secrets.token_bytes(NONCE_BYTES)
+    send_all(connection, own, deadline_s)
+    where = f"the mailbox of {hello.receiver}"
+    challenge = decode_message(_CHALLENGE, receive_frame(connection, deadline_s), where)
+    proof = gate.sign(hello.signed_text(own, challenge.nonce))
+    send_frame(connection, msgspec.structs.replace(hello, proof=proof), deadline_s)
+    answer = decode_message(_ANSWER, receive_frame(connection, deadline_s), where)
+    if isinstance(answer, MailRefusal):
+        error = Unauthenticated if answer.is_token else PeerUnreachable
+        raise error(f"{where} refuses our mail: {answer.reason}")
+    if not gate.is_signature(_welcome_text(own, challenge.nonce), answer.proof):
+        raise Unauthenticated(
+            f"{where} does not have our job token. Every process of a job must be given the same token"
+        )
+
+
+def admit(
+    connection: socket.socket, gate: Authenticator, receiver: HostName, peer: str, deadline_s: float
+) -> MailHello:
+    """Return what the sender at the other end says, if it belongs to the job.
+
+    Args:
+        connection: just accepted.
+        gate: has the job's token, and reports who does not.
+        receiver: this host.
+        peer: the address of the other end, as gRPC writes it.
+        deadline_s: of the monotonic clock.
+
+    Raises:
+        Unauthenticated: its proof is wrong.
+        MessageError, OSError, EOFError: it does not keep to the protocol, or has gone.
+    """
+    theirs, own = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    receive_into(connection, memoryview(theirs), deadline_s)
+    send_frame(connection, MailChallenge(own), deadline_s)
+    hello = decode_message(_HELLO, receive_frame(connection, deadline_s), f"the hello of {peer}")
+    try:
+        gate.check_signature(hello.signed_text(bytes(theirs), own), hello.proof, peer, "mail")
+    except Unauthenticated:
+        reason = "its proof of the job token is wrong. Every process of a job must be given the same token"
+        send_frame(connection, MailRefusal(reason, is_token=True), deadline_s)
+        raise
+    if hello.receiver != receiver:
+        reason = f"this is the mailbox of {receiver}"
+        send_frame(connection, MailRefusal(reason, is_token=False), deadline_s)
+        raise MessageError(f"{hello.sender} has mail for {hello.receiver}, but {reason}")
+    send_frame(connection, MailWelcome(gate.sign(_welcome_text(bytes(theirs), own))), deadline_s)
+    return hello
+
+
+def send_mail(connection: socket.socket, mail: Mail) -> None:
+    """Send one mail.
+
+    Raises:
+        OSError: the connection is broken, or the peer took nothing for SEND_TIMEOUT_S.
+    """
+    header = MailHeader(mail.key, mail.data.nbytes, mail.dtype, mail.shape)
+    deadline_s = time.monotonic() + SEND_TIMEOUT_S
+    send_all(connection, encode_frame(_ENCODER.encode(header)), deadline_s)
+    send_all(connection, mail.data, deadline_s)
+
+
+def receive_mail(connection: socket.socket, sender: HostName) -> Mail:
+    """Return the next mail, in memory of its own.
+
+    Raises:
+        MessageError: what comes is no mail.
+        OSError, EOFError: the connection has ended.
+    """
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    header = decode_message(_HEADER, receive_frame(connection, deadline_s), f"a mail of {sender}")
+    if not 0 <= header.length <= MAX_MAIL_BYTES:
+        raise MessageError(
+            f"a mail of {sender} announces {header.length} bytes, expected {MAX_MAIL_BYTES} at most"
+        )
+    data = memoryview(_allocate(header.length))
+    receive_into(connection, data, deadline_s)
+    return Mail(key=header.key, data=data, dtype=header.dtype, shape=header.shape)
+
+
+def _allocate(size: int) -> bytearray:
+    """Return memory that nothing was written to, which malloc may have used before.
+
+    `bytearray(size)` writes zeros first, and new memory of the kernel is cleared page by page: either takes as long as
+    to receive. With 16 MiB, 5.8 ms a mail instead of 15.
+    """
+    return _make_bytearray(None, size)
+
+
+def _welcome_text(senders: bytes, receivers: bytes) -> bytes:
+    return b"mail welcome" + senders + receivers

@@ -1,0 +1,188 @@
+"""The mail of one host: what it sends to its peers, and what they send to it.
+
+To send does not wait for the receiver, and what has arrived is found by its key: so no order of messages is wrong, and
+none deadlocks.
+"""
+
+import copy
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from resilient_jax.errors import CallerError, MessageError, PeerUnreachable, ResilientJaxError
+from resilient_jax.ids import HostName
+from resilient_jax.transport.authentication import Authenticator, OnEvent
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.incoming_connections import IncomingConnections
+from resilient_jax.transport.mail_protocol import Mail, MailKey, admit, configure_mail_socket, receive_mail
+from resilient_jax.transport.mail_sender import MailSender
+from resilient_jax.transport.mailbox import Mailbox
+from resilient_jax.transport.outgoing_connection import CONNECT_TIMEOUT_S, Connector
+
+OnPeerLost = Callable[[HostName, ResilientJaxError], None]
+"""Called once for each peer that is lost in a generation, on a thread of the service, which it must not close."""
+
+logger = logging.getLogger(__name__)
+
+
+class MailService:
+    """Sends and receives keyed values; safe to share between threads.
+
+    Attributes:
+        box: what has arrived.
+        address: of this host's mailbox, for its peers.
+    """
+
+    def __init__(
+        self,
+        own_name: HostName,
+        host: str,
+        credentials: Credentials,
+        on_peer_lost: OnPeerLost,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """Listen on a free port.
+
+        Args:
+            own_name: of this host; peers that expect another one here are refused.
+            host: an address of this machine that peers reach.
+            credentials: of the job.
+            on_peer_lost: told of each peer whose connection ended, or to which none can be made.
+            on_event: told of connections that are refused for their token.
+
+        Raises:
+            ConfigError: a TLS file cannot be read.
+            OSError: the address is not of this machine.
+        """
+        self.box = Mailbox()
+        self._own_name = own_name
+        self._credentials = credentials
+        self._on_peer_lost = on_peer_lost
+        self._gate = Authenticator(credentials.token, on_event)
+        self._lock = threading.Lock()  # guards the attributes below
+        self._senders: dict[HostName, MailSender] = {}
+        self._incoming: dict[HostName, socket.socket] = {}
+        self._addresses: dict[HostName, str] = {}
+        self._lost: dict[HostName, ResilientJaxError] = {}
+        self._generation = 0
+        self._listener = IncomingConnections(host, credentials, self._serve, f"rj-mail-{own_name}")
+        self.address = f"{host}:{self._listener.port}"
+
+    def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
+        """Have these peers from now on, with no mail of older generations in any queue or box.
+
+        Connections to peers that stay are kept. A peer that was lost, and is still one, is dialled again. Call this
+        on one thread, and not in `on_peer_lost`.
+
+        Raises:
+            CallerError: the generation is older than the present one.
+        """
+        with self._lock:
+            if generation < self._generation:
+                raise CallerError(
+                    f"generation: found {generation}, expected {self._generation} or a later one"
+                )
+            self._generation = generation
+            self._addresses = dict(addresses)
+            ended = [
+                self._senders.pop(peer)
+                for peer, sender in list(self._senders.items())
+                if addresses.get(peer) != sender.address or peer in self._lost
+            ]
+        for sender in ended:
+            sender.close()  # before the box forgets what is lost: afterwards these can report nothing
+        self.box.begin_generation(generation)
+        with self._lock:
+            self._lost.clear()
+            for sender in self._senders.values():
+                sender.drop(lambda mail: mail.key.generation < generation)
+            for peer in sorted(set(addresses) - set(self._senders) - {self._own_name}):
+                connector = Connector(addresses[peer], self._credentials)
+                self._senders[peer] = MailSender(
+                    self._own_name, self.address, peer, connector, self._gate, self._report_lost
+                )
+
+    def send(self, to: HostName, mail: Mail) -> None:
+        """Send a value, which must not change afterwards; this does not wait. To this host itself nothing is copied.
+
+        Raises:
+            StaleGeneration: the value is of an older generation or of a finished step.
+            PeerUnreachable: the peer is lost, or is none of this generation.
+            Unauthenticated: the peer has another token.
+        """
+        self.box.check_current(mail.key)
+        if to == self._own_name:
+            self.box.put(mail)
+            return
+        with self._lock:
+            if to in self._lost:
+                raise copy.copy(self._lost[to])  # each raise adds to a traceback of its own
+            sender = self._senders.get(to)
+        if sender is None:
+            raise PeerUnreachable(
+                f"{mail.key}: found {to} as its receiver, expected one of generation {self._generation}: "
+                f"{', '.join(sorted(self._senders)) or 'none'}"
+            )
+        sender.send(mail)
+
+    def take(self, key: MailKey, *, sender: HostName, deadline_s: float, check: Callable[[], None]) -> Mail:
+        """Wait for a value; see `Mailbox.take`."""
+        return self.box.take(key, sender=sender, deadline_s=deadline_s, check=check)
+
+    def finish_step(self, step: int) -> None:
+        """Drop what has come of this step and those before it. What is still to be sent is sent: peers may need it."""
+        self.box.finish_step(step)
+
+    def wait_sent(self, deadline_s: float) -> None:
+        """Wait until the kernel has everything that was to be sent to peers that are not lost.
+
+        Raises:
+            PeerUnreachable: the deadline, of the monotonic clock, has passed.
+        """
+        with self._lock:
+            senders = [sender for peer, sender in self._senders.items() if peer not in self._lost]
+        for sender in senders:
+            sender.wait_sent(deadline_s)
+
+    def close(self) -> None:
+        """End every wait, thread and connection; what is not sent is lost. Not to be called in `on_peer_lost`."""
+        self.box.close()
+        self._listener.close()
+        with self._lock:
+            senders = list(self._senders.values())
+            self._senders.clear()
+        for sender in senders:
+            sender.close()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        """Receive the mail of one connection until it ends."""
+        configure_mail_socket(connection)
+        hello = admit(connection, self._gate, self._own_name, peer, time.monotonic() + CONNECT_TIMEOUT_S)
+        with self._lock:
+            self._incoming[hello.sender] = connection
+        try:
+            while True:
+                self.box.put(receive_mail(connection, hello.sender))
+        except (OSError, EOFError, MessageError) as error:
+            with self._lock:
+                # An older connection, or that of an older process, says nothing about the peer as it is now.
+                is_current = self._incoming.get(hello.sender) is connection
+                if is_current:
+                    del self._incoming[hello.sender]
+                is_current = is_current and self._addresses.get(hello.sender) == hello.address
+            if is_current and not self.box.is_closed:
+                text = f"{hello.sender} at {hello.address} sends no more mail: {error}"
+                self._report_lost(hello.sender, PeerUnreachable(text))
+
+    def _report_lost(self, peer: HostName, error: ResilientJaxError) -> None:
+        with self._lock:
+            is_new = peer not in self._lost
+            self._lost.setdefault(peer, error)
+            may_send = peer in self._incoming
+        if not may_send:  # else that connection will end, too, after what is still on its way
+            self.box.mark_silent(peer, error)
+        if is_new:
+            logger.info("%s", error)
+            self._on_peer_lost(peer, error)

@@ -1,0 +1,68 @@
+"""What is known of each host's computations: how many steps it had finished when they last agreed with another's.
+
+The record is in the memory of every worker that trains, and outlives generations. At the start of each the hosts take
+over that of a host which has trained last: others were away, and may have missed that steps were done again, or that
+another host joined. If none has trained before, all workers are new, and the state that they begin with counts as
+verified.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from resilient_jax.ids import GenerationNumber, HostName
+
+UNKNOWN: Final = -1
+
+
+class AuditRecord:
+    """How far each host's computations are verified."""
+
+    def __init__(self) -> None:
+        self._verified: dict[HostName, int] = {}
+        self._generation = 0
+        """In which this worker has trained last; 0: in none."""
+
+    def describe(self, host: HostName) -> np.ndarray:
+        """Return int32[2]: in which generation this worker has trained last, and up to which step it is verified."""
+        return np.array([self._generation, self._verified.get(host, UNKNOWN)], np.int32)
+
+    def list_steps(self, hosts: Sequence[HostName]) -> np.ndarray:
+        """Return int32[hosts]: a state of so many steps was not touched by the host since it was last verified.
+
+        `UNKNOWN` where this worker does not know.
+        """
+        return np.array([self._verified.get(host, UNKNOWN) for host in hosts], np.int32)
+
+    def begin_generation(
+        self,
+        generation: GenerationNumber,
+        hosts: Sequence[HostName],
+        step: int,
+        descriptions: np.ndarray,
+        newest: np.ndarray,
+    ) -> None:
+        """Take over what the host knows that has trained last; all hosts then know the same of each other.
+
+        Args:
+            generation: the number of this one.
+            hosts: its members.
+            step: how many steps are in the state that it begins with.
+            descriptions: int32[hosts, 2], of all members, see `describe`.
+            newest: int32[hosts], `list_steps` of a member that has trained last.
+        """
+        last = int(descriptions[:, 0].max())
+        found: dict[HostName, int] = {}
+        for host, known, own in zip(hosts, newest.tolist(), descriptions[:, 1].tolist(), strict=True):
+            steps = known if last and known != UNKNOWN else own
+            # Steps that are done again are computed after the audits that passed when they were done first. A host that
+            # is seen for the first time has had no part in the state.
+            found[host] = step if steps == UNKNOWN else min(steps, step)
+        absent = self._verified if self._generation == last else {}
+        self._verified = {host: min(steps, step) for host, steps in absent.items()} | found
+        self._generation = generation
+
+    def pass_audit(self, hosts: Sequence[HostName], step: int) -> None:
+        """Record that what these hosts computed in a step agrees with what others did."""
+        self._verified |= dict.fromkeys(hosts, step + 1)

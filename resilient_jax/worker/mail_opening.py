@@ -1,0 +1,37 @@
+"""How a world opens a mailbox: with the address and credentials of its host."""
+
+import dataclasses
+import secrets
+
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.ids import HostName
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.mail_service import MailService
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MailOpener:
+    """Opens mailboxes at an address of this machine.
+
+    Attributes:
+        address: of this host, which its peers reach.
+        credentials: of the job.
+        wait_timeout_s: how long a step waits for a message of a peer at most.
+    """
+
+    address: str
+    credentials: Credentials
+    wait_timeout_s: float
+
+    def open(self, host: HostName) -> MailService:
+        """Return a new mailbox of this host."""
+        return MailService(host, self.address, self.credentials, _ignore_lost_peer)
+
+
+def make_local_opener() -> MailOpener:
+    """Return what opens mailboxes of a host that has no peers."""
+    return MailOpener("127.0.0.1", Credentials(secrets.token_hex()), wait_timeout_s=0.0)
+
+
+def _ignore_lost_peer(peer: HostName, error: ResilientJaxError) -> None:
+    """Do nothing: a wait for this peer raises the error, and the agents find out who has died."""

@@ -1,0 +1,309 @@
+"""The state of a loop of one's own, sharded in flat ranges: each host keeps its share, whatever the number of hosts.
+
+Between steps an array of 64 elements or more is *raveled* (`sharding.raveled_array`): a vector in C order, of which
+each device has an equal range. A step computes with complete arrays:
+
+    gather    ranges of all hosts -> complete arrays on this host's devices     one all-gather for each dtype
+    update    ranges of the state, complete gradients -> ranges of the next     no communication
+
+The user's update is traced with the arrays' own shapes. What it treats element by element (`sharding.elementwise`) is
+computed on each device's ranges. An array that meets another operation is gathered, updated complete on every host, and
+cut again: the bits do not depend on the number of hosts, whatever the update does.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.argument_checks import describe_value
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
+from resilient_jax.errors import CallerError
+from resilient_jax.events import EventKind
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
+from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
+from resilient_jax.sharding.placements import Placement, RaveledPlacement, constrain_sharding
+from resilient_jax.sharding.raveled_array import (
+    MAX_RAVELED_SIZE,
+    MIN_RAVELED_SIZE,
+    is_raveled,
+    ravel_leaves,
+)
+from resilient_jax.state.flat_state import is_random_key, make_abstract_state
+from resilient_jax.state.shard_sizes import measure_shards
+from resilient_jax.step import resharding
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
+from resilient_jax.step.likely_worlds import list_likely_worlds
+from resilient_jax.worker.generation_info import make_mesh
+from resilient_jax.worker.world import World
+
+Tree = Any
+"""A pytree of arrays."""
+Shapes = tuple[tuple[tuple[int, ...], Any], ...]
+"""Shape and dtype of each leaf."""
+MAX_UPDATES: Final = 16
+"""Updates whose programs are kept: a script has one or two; one that makes a new function in each step drops old."""
+
+
+class ShardedState:
+    """A state that is sharded in flat ranges: each host keeps its share, whatever the number of hosts.
+
+    Make one in `train`, before the loop. With 4, 3 or 2 hosts each has a fourth, a third or half of the state in memory
+    between steps, with the bits of a replicated state if the update treats its arrays element by element, as adamw's
+    does. The trees have an `rj.RaveledArray` in place of most arrays. They are what `World.commit` and `World.snapshot`
+    take; such a state outlives a host by `snapshot` alone.
+
+    Args:
+        world: of this generation.
+        init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`.
+
+    Raises:
+        CallerError: hosts have different numbers of devices.
+
+    Example:
+        >>> def train(world):
+        ...     sharded = rj.ShardedState(world, init_state)
+        ...     state = sharded.restore_or_init()
+        ...     for step in world.steps(1000):
+        ...         loss, gradients = value_and_grad(sharded.gather(state.params))
+        ...         state = sharded.update(apply, state, gradients)
+        ...         world.commit(state, loss=loss)
+        ...         world.snapshot(state)
+    """
+
+    def __init__(self, world: World, init_fn: Callable[[], Any]) -> None:
+        self._world, self._init_fn = world, init_fn
+        axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
+        # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
+        self._placement = RaveledPlacement(make_mesh(world.devices, axes, "all hosts"))
+        self._local = NamedSharding(make_mesh(world.local_devices, LOCAL_AXIS, "this host"), P())
+        self._gathered: dict[object, Tree] = {}
+        """The shapes of what was gathered in this generation, each tree once."""
+        self._num_updates = 0
+
+    def restore_or_init(self) -> Any:  # noqa: ANN401 - the user's tree
+        """Return the state that was committed last, else the initial one; see `World.restore_or_init`.
+
+        Raises:
+            CallerError: a leaf of the state cannot be sharded.
+            StateError: as `World.restore_or_init`.
+        """
+        abstract = make_abstract_state(self._init_fn)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+            _check_leaf(jax.tree_util.keystr(path), leaf)
+        raveled = _list_raveled(abstract)
+        state = self._world.restore_or_init(
+            lambda: ravel_leaves(self._init_fn(), raveled), sharding=self._placement
+        )
+        sizes = measure_shards(state)
+        self._world.record_event(
+            EventKind.STATE_SHARDED,
+            bytes=sizes.bytes,
+            bytes_here=sizes.bytes_here,
+            bytes_everywhere=sizes.bytes_everywhere,
+        )
+        return state
+
+    def gather(self, tree: Any) -> Any:  # noqa: ANN401 - a tree
+        """Return a state, or a part of it, as complete arrays, replicated over this host's devices.
+
+        Every live host must call it, with the same part.
+        """
+        abstract = _make_abstract(tree)
+        self._gathered.setdefault(_describe(abstract), abstract)
+        return resharding.replicate_tree(tree, self._local)
+
+    def update(self, update_fn: Callable[..., Any], state: Any, *args: Any) -> Any:  # noqa: ANN401 - trees
+        """Return `update_fn(state, *args)`, computed on each device's ranges.
+
+        The state is donated: its arrays are gone afterwards. Every live host must call it.
+
+        Args:
+            update_fn: a pure function that returns a tree like the one that it takes. It is traced with complete
+                arrays. Define it outside of `train`: a new function is traced and compiled anew.
+            state: as `restore_or_init` or this method returned it.
+            args: trees of complete arrays on this host's devices, the same on every host: gradients, as
+                `value_and_grad` gives them for gathered parameters.
+
+        Raises:
+            CallerError: the update returns another tree, or an argument is no array of this host.
+        """
+        _check_args(args)
+        abstract = _make_abstract((state, args))
+        program = _find_program(update_fn, *_describe(abstract))
+        args = resharding.shard_tree(jax.device_put(args, self._local), self._placement, program.args)
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_raveled)
+        whole = [place for place, leaf in enumerate(leaves) if is_raveled(leaf) and not program.state[place]]
+        _replace(leaves, whole, lambda found: resharding.shard_tree(self.gather(found), self._placement))
+        # The program donates the state, whose arrays the copy of a snapshot may still be reading.
+        self._world.wait_until_finished()
+        new = program.run(treedef.unflatten(leaves), args, placement=self._placement.with_abstract_mesh())
+        leaves = treedef.flatten_up_to(new)
+        _replace(leaves, whole, self._ravel)
+        self._num_updates += 1
+        if self._num_updates == 2:  # behind the reductions, which the end of the first step enqueues
+            self._world.compile_ahead(self._list_jobs(program, abstract))
+        return treedef.unflatten(leaves)
+
+    def _ravel(self, found: list[Any]) -> list[Any]:
+        """Return arrays that every device has, raveled."""
+        complete = resharding.replicate_tree(found, self._local)
+        return resharding.shard_tree(complete, self._placement, [True] * len(found))
+
+    def _list_jobs(self, program: "_Program", abstract: tuple[Tree, Tree]) -> Iterator[CompilationJob]:
+        """Yield a job for each likely world: what gathers the state, cuts the arguments, and updates."""
+        world = self._world
+        if not is_portable_cache_on(world.local_devices[0]):
+            return
+        known = {self._placement.mesh.axis_sizes}
+        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
+            # Here, and not on the thread that compiles: the members may change while it does.
+            grid = HostGrid(devices, world.host_index)
+            # Of hosts with different numbers of devices some devices would be in no row of the grid.
+            if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
+                known.add(grid.mesh.axis_sizes)
+                gathered = list(self._gathered.values())
+                yield CompilationJob(
+                    f"sharded state over {grid.num_hosts} hosts",
+                    functools.partial(program.compile_for_grid, abstract, gathered, self._local, grid),
+                )
+
+
+class _Program(NamedTuple):
+    """An update of a state and arguments of certain shapes.
+
+    Attributes:
+        run: `run(state, args, placement=)` returns the next state; jitted, and donates the state.
+        state: of each leaf of the state, whether it is updated as ranges.
+        args: of each leaf of the arguments, whether it is used as ranges.
+    """
+
+    run: Any
+    state: tuple[bool, ...]
+    args: tuple[bool, ...]
+
+    def compile_for_grid(
+        self,
+        abstract: tuple[Tree, Tree],
+        gathered: Sequence[Tree],
+        local: NamedSharding,
+        grid: HostGrid,
+        check: CancellationCheck,
+    ) -> bool:
+        """Compile, for the persistent cache, what a step needs over other hosts.
+
+        Args:
+            abstract: shapes and dtypes of the state and the arguments.
+            gathered: those of what a step gathers.
+            local: of complete arrays.
+            grid: of the hosts.
+            check: raises if compiling is to end.
+        """
+        placement = RaveledPlacement(grid.mesh)
+        for tree in gathered:
+            shards = resharding.abstract_shards(tree, placement, _list_raveled(tree))
+            resharding.compile_replicate(shards, grid, check)
+        state, args = abstract
+        complete = _place_abstract(args, local)
+        resharding.compile_shard(complete, placement, self.args, grid, check)
+        whole = [
+            leaf
+            for leaf, kept, used in zip(jax.tree.leaves(state), _list_raveled(state), self.state, strict=True)
+            if kept and not used
+        ]
+        resharding.compile_shard(_place_abstract(whole, local), placement, [True] * len(whole), grid, check)
+        check()
+        self.run.lower(
+            resharding.abstract_shards(state, placement, self.state),
+            resharding.abstract_shards(args, placement, self.args),
+            placement=placement.with_abstract_mesh(),
+        ).compile()
+        return True
+
+
+@functools.lru_cache(MAX_UPDATES)
+def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes) -> _Program:  # noqa: ANN401 - a PyTreeDef
+    state, args = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    closed, after = jax.make_jaxpr(update_fn, return_shape=True)(state, *args)
+    _check_result(state, after)
+    count = len(jax.tree.leaves(state))
+    elementwise = find_elementwise(closed, [(place, place) for place in range(count)])
+    raveled = tuple(one and kept for one, kept in zip(elementwise, _list_raveled((state, args)), strict=True))
+
+    @functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)
+    def run(state: Tree, args: Tree, *, placement: Placement) -> Tree:
+        # Traced again, and not kept: constants in the trace would be arrays of a generation.
+        closed = jax.make_jaxpr(update_fn)(*_make_abstract((state, *args)))
+        arguments = jax.tree.leaves((state, args), is_leaf=is_raveled)
+        results = apply_elementwise(closed, arguments)
+        new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
+            [ravel_like(leaf, before) for leaf, before in zip(results, arguments, strict=False)]
+        )
+        return constrain_sharding(new, placement)
+
+    return _Program(run, raveled[:count], raveled[count:])
+
+
+def _list_raveled(abstract: Tree) -> list[bool]:
+    """Return of each leaf whether it is kept as ranges."""
+    return [leaf.size >= MIN_RAVELED_SIZE and not is_random_key(leaf) for leaf in jax.tree.leaves(abstract)]
+
+
+def _make_abstract(tree: Tree) -> Tree:
+    """Return shapes and dtypes of the arrays that a tree represents, raveled or not."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree, is_leaf=is_raveled)
+
+
+def _place_abstract(tree: Tree, sharding: NamedSharding) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+def _describe(abstract: Tree) -> tuple[Any, Shapes]:
+    leaves, structure = jax.tree.flatten(abstract)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _replace(leaves: list[Any], places: Sequence[int], convert: Callable[[list[Any]], list[Any]]) -> None:
+    """Replace leaves by what `convert` makes of all of them."""
+    if places:
+        for place, leaf in zip(places, convert([leaves[place] for place in places]), strict=True):
+            leaves[place] = leaf
+
+
+def _check_leaf(path: str, leaf: Any) -> None:  # noqa: ANN401 - an abstract array, or anything else
+    if isinstance(leaf, str):
+        raise CallerError(
+            f"ShardedState: found the string {leaf!r} at {path}, expected arrays alone. Keep it outside of the state"
+        )
+    if leaf.size > MAX_RAVELED_SIZE:
+        raise CallerError(
+            f"ShardedState: found an array of {leaf.size} elements at {path}, expected {MAX_RAVELED_SIZE} at most. "
+            "Make it several arrays, or shard it by a rule: world.restore_or_init(init, sharding=rule)"
+        )
+
+
+def _check_args(args: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            found = leaf.sharding if isinstance(leaf, jax.Array) else describe_value(leaf)
+            raise CallerError(
+                f"update: found {found} at args{jax.tree_util.keystr(path)}, expected an array on this host's devices, "
+                "the same on every host, such as the gradients of value_and_grad"
+            )
+
+
+def _check_result(state: Tree, after: Tree) -> None:
+    before, found = _describe(state), _describe(_make_abstract(after))
+    if before[0] != found[0]:
+        raise CallerError(
+            f"update: found a result of the structure {found[0]}, expected the state's: {before[0]}"
+        )
+    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(state), found[1], strict=True):
+        if shape != (leaf.shape, leaf.dtype):
+            raise CallerError(
+                f"update: found {shape[1]}{list(shape[0])} at {jax.tree_util.keystr(path)} of the result, expected "
+                f"{leaf.dtype}{list(leaf.shape)}, as in the state"
+            )

@@ -1,0 +1,1 @@
+"""The decide benchmark: see `command`."""

@@ -1,0 +1,118 @@
+"""The decide benchmark: the speed that plans keep after losses, and the time to find them."""
+
+import statistics
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from benchmarks.decide.figures import (
+    DEVICES_PER_HOST,
+    FEW_SEQUENCES_PER_DEVICE,
+    LOSS_CASES,
+    SEQUENCES_PER_DEVICE,
+    DecideFigures,
+    KeptSpeed,
+    LossCase,
+    lose_devices,
+    measure_kept_speed,
+)
+from benchmarks.paths import REPOSITORY
+from benchmarks.plan.command import MESH, analyze_model, measure_programs
+from benchmarks.plan.estimate_errors import make_program_figures
+from benchmarks.plan.figures import SEARCH_CASES, SearchCase, make_topology
+from benchmarks.report import describe_machine, open_console, print_json_line
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import search_plan
+
+MODEL = "llama2_7b"
+AIMS_MS = {1024: 50, 16_384: 300, 131_072: 2000}
+
+
+def decide(
+    rounds: Annotated[int, typer.Option(help="Times that each search is timed.")] = 3,
+    programs: Annotated[bool, typer.Option(help="Compile and time real programs of plans.")] = True,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Measure what plans keep of the speed when devices are lost, and the time of a search.
+
+    Llama 2 7B on hosts of meshes/h100_2048x8.toml. The keys of the line of JSON:
+
+    kept_K_of_N: speed after K of N devices were lost, as a part of that before;
+    64 sequences a device. kept_K_of_N_equal: of equal replicas alone.
+
+    kept_K_of_N_few_sequences: the same with 8 sequences a device.
+
+    search_ms_N: processor time of the search for a plan for N devices, of which
+    none is lost; median. search_wall_ms_N: until it returned.
+
+    regret, rank_correlation: as of the plan benchmark, which says what they
+    are; --no-programs leaves them out. n: rounds.
+    """
+    if rounds < 1:
+        raise CallerError(f"decide: found --rounds {rounds}, expected 1 or more")
+    console = open_console(json_only)
+    figures = DecideFigures(machine=describe_machine(), n=rounds)
+    cost = analyze_model(MODEL)
+    for case in LOSS_CASES:
+        figures.kept[case.key] = _measure_loss(cost, case, SEQUENCES_PER_DEVICE)
+        figures.kept_few[case.key] = _measure_loss(cost, case, FEW_SEQUENCES_PER_DEVICE)
+        console.print(f"{case.key}: {figures.kept[case.key].shape}")
+    for search in SEARCH_CASES:
+        if search.devices in AIMS_MS:
+            _time_search(figures, search, rounds)
+    if programs:
+        console.print("all plans of four models on eight CPU devices")
+        figures.programs = make_program_figures(measure_programs(rounds))
+    console.print(_tabulate_kept(figures))
+    console.print(_tabulate_searches(figures))
+    print_json_line(figures.line())
+
+
+def _measure_loss(cost: ProgramCost, case: LossCase, sequences: int) -> KeptSpeed:
+    full = make_topology(REPOSITORY / MESH, case.devices // DEVICES_PER_HOST)
+    before = search_plan(cost, full, global_batch=case.devices * sequences)
+    return measure_kept_speed(cost, before, lose_devices(full, case.lost))
+
+
+def _time_search(figures: DecideFigures, case: SearchCase, rounds: int) -> None:
+    cost, topology = analyze_model(case.model), make_topology(REPOSITORY / MESH, case.hosts)
+    wall, processor = [], []
+    for _ in range(rounds):
+        started, used = time.perf_counter(), time.process_time()
+        search_plan(cost, topology, global_batch=case.global_batch)
+        wall.append(1e3 * (time.perf_counter() - started))
+        processor.append(1e3 * (time.process_time() - used))
+    figures.search_ms[f"search_ms_{case.devices}"] = statistics.median(processor)
+    figures.search_wall_ms[f"search_wall_ms_{case.devices}"] = statistics.median(wall)
+
+
+def _tabulate_kept(figures: DecideFigures) -> Table:
+    table = Table("", "best plan", title=f"{MODEL}, {figures.machine}")
+    for name in ("kept", "aim", "equal replicas", f"{FEW_SEQUENCES_PER_DEVICE} sequences a device"):
+        table.add_column(name, justify="right")
+    for case in LOSS_CASES:
+        kept, few = figures.kept[case.key], figures.kept_few[case.key]
+        table.add_row(
+            case.key,
+            kept.shape,
+            f"{kept.best:.3f}",
+            f"{case.aim:.3f}",
+            f"{kept.equal:.3f}",
+            f"{few.best:.3f}",
+        )
+    return table
+
+
+def _tabulate_searches(figures: DecideFigures) -> Table:
+    table = Table("devices", title=f"searches, n = {figures.n}")
+    for name in ("processor", "until done", "aim"):
+        table.add_column(name, justify="right")
+    for devices, aim in AIMS_MS.items():
+        processor = figures.search_ms.get(f"search_ms_{devices}")
+        wall = figures.search_wall_ms.get(f"search_wall_ms_{devices}")
+        if processor is not None and wall is not None:
+            table.add_row(str(devices), f"{processor:.0f} ms", f"{wall:.0f} ms", f"{aim} ms")
+    return table

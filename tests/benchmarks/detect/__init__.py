@@ -1,0 +1,1 @@
+"""Benchmark of the detector of slow hosts, on simulated jobs."""

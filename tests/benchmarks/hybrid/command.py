@@ -1,0 +1,132 @@
+"""`python tests/benchmarks hybrid`: kills of a stage in the middle of a step, of the pipelined example."""
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from benchmarks.paths import JOBS, REPOSITORY
+from benchmarks.report import describe_machine, open_console, print_json_line
+from benchmarks.runs import HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
+from benchmarks.step_times import StepTime, read_step_times
+from resilient_jax.chaos.recovery import wait_stall
+from resilient_jax.chaos.targets import newest_step
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+
+CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
+SCRIPT = JOBS / "timed_lm.py"
+SETTINGS = REPOSITORY / "configs/lm_tiny_pipelined.toml"
+AHEAD_STEPS = 4
+
+
+class HybridFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The line of JSON: medians, in seconds unless the name has another unit."""
+
+    reroute_stall_s: float
+    reroute_stall_max_s: float
+    rejoin_blocks_stall_s: float
+    healthy_step_s: float
+    reroute_ratio: float
+    kills: int
+    steps_lost: int
+    tasks_kept: float
+    machine: str
+
+
+def hybrid(
+    kills: Annotated[int, typer.Option(help="Kills of a stage.")] = 10,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Measure what the death of a stage costs, of four hosts that are two replicas of two stages.
+
+    A worker is killed before it computes an input gradient, so in the middle of a step. `reroute_stall_s` runs from
+    SIGKILL to the end of that step on every survivor, less a healthy step; `rejoin_blocks_stall_s` is the longest time
+    between two steps on any host when the killed one comes back, less a healthy step. `reroute_ratio` is the time of a
+    step of the three hosts over that of all four.
+    """
+    console = open_console(json_only)
+    hosts = make_host_names(HOSTS)
+    stalls, lost = [], 0
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        times = Path(folder) / "times"
+        command = [str(SCRIPT), str(SETTINGS), str(MANY_STEPS), str(times)]
+        with run_job(command, Path(folder) / "hybrid", config=CONFIG) as job:
+            for number in range(kills):
+                report = wait_healthy(job)
+                victim = hosts[number % HOSTS]
+                step = newest_step(report) + AHEAD_STEPS
+                job.hold(FailPoint.BEFORE_INPUT_GRADIENT, [victim], step)
+                job.wait_held([victim], REPORT_TIMEOUT_S)
+                fault_s = job.kill(JobComponent.WORKER, victim)
+                job.release()
+                found = wait_stall(job, fault_s, REPORT_TIMEOUT_S)
+                stalls.append(found.total_s)
+                lost += max(0, step - found.step)
+                console.print(f"  {number + 1}: {victim}, {found.change}, {found.total_s:.2f} s")
+            wait_healthy(job)
+            events = job.read_events()
+        steps = read_step_times(times)
+    healthy, alone = (statistics.median(list_step_times(steps, count)) for count in (HOSTS, HOSTS - 1))
+    figures = HybridFigures(
+        reroute_stall_s=round(statistics.median(stalls) - healthy, 3),
+        reroute_stall_max_s=round(max(stalls) - healthy, 3),
+        rejoin_blocks_stall_s=round(statistics.median(list_join_gaps(steps, HOSTS)) - healthy, 3),
+        healthy_step_s=round(healthy, 3),
+        reroute_ratio=round(alone / healthy, 2),
+        kills=len(stalls),
+        steps_lost=lost,
+        tasks_kept=statistics.median(
+            [int(e.detail["kept"]) for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED] or [0]
+        ),
+        machine=describe_machine(),
+    )
+    table = Table("figure", "found", "aim")
+    table.add_row("a stage dies in the middle of a step: stall", f"{figures.reroute_stall_s:.3f} s", "0.5 s")
+    table.add_row("the same, longest", f"{figures.reroute_stall_max_s:.3f} s", "")
+    table.add_row("it comes back: stall", f"{figures.rejoin_blocks_stall_s:.3f} s", "0.3 s")
+    table.add_row("healthy step", f"{figures.healthy_step_s:.3f} s", "")
+    table.add_row("step of three hosts over that of four", f"{figures.reroute_ratio:.2f}", "")
+    table.add_row("tasks of the step that a survivor keeps", f"{figures.tasks_kept:.0f}", "")
+    table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
+    console.print(table)
+    print_json_line(figures)
+
+
+def list_step_times(steps: Sequence[StepTime], num_hosts: int) -> list[float]:
+    """Return the seconds between two steps of a process within generations of so many hosts; [nan]: there are none."""
+    ends = _group(steps)
+    return [
+        later - earlier
+        for by_process in ends.values()
+        if len(by_process) == num_hosts
+        for times in by_process.values()
+        for earlier, later in itertools.pairwise(times)
+    ] or [float("nan")]
+
+
+def list_join_gaps(steps: Sequence[StepTime], num_hosts: int) -> list[float]:
+    """Return how long hosts made no step where others joined, for each generation that grew to so many; or [nan]."""
+    ends = _group(steps)
+    gaps = []
+    for before, after in itertools.pairwise(sorted(ends)):
+        if len(ends[before]) < num_hosts == len(ends[after]):
+            stayed = ends[before].keys() & ends[after].keys()
+            gaps.append(max(ends[after][process][0] - ends[before][process][-1] for process in stayed))
+    return gaps or [float("nan")]
+
+
+def _group(steps: Sequence[StepTime]) -> dict[int, dict[int, list[float]]]:
+    """Return when steps ended, ascending, by generation and process."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for one in steps:
+        found.setdefault(one.generation, {}).setdefault(one.process, []).append(one.at_s)
+    return found

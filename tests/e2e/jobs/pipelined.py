@@ -1,0 +1,117 @@
+"""A tiny job of the trainer whose model is split over hosts.
+
+Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N]. The job reads the order `stop` in
+WORK_DIR as tiny.py does, and writes `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the
+weights and optimizer state of each unit that this host has. Alone it prints the digest of the result.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import resilient_jax as rj
+
+WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
+WORDS = dict(word.split("=") for word in sys.argv[3:])
+PACE_S = float(WORDS.get("pace", 0.0))
+NEVER = 10**9
+LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mixed = jnp.cumsum(self.norm(x), axis=1) / TOKENS
+        return x + self.dropout(self.down(nnx.gelu(self.up(mixed))))
+
+
+class Model(nnx.Module):
+    """A model with tied embeddings."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.table.attend(x)
+
+
+def loss(model: Model, batch: dict) -> tuple[jax.Array, dict]:
+    logits = model(batch["x"])
+    found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return jnp.mean(found), {"accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["y"])}
+
+
+def draw(step: int, index: int) -> dict[str, np.ndarray]:
+    x, y = np.random.default_rng((step, index)).integers(0, VOCABULARY, (2, ROWS, TOKENS), np.int32)
+    return {"x": x, "y": y}
+
+
+def stop_at() -> int:
+    try:
+        return int((WORK / "stop").read_text())
+    except (OSError, ValueError):
+        return NEVER
+
+
+def digest_unit(unit: object) -> str:
+    """Return the digest of a unit, or nothing if another host has it."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(unit):
+        if not leaf.addressable_shards:
+            return ""
+        found.update(np.asarray(leaf.addressable_shards[0].data).tobytes())
+    return found.hexdigest()
+
+
+def write_step(report: rj.StepReport) -> bool:
+    if report.is_evaluation:
+        return False
+    digests = {number: digest_unit(unit) for number, unit in enumerate(report.state.units)}
+    line = {
+        "step": report.step - 1,
+        "digests": {number: found for number, found in digests.items() if found},
+        "loss": report.metrics["loss"],
+        "generation": report.generation,
+    }
+    host = os.environ.get("TINY_JOB_HOST", str(report.host_index))
+    with (WORK / f"steps-{host}-{os.getpid()}.jsonl").open("a") as log:
+        print(json.dumps(line), file=log, flush=True)
+    time.sleep(PACE_S)
+    return report.step >= stop_at()
+
+
+if __name__ == "__main__":
+    options = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
+    result = rj.Trainer(
+        model=Model,
+        optimizer=optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100)),
+        loss_fn=loss,
+        data=draw,
+        batch_size=MICROBATCHES * ROWS,
+        microbatch_size=ROWS,
+        numerics=rj.Numerics(clip_norm=0.5),
+        parallelism=rj.Parallelism(
+            pipeline=rj.Pipeline(num_stages=STAGES, log_bytes=int(WORDS.get("log_bytes", 2**20)), **options)
+        ),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=50),
+        callbacks=[write_step],
+    ).fit(NEVER)
+    print(f"step {result.step} digest {result.params_sha256}", flush=True)

@@ -1,0 +1,146 @@
+"""One host of a pipeline, which executes a test's orders, one JSON object a line; it answers each with one.
+
+argv: the name of the host. The model, the data and the optimizer are the same in all processes.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import msgspec
+import optax
+from small_decoders import make_batch, make_nnx
+
+from resilient_jax.blocks.cut_model import CutModel, cut_model
+from resilient_jax.errors import PeerUnreachable, ResilientJaxError
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline_schedule.routes import Route
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
+from resilient_jax.step import running_total
+from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
+from resilient_jax.transport import Credentials
+from resilient_jax.transport.mail_service import MailService
+
+SEED = 3
+running_total.MIN_FIXED_POINT_SIZE = 200  # else all leaves of so small a model would be summed in bins
+
+
+def read(step: int, microbatch: int) -> tuple[Any, Any]:
+    """Return batch and key, a pure function of the step and the microbatch."""
+    return make_batch(1000 * step + microbatch), make_microbatch_key(
+        SEED, jnp.asarray(make_microbatch_id(step, microbatch))
+    )
+
+
+class Host:
+    """A pipeline with its mail."""
+
+    def __init__(self, name: str) -> None:
+        self.name = HostName(name)
+        decoder = make_nnx()
+        self.cut: CutModel = cut_model(decoder.loss, decoder.variables, *read(0, 0))
+        self.weights = self.cut.trace.table.split(decoder.variables)
+        self.optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+        self.service: MailService | None = None
+        self.pipeline: PipelineWorker | None = None
+        self.ran: list[Task] = []
+
+    def start(self, **config: Any) -> dict:
+        """Have a new pipeline, with no state, and a new mailbox."""
+        self.close()
+        self.service = MailService(self.name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
+        config["schedule"] = PipelineSchedule(config["schedule"])
+        self.pipeline = PipelineWorker(
+            self.name, self.cut, self.optimizer, PipelineConfig(**config), self.service, read
+        )
+        return {"address": self.service.address}
+
+    def execute(self, do: str, **words: Any) -> dict:
+        """Execute one order."""
+        if do == "start":
+            return self.start(**words)
+        pipeline = self.pipeline
+        assert pipeline is not None
+        match do:
+            case "begin":
+                generation = PipelineGeneration(
+                    number=words["number"],
+                    hosts=tuple(map(HostName, words["hosts"])),
+                    holders=tuple(frozenset(map(HostName, hosts)) for hosts in words["holders"]),
+                    addresses=words["addresses"],
+                )
+                pipeline.begin_generation(generation)
+                return {}
+            case "init":
+                holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]
+                pipeline.state.init_units(self.weights, self.name, holders)
+                return {}
+            case "run":
+                routes = msgspec.convert(words["routes"], tuple[Route, ...])
+                return self.run(lambda before: pipeline.begin_step(routes, before), words.get("die_before"))
+            case "agree":
+                return {"step": pipeline.agree_on_step()}
+            case "resume":
+                return self.run(lambda before: pipeline.resume_step((), before), words.get("die_before"))
+            case "finish":
+                table = pipeline.finish_step(self.make_fault(words.get("fault")))
+                return {"norm": table.norm, "loss": table.loss}
+            case "digest":
+                held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
+                return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
+        raise ValueError(do)
+
+    def run(self, call: Callable[..., None], die_before: Any) -> dict:
+        """Run tasks, and die before one if that is asked for."""
+        self.ran.clear()
+        victim = None if die_before is None else msgspec.convert(die_before, Task)
+
+        def before(task: Task) -> None:
+            if task == victim:
+                self.die()
+            self.ran.append(task)
+
+        call(before)
+        return {"ran": len(self.ran)}
+
+    def make_fault(self, fault: str | None) -> Callable[[CommitTable], None]:
+        """Return what happens between the table and the update."""
+
+        def act(_: CommitTable) -> None:
+            if fault == "die":
+                self.die()
+            if fault == "interrupt":
+                raise PeerUnreachable("the generation has ended")
+
+        return act
+
+    def die(self) -> None:
+        """Die as a host does that loses its power."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.close()
+
+
+def main() -> None:
+    host = Host(sys.argv[1])
+    print(json.dumps({"blocks": host.cut.num_blocks}), flush=True)
+    with contextlib.closing(host):
+        for line in sys.stdin:
+            try:
+                found = host.execute(**json.loads(line))
+            except ResilientJaxError as error:
+                found = {"error": type(error).__name__, "message": str(error)}
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

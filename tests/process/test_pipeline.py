@@ -1,0 +1,130 @@
+"""The promise of the pipeline: the bits of all weights depend on no cut, route, order or host, nor on who dies when."""
+
+import pytest
+from pipeline_hosts import Pipeline, PipelineHost
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.routes import Hop
+from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
+
+BLOCKS, MICROBATCHES, STEPS = 5, 4, 3
+NAMES = ("a", "b", "c", "d")
+LAYOUTS = {
+    "two stages": ([[("a", 2), ("b", 3)]], [4], {}),
+    "two stages, backward passes whole": ([[("a", 2), ("b", 3)]], [4], {"schedule": "whole_backward"}),
+    "three unequal stages": ([[("a", 1), ("b", 3), ("c", 1)]], [4], {}),
+    "two replicas, cut differently, with unequal quotas": (
+        [[("a", 2), ("b", 3)], [("c", 4), ("d", 1)]],
+        [3, 1],
+        {},
+    ),
+    "a replica on three hosts and one on a single host": (
+        [[("a", 1), ("b", 2), ("c", 2)], [("d", 5)]],
+        [2, 2],
+        {"schedule": "gradient_first"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("compiled")
+    started = [PipelineHost(name, cache) for name in NAMES]
+    try:
+        assert [host.answer() for host in started] == [{"blocks": BLOCKS}] * len(NAMES)
+        yield started
+    finally:
+        for host in started:
+            host.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts):
+    """What each step gives on a single host."""
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    found = [alone.step() for _ in range(STEPS)]
+    assert len({str(digests) for digests in found}) == STEPS
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_after_each_step_are_those_of_one_host_in_every_bit(hosts, undisturbed, layout):
+    teams, quotas, config = LAYOUTS[layout]
+    pipeline = Pipeline(hosts, teams, quotas, max_norm=0.5, **config)
+    assert [pipeline.step() for _ in range(STEPS)] == undisturbed
+
+
+REPLICAS = [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]]
+FAULTS = {
+    "forward": Task(TaskKind.FORWARD, 1, Hop(HostName("b"), 2, 5)),
+    "input gradient, on the first stage": Task(TaskKind.INPUT_GRADIENT, 0, Hop(HostName("a"), 0, 2)),
+    "weight gradient": Task(TaskKind.WEIGHT_GRADIENT, 1, Hop(HostName("b"), 2, 5)),
+}
+
+
+@pytest.fixture
+def replicas(hosts, undisturbed, tmp_path_factory):
+    """Two replicas that have made an undisturbed step; a host that a test kills is replaced after it."""
+
+    def start(**config):
+        pipeline = Pipeline(hosts, REPLICAS, [2, 2], max_norm=0.5, **config)
+        assert pipeline.step() == undisturbed[0]
+        return pipeline
+
+    yield start
+    for number, host in enumerate(hosts):
+        if host.is_dead:
+            host.end()
+            hosts[number] = PipelineHost(host.name, host.cache_dir)
+            assert hosts[number].answer() == {"blocks": BLOCKS}
+
+
+def go_on(pipeline, undisturbed):
+    """Finish the step in which a host died, and the next one."""
+    assert pipeline.recover() == 1
+    ran = pipeline.resume()
+    assert pipeline.commit() == undisturbed[1]
+    pipeline.reroute()
+    assert pipeline.step() == undisturbed[2]
+    return ran
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_host_that_dies_before_a_task_changes_no_bit_of_the_step(replicas, undisturbed, fault):
+    pipeline = replicas()
+    found = pipeline.run(die_before=FAULTS[fault])
+    assert [host.name for host, one in found.items() if one.get("died")] == [FAULTS[fault].hop.host]
+    every_task = 3 * sum(len(route.hops) for route in pipeline.routes)
+    assert go_on(pipeline, undisturbed) < every_task, "what survivors had done is not done again"
+
+
+def test_values_that_fell_out_of_the_log_are_computed_again(replicas, undisturbed):
+    pipeline = replicas(log_bytes=0)
+    found = pipeline.run(die_before=FAULTS["weight gradient"])
+    assert sum(one.get("died", False) for one in found.values()) == 1
+    go_on(pipeline, undisturbed)
+
+
+def test_a_host_that_dies_between_the_table_and_the_update_loses_nothing(replicas, undisturbed):
+    pipeline = replicas()
+    assert all("ran" in one for one in pipeline.run().values())
+    pipeline.finish({"d": "die"})
+    if pipeline.recover() == 1:  # its rows did not reach the others: the step goes on without it
+        pipeline.resume()
+        assert pipeline.commit() == undisturbed[1]
+    assert pipeline.read_digests() == undisturbed[1]
+    pipeline.reroute()
+    assert pipeline.step() == undisturbed[2]
+
+
+def test_a_host_that_was_interrupted_before_its_update_commits_what_another_has_committed(
+    replicas, undisturbed
+):
+    pipeline = replicas()
+    assert all("ran" in one for one in pipeline.run().values())
+    found = pipeline.finish({"b": "interrupt", "d": "die"})
+    assert any("norm" in one for one in found.values())
+    assert pipeline.recover() == 2
+    assert pipeline.read_digests() == undisturbed[1]
+    pipeline.reroute()
+    assert pipeline.step() == undisturbed[2]

@@ -1,0 +1,193 @@
+"""Processes that each are one host of a pipeline, and steps of several of them together."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.rerouting import reroute
+from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests/process/pipeline_worker.py"
+WAIT_S = 120.0
+
+
+class PipelineHost:
+    """One `pipeline_worker.py`."""
+
+    def __init__(self, name: str, cache_dir: Path) -> None:
+        self.name = HostName(name)
+        self.cache_dir = cache_dir
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {
+                "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "",
+                "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            },
+        )
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def tell(self, do: str, **words: object) -> None:
+        """Give an order without waiting for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict:
+        """Return the next answer; that of a host that has died is that."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(WAIT_S)
+            return {"died": True}
+        return json.loads(line)
+
+    def end(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+
+class Pipeline:
+    """Hosts that train together.
+
+    Attributes:
+        holders: of each block.
+        routes: of every step.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[PipelineHost],
+        teams: Sequence[Sequence[tuple[str, int]]],
+        quotas: Sequence[int],
+        **config: object,
+    ) -> None:
+        named = [[(HostName(host), count) for host, count in team] for team in teams]
+        self.routes: Routes = make_routes(named, quotas)
+        self.holders = find_holders(named)
+        names = {host for route in self.routes for host in (hop.host for hop in route.hops)}
+        names |= frozenset().union(*self.holders)
+        self.hosts = [host for host in hosts if host.name in names]
+        self.generation = 0
+        settings = {
+            "num_microbatches": sum(quotas),
+            "schedule": "zero_bubble",
+            "wait_timeout_s": WAIT_S,
+            **config,
+        }
+        self.schedule = PipelineSchedule(str(settings["schedule"]))
+        self.addresses = {
+            host.name: found["address"] for host, found in self.ask(self.hosts, "start", **settings).items()
+        }
+        self.begin_generation()
+        self.ask(self.hosts, "init", holders=[sorted(found) for found in self.holders])
+
+    def ask(self, asked: Sequence[PipelineHost], do: str, **words: object) -> dict[PipelineHost, dict]:
+        """Return the answers of hosts to an order that all get at once."""
+        for host in asked:
+            host.tell(do, **words)
+        return {host: host.answer() for host in asked}
+
+    def begin_generation(self) -> None:
+        """Have the living hosts begin a generation."""
+        self.hosts = [host for host in self.hosts if not host.is_dead]
+        self.generation += 1
+        names = sorted(host.name for host in self.hosts)
+        found = self.ask(
+            self.hosts,
+            "begin",
+            number=self.generation,
+            hosts=names,
+            holders=[sorted(found) for found in self.holders],
+            addresses={name: self.addresses[name] for name in names},
+        )
+        assert set(map(str, found.values())) == {"{}"}, found
+
+    def run(self, die_before: Task | None = None) -> dict[PipelineHost, dict]:
+        """Run the tasks of a step."""
+        return self.ask(
+            self.hosts,
+            "run",
+            routes=msgspec.to_builtins(self.routes),
+            die_before=msgspec.to_builtins(die_before),
+        )
+
+    def finish(self, faults: Mapping[str, str] | None = None) -> dict[PipelineHost, dict]:
+        """Sum up and update; hosts with a fault die, or are interrupted, between the table and the update."""
+        for host in self.hosts:
+            host.tell("finish", fault=(faults or {}).get(host.name))
+        return {host: host.answer() for host in self.hosts}
+
+    def step(self) -> dict[int, str]:
+        """Run an undisturbed step; return the digest of each block's weights."""
+        for host, found in self.run().items():
+            assert "ran" in found, (host.name, found)
+        return self.commit()
+
+    def commit(self) -> dict[int, str]:
+        """Finish a step whose tasks are done; return the digest of each block's weights."""
+        seen = set()
+        for host, found in self.finish().items():
+            assert "norm" in found, (host.name, found)
+            seen.add((found["norm"], found["loss"]))
+        assert len(seen) == 1
+        return self.read_digests()
+
+    def recover(self) -> int:
+        """Begin a generation without dead hosts; return the step that the others go on with."""
+        self.begin_generation()
+        found = self.ask(self.hosts, "agree")
+        steps = {str(one) for one in found.values()}
+        assert len(steps) == 1, found
+        return next(iter(found.values()))["step"]
+
+    def resume(self) -> int:
+        """Go on with the tasks of the step; return how many were run."""
+        found = self.ask(self.hosts, "resume")
+        assert all("ran" in one for one in found.values()), found
+        return sum(one["ran"] for one in found.values())
+
+    def reroute(self) -> None:
+        """Have routes without dead hosts for the next steps."""
+        living = {host.name for host in self.hosts}
+        dead = frozenset().union(*self.holders) - living
+        found = reroute(self.routes, (), self.holders, dead, schedule=self.schedule)
+        self.routes = found.routes
+
+    def read_digests(self) -> dict[int, str]:
+        """Return the digest of each block's weights, after a check that all its holders have the same."""
+        merged: dict[int, str] = {}
+        answers = self.ask(self.hosts, "digest")
+        assert len({found["step"] for found in answers.values()}) == 1
+        for host, found in answers.items():
+            for block, digest in found["digests"].items():
+                if host.name in self.holders[int(block)]:
+                    assert merged.setdefault(int(block), digest) == digest, f"block {block} on {host.name}"
+        assert sorted(merged) == list(range(len(self.holders)))
+        return merged

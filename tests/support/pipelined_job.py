@@ -1,0 +1,70 @@
+"""A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sharded_job import ShardedJob
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, read_logs
+
+SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "pipelined.py"
+UNITS = 7
+"""Embedding and head, which share a table, and four layers: a unit of each block, and one of the table."""
+ALONE_TIMEOUT_S = 300.0
+PATIENCE_S = 240.0
+"""The programs of each kind of block are many."""
+
+
+class PipelinedJob(ShardedJob):
+    """A job that takes a snapshot in every step, with parity for the loss of `parity` hosts."""
+
+    def __init__(
+        self,
+        work: Path,
+        hosts: int,
+        stages: int,
+        parity: int = 1,
+        words: Sequence[str] = (),
+        config: str = CONFIG_WITHOUT_STANDBYS,
+    ) -> None:
+        super().__init__(work, hosts, parity, [str(stages), *words], config, SCRIPT, ONE_DEVICE)
+        self.patience_s = PATIENCE_S
+
+    def check_steps(self) -> None:
+        """Check that every unit has the bits of an undisturbed run after every step, on all hosts that have it."""
+        found: dict[int, dict[str, set[str]]] = {}
+        for process, rows in self.logs().items():
+            for number in {row["generation"] for row in rows}:
+                steps = [row["step"] for row in rows if row["generation"] == number]
+                assert steps == list(range(steps[0], steps[0] + len(steps))), (process, steps)
+            for row in rows:
+                by_unit = found.setdefault(row["step"], {})
+                for unit, digest in row["digests"].items():
+                    by_unit.setdefault(unit, set()).add(digest)
+        total = max(found) + 1
+        assert sorted(found) == list(range(total)), "a step is missing"
+        for row in run_alone(self.work, total):
+            by_unit = found[row["step"]]
+            assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
+            for unit, digest in row["digests"].items():
+                assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
+
+
+def run_alone(work: Path, total: int) -> list[dict]:
+    """Return the log of the same job on one undisturbed host."""
+    alone = work / "undisturbed"
+    alone.mkdir()
+    (alone / "stop").write_text(str(total))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(alone), "1"],
+        timeout=ALONE_TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (rows,) = read_logs(alone).values()
+    return rows

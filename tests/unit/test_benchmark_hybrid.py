@@ -1,0 +1,35 @@
+"""What the hybrid benchmark reads from the times of steps."""
+
+import math
+
+import pytest
+from benchmarks.hybrid.command import list_join_gaps, list_step_times
+from benchmarks.step_times import StepTime, read_step_times
+
+
+def end(process, generation, at_s):
+    return StepTime(process=process, step=int(at_s), generation=generation, at_s=at_s)
+
+
+STEPS = [
+    *(end(process, 1, at_s) for process in (1, 2) for at_s in (1.0, 1.5, 2.0)),
+    *(end(1, 2, at_s) for at_s in (3.0, 4.0)),
+    end(1, 3, 4.75),
+    end(3, 3, 4.8),
+]
+
+
+def test_steps_are_timed_within_generations_of_one_size():
+    assert list_step_times(STEPS, 2) == pytest.approx([0.5] * 4)
+    assert list_step_times(STEPS, 1) == pytest.approx([1.0])
+    assert math.isnan(list_step_times(STEPS, 3)[0])
+
+
+def test_a_join_costs_the_others_the_time_between_their_steps():
+    assert list_join_gaps(STEPS, 2) == pytest.approx([0.75])
+
+
+def test_a_line_that_a_killed_process_left_half_is_left_out(tmp_path):
+    whole = '{"process":7,"step":3,"generation":2,"at_s":1.5}'
+    (tmp_path / "times-7.jsonl").write_text(f"{whole}\n{whole[:20]}")
+    assert read_step_times(tmp_path) == [StepTime(process=7, step=3, generation=2, at_s=1.5)]

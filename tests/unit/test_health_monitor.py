@@ -1,0 +1,242 @@
+"""What the monitor finds, and what it does not: one host, all hosts, input, memory, links, noise, marked steps."""
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from resilient_jax.health.finding import Finding, FindingKind
+from resilient_jax.health.monitor import FindingClosed, FindingOpened, HealthMonitor
+from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
+
+HOSTS = ("host-0", "host-1", "host-2", "host-3")
+WORK_S, UPDATE_S, REDUCTION_S = 1.0, 0.2, 0.3
+SLOW_FROM, NUM_STEPS = 60, 90
+Change = Callable[[str, int, StepTiming], StepTiming]
+
+
+def make_timing(chance: random.Random, step: int, noise: float) -> StepTiming:
+    """Return a step of four microbatches with documents of widely varying lengths, and some noise."""
+    lengths = [chance.choice((100, 500, 4000)) for _ in range(32)]
+    tokens, squares = float(sum(lengths)), float(sum(length * length for length in lengths))
+    seconds = WORK_S * (tokens / 60_000 + squares / 3e8)
+    return StepTiming(
+        step,
+        (ReplicaWork(0, 4, tokens, squares, seconds * chance.gauss(1.0, noise), 0.001),),
+        wait_s=REDUCTION_S * chance.gauss(1.0, noise),
+        update_s=UPDATE_S * chance.gauss(1.0, noise),
+    )
+
+
+def watch(
+    change: Change,
+    *,
+    hosts: Iterable[str] = HOSTS,
+    noise: float = 0.02,
+    steps: Iterable[int] = range(NUM_STEPS),
+) -> tuple[list[FindingOpened | FindingClosed], HealthMonitor]:
+    """Return what a monitor says of a job whose timings a test changes from SLOW_FROM on."""
+    chance, monitor, found = random.Random(7), HealthMonitor(), []
+    hosts = tuple(hosts)
+    monitor.set_members(hosts, 0)
+    for step in steps:
+        for host in hosts:
+            timing = make_timing(chance, step, noise)
+            found += monitor.observe(host, change(host, step, timing))
+    return found, monitor
+
+
+def scale_work(timing: StepTiming, factor: float, input_s: float = 0.0) -> StepTiming:
+    (work,) = timing.works
+    works = (
+        ReplicaWork(0, 4, work.tokens, work.squares, work.seconds * factor + input_s, work.input_s + input_s),
+    )
+    return StepTiming(timing.step, works, timing.wait_s, timing.update_s, timing.is_disturbed)
+
+
+def scale(timing: StepTiming, *, update: float = 1.0, wait: float = 1.0) -> StepTiming:
+    return StepTiming(timing.step, timing.works, timing.wait_s * wait, timing.update_s * update)
+
+
+def the_finding(found: list) -> Finding:
+    (opened,) = found
+    assert isinstance(opened, FindingOpened)
+    return opened.finding
+
+
+def test_nothing_is_found_in_a_healthy_job():
+    found, monitor = watch(lambda _host, _step, timing: timing, noise=0.05, steps=range(400))
+    assert found == []
+    assert monitor.findings == ()
+
+
+def test_a_host_at_half_speed_is_named_with_factor_first_step_and_evidence():
+    found, monitor = watch(
+        lambda host, step, timing: scale_work(timing, 2.0 if host == "host-2" and step >= SLOW_FROM else 1.0)
+    )
+    finding = the_finding(found)
+    assert (finding.host, finding.device, finding.kind) == ("host-2", None, FindingKind.COMPUTE)
+    assert finding.factor == pytest.approx(2.0, rel=0.1)
+    assert finding.since_step == SLOW_FROM
+    assert "its peers take 1.0" in finding.evidence
+    assert monitor.findings == (finding,)
+
+
+def test_it_is_found_in_its_second_or_third_step():
+    seen = 0
+    for seen in range(1, 4):
+        steps = range(SLOW_FROM + seen)
+        found, _ = watch(
+            lambda host, step, timing: scale_work(
+                timing, 2.0 if host == "host-2" and step >= SLOW_FROM else 1.0
+            ),
+            steps=steps,
+        )
+        if found:
+            break
+    assert seen in (2, 3)
+
+
+def test_what_slows_all_hosts_is_the_fault_of_none():
+    found, _ = watch(lambda _host, step, timing: scale_work(timing, 2.0 if step >= SLOW_FROM else 1.0))
+    assert found == []
+
+
+def test_one_slow_step_and_marked_steps_are_no_finding():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        if host != "host-1" or step < SLOW_FROM:
+            return timing
+        slow = scale_work(timing, 5.0)
+        if step == SLOW_FROM:
+            return slow
+        is_marked = step % 3 == 0
+        return StepTiming(step, slow.works, 9.0, 9.0, is_disturbed=True) if is_marked else timing
+
+    assert watch(change)[0] == []
+
+
+def test_a_wait_for_data_is_the_inputs():
+    found, _ = watch(
+        lambda host, step, timing: scale_work(
+            timing, 1.0, 1.5 if host == "host-0" and step >= SLOW_FROM else 0.0
+        )
+    )
+    finding = the_finding(found)
+    assert (finding.host, finding.kind) == ("host-0", FindingKind.INPUT)
+    assert "waits for data" in finding.evidence
+
+
+def test_a_slow_update_alone_is_the_memorys():
+    found, _ = watch(
+        lambda host, step, timing: scale(
+            timing, update=4.0 if host == "host-3" and step >= SLOW_FROM else 1.0
+        )
+    )
+    finding = the_finding(found)
+    assert (finding.host, finding.kind) == ("host-3", FindingKind.MEMORY)
+
+
+def test_a_processor_that_is_slow_in_all_it_does_is_one_finding():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        is_slow = host == "host-3" and step >= SLOW_FROM
+        return scale(scale_work(timing, 3.0 if is_slow else 1.0), update=3.0 if is_slow else 1.0)
+
+    assert the_finding(watch(change)[0]).kind is FindingKind.COMPUTE
+
+
+def test_a_reduction_that_is_slow_for_all_hosts_is_the_links():
+    found, _ = watch(lambda _host, step, timing: scale(timing, wait=3.0 if step >= SLOW_FROM else 1.0))
+    finding = the_finding(found)
+    assert (finding.host, finding.subject, finding.kind) == ("", "links", FindingKind.LINK)
+
+
+def test_hosts_that_wait_for_another_are_not_slow():
+    found, _ = watch(
+        lambda host, step, timing: scale(timing, wait=10.0 if host != "host-3" and step >= SLOW_FROM else 1.0)
+    )
+    assert found == []
+
+
+def test_a_host_that_was_slow_from_its_first_step_is_compared_with_its_peers():
+    found, _ = watch(lambda host, _step, timing: scale_work(timing, 1.8 if host == "host-1" else 1.0))
+    finding = the_finding(found)
+    assert (finding.host, finding.since_step) == ("host-1", 0)
+    assert finding.factor == pytest.approx(1.8, rel=0.1)
+
+
+@pytest.mark.parametrize("since", [0, SLOW_FROM])
+def test_a_finding_ends_when_the_host_is_healthy_again(since):
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        is_slow = host == "host-1" and since <= step < SLOW_FROM + 20
+        return scale_work(timing, 2.0 if is_slow else 1.0)
+
+    found, monitor = watch(change)
+    opened, closed = found
+    assert isinstance(opened, FindingOpened)
+    assert isinstance(closed, FindingClosed)
+    assert closed.finding == opened.finding
+    assert SLOW_FROM + 20 < closed.step <= SLOW_FROM + 25
+    assert monitor.findings == ()
+
+
+def test_a_finding_ends_when_its_host_leaves():
+    found, monitor = watch(
+        lambda host, step, timing: scale_work(timing, 2.0 if host == "host-2" and step >= SLOW_FROM else 1.0)
+    )
+    (closed,) = monitor.set_members(HOSTS[:2], NUM_STEPS)
+    assert (closed.finding, monitor.findings) == (the_finding(found), ())
+
+
+def test_a_slow_device_of_several_is_named():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        (work,) = timing.works
+        works = tuple(
+            ReplicaWork(
+                slot,
+                work.microbatches,
+                work.tokens,
+                work.squares,
+                work.seconds * (2.0 if (host, slot) == ("host-1", 1) and step >= SLOW_FROM else 1.0),
+            )
+            for slot in range(2)
+        )
+        return StepTiming(step, works, timing.wait_s, timing.update_s)
+
+    finding = the_finding(watch(change)[0])
+    assert (finding.host, finding.device, finding.subject) == ("host-1", 1, "host-1, replica 1")
+
+
+def test_milliseconds_are_nothing_to_tell():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        return scale_work(timing, 0.002 * (2.0 if host == "host-2" and step >= SLOW_FROM else 1.0))
+
+    assert watch(change)[0] == []
+
+
+def test_in_a_noisy_job_more_steps_are_needed_and_the_host_is_found():
+    noisy = random.Random(3)
+
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        burst = noisy.uniform(1.3, 3.0) if noisy.random() < 0.1 else 1.0
+        return scale_work(timing, burst * (2.5 if host == "host-2" and step >= 200 else 1.0))
+
+    found, _ = watch(change, steps=range(240))
+    finding = the_finding(found)
+    assert (finding.host, finding.since_step) == ("host-2", pytest.approx(200, abs=2))
+
+
+def test_hosts_that_differ_no_more_than_their_steps_vary_are_not_compared():
+    found, _ = watch(
+        lambda host, _step, timing: scale_work(timing, 1.4 if host == "host-1" else 1.0),
+        noise=0.25,
+        steps=range(50),
+    )
+    assert found == []
+
+
+def test_an_update_that_is_long_for_once_does_not_make_a_slow_processor_a_slow_memory():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        is_slow = host == "host-3" and step >= SLOW_FROM
+        return scale(scale_work(timing, 2.0 if is_slow else 1.0), update=0.02 * (9.0 if is_slow else 1.0))
+
+    assert the_finding(watch(change, steps=range(SLOW_FROM + 3))[0]).kind is FindingKind.COMPUTE
