@@ -201,6 +201,9 @@ class EventKind(enum.StrEnum):
     SUM_REPEATED = "sum.repeated"
     """Numbers of a step were far above those of its microbatch 0, or not finite, so its exact sum is made again, in any
     range. Detail: `name` of the accumulation, `leaves` (of which these were)."""
+    MICROBATCHES_REBALANCED = "microbatches.rebalanced"
+    """Hosts compute other shares of a step's microbatches from now on, by their measured speeds. Detail: `name` of the
+    accumulation, `shares` (by host: how many, and the milliseconds of each). The first host's worker records it."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"

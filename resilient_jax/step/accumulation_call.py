@@ -75,13 +75,12 @@ class AccumulationCall:
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
-        # The exchanges of claims, of digests, of speeds, of audits, of limits, and of what snapshots need; the decision
+        # The exchanges of claims, of digests, of audits, of limits, and of what snapshots need; the decision
         # whether to stop.
         claims = pad_claims_size(self.spec.num_microbatches, grid.num_hosts)
         digests = pad_rows_size(grid.num_hosts, COMPARED_WORDS)
-        speeds = pad_rows_size(grid.num_hosts, 1)
         audits = pad_rows_size(grid.num_hosts, DESCRIPTION_WORDS)
-        for size in sorted({claims, digests, speeds, audits, num_limits, grid.num_hosts * ROW_SIZE, 1} - {0}):
+        for size in sorted({claims, digests, audits, num_limits, grid.num_hosts * ROW_SIZE, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)

@@ -52,6 +52,7 @@ def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, z
         f"num_microbatches: {spec.num_microbatches}",
         f"reduction: {spec.reduction}",
         f"replicas: {replica_shape}",
+        f"balance_by_speed: {spec.balance_by_speed}",
         f"number of leaves: {len(leaves)}",
         *(f"leaf {jax.tree_util.keystr(path)}: {_describe_leaf(leaf)}" for path, leaf in leaves),
         f"tree: {jax.tree.structure(zeros)}",

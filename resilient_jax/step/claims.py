@@ -1,4 +1,4 @@
-"""What a host tells the others before an accumulation: which microbatches it has, and digests to compare."""
+"""What a host tells the others before an accumulation: which microbatches it has, its speed, and digests to compare."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
 
 def pad_claims_size(num_microbatches: int, num_hosts: int) -> int:
     """Return the size of the vector in which hosts exchange their claims."""
-    return pad_rows_size(num_hosts, num_microbatches + 1 + STATE_DIGEST_WORDS + DIGEST_WORDS)
+    return pad_rows_size(num_hosts, num_microbatches + 2 + STATE_DIGEST_WORDS + DIGEST_WORDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,14 @@ class Claims:
     Attributes:
         microbatches: int32[microbatches], as `Contributions.list_claims` gives them.
         has_limits: bool[], whether it has the limits of this accumulation.
+        seconds: float32[], that a microbatch takes on it; 0: unknown.
         state_digest: int32[STATE_DIGEST_WORDS], of the state that the step begins with; zeros: not compared.
         data_digest: int32[DIGEST_WORDS], of the microbatch that all hosts read; `NO_DIGEST`: not compared.
     """
 
     microbatches: np.ndarray
     has_limits: np.ndarray
+    seconds: np.ndarray
     state_digest: np.ndarray = dataclasses.field(default_factory=make_no_state_digest)
     data_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
 
@@ -42,19 +44,23 @@ class Claims:
         return cls(
             microbatches=np.zeros((num_hosts, num_microbatches), np.int32),
             has_limits=np.zeros(num_hosts, bool),
+            seconds=np.zeros(num_hosts, np.float32),
             state_digest=np.tile(make_no_state_digest(), (num_hosts, 1)),
             data_digest=np.tile(make_no_digest(), (num_hosts, 1)),
         )
 
     def exchange(self, host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]) -> "Claims":
         """Return the claims of all hosts. For all hosts at once; see `exchange_rows`."""
-        parts = self.microbatches, self.has_limits, self.state_digest, self.data_digest
+        # The bits of a float as an integer: all of it is one row of integers.
+        seconds = self.seconds.astype(np.float32).view(np.int32)
+        parts = self.microbatches, self.has_limits, seconds, self.state_digest, self.data_digest
         row = np.concatenate([np.atleast_1d(part).astype(np.int32) for part in parts])
         rows = exchange_rows(row, host_index, num_hosts, all_reduce)
         size = self.microbatches.size
         return Claims(
             microbatches=rows[:, :size],
             has_limits=rows[:, size] > 0,
-            state_digest=rows[:, size + 1 : -DIGEST_WORDS],
+            seconds=np.ascontiguousarray(rows[:, size + 1]).view(np.float32),
+            state_digest=rows[:, size + 2 : -DIGEST_WORDS],
             data_digest=rows[:, -DIGEST_WORDS:],
         )

@@ -37,6 +37,7 @@ from resilient_jax.step.assignment import (
     ReplicaLocation,
     ReplicaShape,
     assign_microbatches,
+    count_by_host,
     locate_replicas,
     replica_speeds,
 )
@@ -48,6 +49,7 @@ from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.host_speeds import MeasuredSpeed, choose_speeds
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
@@ -56,10 +58,13 @@ from resilient_jax.step.microbatch_accumulator import (
     StepHooks,
 )
 from resilient_jax.step.microbatch_program import describe_programs, find_digest_function
-from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
+from resilient_jax.step.quotas import (
+    accept_disjoint_claims,
+    apportion_microbatches,
+    distribute_microbatches,
+)
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
-from resilient_jax.step.row_exchange import exchange_rows
 from resilient_jax.step.running_total import (
     NO_LIMITS,
     list_fixed_point_paths,
@@ -73,7 +78,7 @@ from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
 SPEED_EXCHANGE_INTERVAL_STEPS: Final = 16
-"""Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
+"""Steps between two exchanges of claims for the sake of the speeds in them: one small all-reduce, a millisecond."""
 COMPARISON_INTERVAL_STEPS: Final = 64
 """Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
 same microbatch. To digest a state reads it once, an update reads and writes it, and a step is more than its update:
@@ -116,6 +121,7 @@ class Reducer:
         process_index: of this worker.
         kept: contributions by the name of their accumulation; they outlive the reducer.
         hooks: of the session.
+        measured_speeds: of this host, by the name of the accumulation; they outlive the reducer. None: it begins anew.
         max_microbatches: of one accumulation that a replica computes at most, in a rehearsal; None: all.
         auditor: finds hosts that compute wrongly; None: there are no audits.
 
@@ -131,6 +137,7 @@ class Reducer:
         kept: dict[str, Contributions],
         hooks: StepHooks,
         *,
+        measured_speeds: dict[str, MeasuredSpeed] | None = None,
         max_microbatches: int | None = None,
         auditor: Auditor | None = None,
     ) -> None:
@@ -147,11 +154,9 @@ class Reducer:
         step compares their states, too."""
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
-        self._seconds: np.ndarray | None = None
-        """float32[hosts], of a microbatch; only their ratio matters. None: not exchanged yet."""
-        self._own_seconds = 0.0
-        self._has_computed = False
-        """Whether this host has computed since speeds were exchanged."""
+        self._measured_speeds = {} if measured_speeds is None else measured_speeds
+        self._speeds: dict[str, np.ndarray] = {}
+        """By accumulation, float[hosts]: the speeds by which its microbatches are assigned in this generation."""
         self.owners: tuple[int, ...] = ()
         self.lone_microbatch: Any = None
 
@@ -207,15 +212,13 @@ class Reducer:
         *,
         data: BatchSource | None,
         replica_shape: ReplicaShape,
-        balance_by_speed: bool,
     ) -> Tree:
         """See `World.accumulate_microbatches`."""
-        options = {"data": data, "replica_shape": replica_shape, "balance_by_speed": balance_by_speed}
-        total, misfits = self._accumulate(spec, compute_fn, zeros, **options)
+        total, misfits = self._accumulate(spec, compute_fn, zeros, data=data, replica_shape=replica_shape)
         if misfits:
             self._hooks.report_misfits(spec.name, misfits)
             wide = dataclasses.replace(spec, reduction="exact_wide")
-            total, _ = self._accumulate(wide, compute_fn, zeros, **options)
+            total, _ = self._accumulate(wide, compute_fn, zeros, data=data, replica_shape=replica_shape)
         return total
 
     def _accumulate(
@@ -226,7 +229,6 @@ class Reducer:
         *,
         data: BatchSource | None,
         replica_shape: ReplicaShape,
-        balance_by_speed: bool,
     ) -> tuple[Tree, list[str]]:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
@@ -240,7 +242,8 @@ class Reducer:
                 spec,
             )
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
-        claims, has_limits = self._exchange_claims(contributions, digest_read)
+        found = self._exchange_claims(contributions, digest_read)
+        claims, has_limits = found.microbatches > 0, found.has_limits
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
         if not formats:
@@ -249,10 +252,7 @@ class Reducer:
             self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
         elif not has_limits.any() and claims[:, FIRST_MICROBATCH].any():
             agree()
-        # Decided by the step, which is the same on all hosts: in a collective all must take part.
-        if balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0:
-            self._exchange_speeds()
-        speeds = self._speeds()
+        speeds = self._choose_speeds(spec, found.seconds, locations)
         assignment = assign_microbatches(locations, claims, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
@@ -331,14 +331,11 @@ class Reducer:
         if live.host_index in found.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
-    def _exchange_claims(
-        self, contributions: Contributions, digest_read: DigestFunction | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return bool[hosts, microbatches], which microbatches every live host has computed; and bool[hosts], which
-        hosts have the limits.
+    def _exchange_claims(self, contributions: Contributions, digest_read: DigestFunction | None) -> Claims:
+        """Return the claims of all hosts, those to microbatches as far as they are accepted.
 
-        Exchanged only at a generation's first accumulation of this name: in later steps no host has any. Beside them
-        hosts compare their states and data, every few steps.
+        No host has any microbatch after a generation's first accumulation of this name, so they are exchanged then, and
+        every few steps for the sake of what is beside them: speeds, and digests of the hosts' states and data.
         """
         spec, host, num_hosts = contributions.spec, self._live.host_index, len(self._live.process_indexes)
         is_first = spec.name not in self._exchanged
@@ -348,10 +345,13 @@ class Reducer:
         )
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-        if is_first or is_compared:
+        has_speeds = spec.balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0
+        if is_first or is_compared or has_speeds:
+            measured = self._measured_speeds.get(spec.name) if spec.balance_by_speed else None
             own = Claims(
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
+                seconds=np.array(0 if measured is None else measured.estimate(), np.float32),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)
@@ -365,7 +365,7 @@ class Reducer:
         # claim is refused drops it without being told to.
         accepted = accept_disjoint_claims(claims.microbatches)
         contributions.keep_accepted(accepted[host])
-        return accepted > 0, claims.has_limits
+        return dataclasses.replace(claims, microbatches=accepted)
 
     def _compare_hosts(
         self, own: Claims, spec: AccumulationSpec, digest_read: DigestFunction | None
@@ -383,23 +383,21 @@ class Reducer:
         self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
         return claims
 
-    def _speeds(self) -> np.ndarray:
-        if self._seconds is None:
-            return np.ones(len(self._live.process_indexes), np.float32)
-        return 1 / self._seconds
-
-    def _exchange_speeds(self) -> None:
-        if not self._has_computed:
-            # Too slow to be assigned any microbatch: the host may have become faster, so it is measured again.
-            self._own_seconds /= 2
-        self._has_computed = False
-        # The bits of a float as an integer, so that it is the program of all other rows.
-        row = np.array([self._own_seconds], np.float32).view(np.int32)
-        num_hosts = len(self._live.process_indexes)
-        rows = exchange_rows(row, self._live.host_index, num_hosts, self.all_reduce)
-        found = np.ascontiguousarray(rows[:, 0]).view(np.float32)
-        if found.all():  # a host that has computed nothing yet has no speed
-            self._seconds = found
+    def _choose_speeds(
+        self, spec: AccumulationSpec, seconds: np.ndarray, locations: Sequence[ReplicaLocation]
+    ) -> np.ndarray:
+        """Return the speeds by which to assign microbatches. All hosts choose the same from the same table."""
+        # A new generation begins with equal ones: a host that joins does not know by which the others were assigned.
+        present = self._speeds.setdefault(spec.name, np.ones(len(self._live.process_indexes)))
+        speeds = choose_speeds(present, seconds, locations, spec.num_microbatches)
+        if speeds is not present:
+            self._speeds[spec.name] = speeds
+            if self._live.host_index == 0:
+                shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))
+                self._hooks.report_shares(
+                    spec.name, 1 / speeds, count_by_host(locations, shares, len(speeds))
+                )
+        return speeds
 
     def _compute(
         self,
@@ -436,9 +434,11 @@ class Reducer:
         with worker_activity.task(WorkerTask.COMPUTE):
             jax.block_until_ready([part.total for part in contributions.parts.values()])
         count = sum(len(assignment.by_replica[number]) for number in replicas)
+        measured = self._measured_speeds.setdefault(contributions.spec.name, MeasuredSpeed())
         if count:
-            self._own_seconds = (time.monotonic() - started_s - exchange.seconds) / count
-            self._has_computed = True
+            measured.add((time.monotonic() - started_s - exchange.seconds) / count)
+        else:
+            measured.add_idle()
 
     def _audit(
         self,

@@ -39,7 +39,7 @@ class Parallelism:
         reduction: "exact": sums that have the same bits, whichever hosts are alive; "exact_wide": the same, finer than
             floats, at more than twice the memory and traffic; "fast": one all-reduce of floats.
         replica_shape: the hosts of a replica, or the replicas of a host.
-        balance_by_speed: assign more microbatches to faster hosts, as measured; else evenly.
+        balance_by_speed: faster hosts get more microbatches, as measured; else all get as many.
         state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of
             parameters and optimizer state, and gathers the parameters to compute a step.
 
@@ -56,7 +56,7 @@ class Parallelism:
 
     reduction: Reduction = "exact"
     replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST
-    balance_by_speed: bool = False
+    balance_by_speed: bool = True
     state: StateSharding | str = StateSharding.REPLICATED
     pipeline: Pipeline | None = None
 
@@ -66,17 +66,12 @@ class Parallelism:
             raise CallerError(
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
-        is_default = (
-            self.replica_shape == ONE_REPLICA_PER_HOST
-            and self.state == StateSharding.REPLICATED
-            and not self.balance_by_speed
-        )
+        is_default = self.replica_shape == ONE_REPLICA_PER_HOST and self.state == StateSharding.REPLICATED
         if self.pipeline is not None and not is_default:
             raise CallerError(
-                f"parallelism: found replica_shape={self.replica_shape}, state={self.state!r}, "
-                f"balance_by_speed={self.balance_by_speed} with a pipeline, expected none to be given: the pipeline "
-                "says which hosts make a replica, and each has the state of its layers alone; microbatches are "
-                "shared by the number of hosts"
+                f"parallelism: found replica_shape={self.replica_shape}, state={self.state!r} with a pipeline, "
+                "expected neither to be given: the pipeline says which hosts make a replica, and each has the state "
+                "of its layers alone"
             )
 
 

@@ -5,6 +5,7 @@ from typing import Protocol
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.step.contributions import Contributions
+from resilient_jax.step.host_speeds import MeasuredSpeed
 from resilient_jax.worker.audit_record import AuditRecord
 
 
@@ -24,6 +25,7 @@ class CommittedState:
         snapshot_plan: where the state is until `World.restore_or_init` has read it from there.
         contributions: what this host has accumulated for the step in flight, by the name of the accumulation.
         unfinished: what train functions have done of the step in flight by themselves.
+        measured_speeds: of this host, by the name of the accumulation.
         audits: how far the computations of each host are verified.
         first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
     """
@@ -33,6 +35,7 @@ class CommittedState:
         self.snapshot_plan: SnapshotPlan | None = None
         self.contributions: dict[str, Contributions] = {}
         self.unfinished: list[UnfinishedStep] = []
+        self.measured_speeds: dict[str, MeasuredSpeed] = {}
         self.audits = AuditRecord()
         self.first_step = 0
 

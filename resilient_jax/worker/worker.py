@@ -405,6 +405,7 @@ class Worker:
             info.process_index,
             self._committed.contributions,
             session,
+            measured_speeds=self._committed.measured_speeds,
             auditor=None if audits is None else Auditor(share, audits),
         )
         world = World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)

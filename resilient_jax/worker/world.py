@@ -280,6 +280,7 @@ class World:
             step=self._session.begin_accumulation(name),
             num_microbatches=num_microbatches,
             reduction=options.reduction,
+            balance_by_speed=options.balance_by_speed,
         )
         _check_zeros(zeros)
         if num_microbatches < 1:
@@ -290,7 +291,6 @@ class World:
             zeros,
             data=None if data is None else open_batches(data),
             replica_shape=options.replica_shape,
-            balance_by_speed=options.balance_by_speed,
         )
         call = AccumulationCall(
             devices=self.devices,

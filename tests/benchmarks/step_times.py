@@ -36,12 +36,13 @@ class StepTimeWriter:
         self._path = folder / f"times-{os.getpid()}.jsonl"
 
     def __call__(self, report: rj.StepReport) -> None:
-        """Write when this step ended."""
-        if report.is_evaluation:
-            return
-        line = StepTime(
-            process=os.getpid(), step=report.step - 1, generation=report.generation, at_s=time.monotonic()
-        )
+        """Write when this step of a trainer ended."""
+        if not report.is_evaluation:
+            self.write(report.step - 1, report.generation)
+
+    def write(self, step: int, generation: int) -> None:
+        """Write that a step ends now."""
+        line = StepTime(process=os.getpid(), step=step, generation=generation, at_s=time.monotonic())
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 

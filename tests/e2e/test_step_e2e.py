@@ -166,7 +166,7 @@ def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -
 def test_a_slow_host_gets_fewer_microbatches_and_the_bits_stay_the_same(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE, words=["slow=host-1"]) as tiny:
         tiny.wait_training(2)
-        wait_until("two measurements", lambda: tiny.step() > 36, RECOVERY_S)
+        tiny.job.wait_event("new shares", lambda event: event.kind == "microbatches.rebalanced", RECOVERY_S)
         tiny.finish(more_steps=5)
     last = max((row for rows in tiny.logs().values() for row in rows), key=lambda row: row["step"])
     assert last["owners"].count("host-1") <= 4, last["owners"]

@@ -12,6 +12,7 @@ from benchmarks.detect.corrupt_hosts import (
     judge_corrupt_hosts,
 )
 from benchmarks.detect.figures import JobVerdict, make_detect_figures
+from benchmarks.detect.slow_host import SETTLING_STEPS, find_median_step_s, make_slow_host_figures
 from benchmarks.detect.verdicts import judge_job
 from benchmarks.step_times import StepTime
 
@@ -98,3 +99,18 @@ def test_an_audit_costs_what_audited_steps_take_more_as_often_as_there_is_one_by
     cost = make_audit_cost(steps, {5, 7}, num_microbatches=12, num_hosts=4)
     assert (cost.step_s, cost.audited_step_s, cost.audited_steps) == (1.0, 1.5, 2)
     assert cost.audit_overhead == pytest.approx(0.001 * 12 / 4 * 0.5)
+
+
+def test_the_throughput_with_a_slow_host_is_a_share_of_what_all_speeds_add_up_to():
+    figures = make_slow_host_figures(by_speed_s=0.25, even_s=0.4)
+    # 16 microbatches of 0.05 s on 3.5 hosts: 0.229 s.
+    assert (figures.slow_host_throughput, figures.slow_host_throughput_even) == (0.914, 0.571)
+
+
+def test_steps_before_speeds_are_settled_do_not_count():
+    ends = [
+        0.5 * step if step <= SETTLING_STEPS else 0.5 * SETTLING_STEPS + (step - SETTLING_STEPS)
+        for step in range(50)
+    ]
+    steps = [StepTime(process=1, step=step, generation=1, at_s=at_s) for step, at_s in enumerate(ends)]
+    assert find_median_step_s(steps) == 1

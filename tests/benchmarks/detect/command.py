@@ -16,6 +16,7 @@ from benchmarks.detect.figures import (
     make_detect_line,
 )
 from benchmarks.detect.simulated_job import SIZES, SimulatedJob
+from benchmarks.detect.slow_host import SlowHostFigures, measure_slow_host
 from benchmarks.detect.verdicts import judge_job
 from benchmarks.report import describe_machine, open_console, print_json_line
 from resilient_jax.errors import CallerError
@@ -45,7 +46,10 @@ def detect(
     ] = Half.FIGURES,
     sizes: Annotated[list[str] | None, typer.Option(help="Repeat for several. [all]")] = None,
     real: Annotated[
-        bool, typer.Option(help="Measure what audits cost a job of four hosts on this machine; a minute.")
+        bool,
+        typer.Option(
+            help="Run jobs of four hosts on this machine: with audits, with a slow host; 2 minutes."
+        ),
     ] = True,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
@@ -72,6 +76,9 @@ def detect(
     within three audits of them; of jobs in which another one is named.
     audit_overhead: of the time of a step, with the default share.
 
+    slow_host_throughput: of a real job with one of four hosts at half speed,
+    over what the speeds add up to. With "_even": without balance_by_speed.
+
     The benchmark takes some minutes on one core.
     """
     names = list(dict.fromkeys(sizes or SIZES))
@@ -84,9 +91,12 @@ def detect(
     verdicts = {name: [judge_job(make_job(name, half, number)) for number in range(jobs)] for name in names}
     always, half_the_time = (judge_corrupt_hosts(jobs * len(names), rate, str(half)) for rate in (1.0, 0.5))
     corruption = make_corruption_figures(always, half_the_time, measure_audit_cost() if real else None)
-    line = make_detect_line(verdicts, corruption, str(half), describe_machine())
+    slow_host = measure_slow_host() if real else None
+    line = make_detect_line(verdicts, corruption, slow_host, str(half), describe_machine())
     console.print(_make_table(line))
     console.print(_make_audit_table(corruption))
+    if slow_host is not None:
+        console.print(_make_slow_host_table(slow_host))
     print_json_line(line)
 
 
@@ -117,6 +127,18 @@ def _make_audit_table(found: CorruptionFigures) -> Table:
         table.add_row("audit_overhead", f"{cost.audit_overhead:g}", "0.002")
         steps = f"{1000 * cost.audited_step_s:.0f} ms, {1000 * cost.step_s:.0f} ms"
         table.add_row("step with audits, step without", steps, "")
+    return table
+
+
+def _make_slow_host_table(found: SlowHostFigures) -> Table:
+    table = Table("figure", "by speed", "even", "aim", title="A job with one of four hosts at half speed")
+    table.add_row(
+        "slow_host_throughput",
+        f"{found.slow_host_throughput:g}",
+        f"{found.slow_host_throughput_even:g}",
+        "0.9",
+    )
+    table.add_row("seconds of a step", f"{found.step_s:g}", f"{found.step_s_even:g}", "")
     return table
 
 

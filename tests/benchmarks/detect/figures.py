@@ -8,6 +8,7 @@ import msgspec
 
 from benchmarks.detect.audit_cost import AuditCost
 from benchmarks.detect.corrupt_hosts import CorruptHostVerdict, find_share_found
+from benchmarks.detect.slow_host import SlowHostFigures
 
 
 class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,7 @@ class DetectLine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         half: which half of the seeds.
         corruption: of hosts that compute wrongly, and the audits that find them.
+        slow_host: of a real job with a host at half speed; None: not measured.
         by_size: the same figures by size.
         machine: that the overhead was measured on.
     """
@@ -106,6 +108,7 @@ class DetectLine(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float
     detector_overhead: float
     corruption: CorruptionFigures
+    slow_host: SlowHostFigures | None
     half: str
     total: DetectFigures
     by_size: dict[str, DetectFigures]
@@ -158,7 +161,11 @@ def make_corruption_figures(
 
 
 def make_detect_line(
-    by_size: dict[str, list[JobVerdict]], corruption: CorruptionFigures, half: str, machine: str
+    by_size: dict[str, list[JobVerdict]],
+    corruption: CorruptionFigures,
+    slow_host: SlowHostFigures | None,
+    half: str,
+    machine: str,
 ) -> DetectLine:
     """Return the line of JSON."""
     total = make_detect_figures([verdict for verdicts in by_size.values() for verdict in verdicts])
@@ -171,6 +178,7 @@ def make_detect_line(
         accuracy=total.accuracy,
         detector_overhead=total.detector_overhead,
         corruption=corruption,
+        slow_host=slow_host,
         half=half,
         total=total,
         by_size={name: make_detect_figures(verdicts) for name, verdicts in by_size.items()},

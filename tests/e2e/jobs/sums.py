@@ -119,6 +119,9 @@ class Hooks:
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
         raise AssertionError(leaves)
 
+    def report_shares(self, name: str, seconds: np.ndarray, shares: Sequence[int]) -> None:
+        raise AssertionError(shares)
+
     def leave_job(self, why: str) -> NoReturn:
         raise AssertionError(why)
 
@@ -160,8 +163,9 @@ def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
 
         reducer = Reducer(lambda: world.devices, ProcessIndex(world.host_index), {spec.name: kept}, Hooks())
         zeros = jax.tree.map(jnp.zeros_like, like)
-        options = {"data": None, "replica_shape": rj.ReplicaShape(), "balance_by_speed": False}
-        found = reducer.accumulate_microbatches(spec, compute, zeros, **options)
+        found = reducer.accumulate_microbatches(
+            spec, compute, zeros, data=None, replica_shape=rj.ReplicaShape()
+        )
         for name, leaf in found.items():
             assert np.asarray(leaf).tobytes() == np.asarray(expected[name]).tobytes(), (cases, name)
 

@@ -191,6 +191,7 @@ def train(world: rj.World) -> None:
                 options=rj.AccumulationOptions(
                     reduction=REDUCTION,
                     replica_shape=REPLICAS,
+                    # Else tests could not tell which host computes which microbatch.
                     balance_by_speed="slow" in WORDS,
                 ),
             )
