@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from agents import wait_until
 from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
@@ -17,6 +18,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation, WorldChange
 
 HOSTS = 4
+FIRST_STEPS = 10
 NEWCOMER, SURVIVOR = "the newcomer", "a survivor"
 PLACES = {
     "it takes its seat": FailPoint.BEFORE_CONNECT,
@@ -48,6 +50,8 @@ def test_a_killed_worker_is_back_in_the_same_world_and_the_others_keep_their_pro
     broken: TinyJob,
 ) -> None:
     before = broken.wait_training(HOSTS)
+    # In its first steps a host may be busy loading programs, too long for a world to be kept.
+    wait_until("some steps", lambda: broken.step() > FIRST_STEPS, RECOVERY_S)
     victim = find_follower(before)
     broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
     after = broken.wait_training(HOSTS, generation_of(before).number + 1)

@@ -1,5 +1,6 @@
 """Errors in user code: shown once, as the last output, without frames of the package, and never retried."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,12 @@ def test_a_script_that_never_calls_run_is_refused_with_what_to_do(tmp_path: Path
 def test_a_collective_that_fails_without_a_death_ends_the_job_after_some_retries(tmp_path: Path) -> None:
     ended = run_with("collective", tmp_path)
     assert ended.code == 1
-    assert "in a row at step 5 although no host died; the last error:" in ended.last_words, ended.output
+    # All hosts fail; if most of the failures were reported by the one that does not lead, it is taken out first.
+    found = re.search(
+        r"in a row at step 5 although no host died(, also without host-\d)?; the last error:",
+        ended.last_words,
+    )
+    assert found is not None, ended.output
     assert ended.last_words.rstrip().endswith(
         "JaxRuntimeError: INTERNAL: Gloo all-reduce failed: connection reset"
     )

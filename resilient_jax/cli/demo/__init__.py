@@ -71,12 +71,12 @@ def demo(
         typer.Option("--run-dir", help="Folder for logs and events. Default: a new folder in /tmp."),
     ] = None,
 ) -> None:
-    """Train a small language model on 4 hosts x 2 devices, kill parts of the job, show how training resumes.
+    """Train a small language model on 4 hosts, kill parts of the job, show how training resumes.
 
     By default a worker is killed, then the host of the leader, and both return. The demo compares all weights with
     those of the same training without faults: they are equal, bit for bit. (The loss of the planned job is equal
     within 0.1 %.) It ends with a table of the faults and the phases of their stalls. Takes less than two minutes on
-    two cores.
+    two cores. Each host has 2 devices, in the pipelined act 1.
     """
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False)
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-demo-"))
