@@ -18,8 +18,9 @@ import msgspec
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
-from resilient_jax.membership.rules import MembershipCommand, PublishGeneration, decide
+from resilient_jax.membership.rules import MembershipCommand, decide
 from resilient_jax.membership.tally import MembershipTally
+from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 
@@ -151,7 +152,7 @@ class MembershipMachine:
         # Where the counts close the way to a rule, it has not been applied yet to what else there is.
         self._is_changed = not self._tally.may_decide(waited_s, self._config)
         self._num_passed = bisect.bisect_left(self._limits_s, waited_s)
-        self._repeated = tuple(c for c in commands if not isinstance(c, PublishGeneration))
+        self._repeated = tuple(c for c in commands if isinstance(c, StartCoordinationService))
         return commands
 
     def _enter(self, state: MembershipState) -> None:

@@ -11,9 +11,11 @@ from typing import Final
 
 import numpy as np
 
-from resilient_jax.step.assignment import ReplicaLocation, replica_speeds
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, count_by_host, replica_speeds
 from resilient_jax.step.quotas import apportion_microbatches
 
+EXCHANGE_INTERVAL_STEPS: Final = 16
+"""Steps between two exchanges of measured speeds, beside claims: one small all-reduce, a millisecond."""
 WINDOW: Final = 16
 """The last accumulations whose median is a host's speed: one that compiled, or was stopped, does not count."""
 MIN_MEASURED: Final = 4
@@ -49,6 +51,60 @@ class MeasuredSpeed:
         elif len(self._seconds) >= MIN_MEASURED:
             self._estimate_s = statistics.median(self._seconds)
         return self._estimate_s
+
+
+class HostSpeeds:
+    """The speeds by which the microbatches of one generation are assigned, by the name of their accumulation.
+
+    Args:
+        measured: what this host has measured; it outlives the generation.
+
+    Attributes:
+        new_shares: by host, how many microbatches it gets from the last accumulation on, and the seconds of one; () if
+            shares have not changed.
+    """
+
+    def __init__(self, measured: dict[str, MeasuredSpeed]) -> None:
+        self._measured = measured
+        self._chosen: dict[str, np.ndarray] = {}
+        self.new_shares: tuple[tuple[int, float], ...] = ()
+
+    def is_exchange_due(self, spec: AccumulationSpec) -> bool:
+        """Return whether hosts are to exchange what they have measured: decided by the step, the same on all hosts."""
+        return spec.balance_by_speed and spec.step % EXCHANGE_INTERVAL_STEPS == 0
+
+    def add(self, name: str, seconds: float | None) -> None:
+        """Note what a microbatch of an accumulation took on this host; None: it computed none."""
+        measured = self._measured.setdefault(name, MeasuredSpeed())
+        if seconds is None:
+            measured.add_idle()
+        else:
+            measured.add(seconds)
+
+    def estimate(self, spec: AccumulationSpec) -> float:
+        """Return what this host tells the others, once for each exchange: see `MeasuredSpeed.estimate`."""
+        measured = self._measured.get(spec.name)
+        return measured.estimate() if measured is not None and spec.balance_by_speed else 0.0
+
+    def choose(
+        self, spec: AccumulationSpec, seconds: np.ndarray, locations: Sequence[ReplicaLocation]
+    ) -> np.ndarray:
+        """Return float[hosts], the speeds by which to assign microbatches; the same on all hosts.
+
+        Args:
+            spec: of the accumulation.
+            seconds: float[hosts], as exchanged; zeros: not in this step.
+            locations: of the replicas.
+        """
+        # A generation begins with equal ones: a host that joins does not know by which the others were assigned.
+        present = self._chosen.setdefault(spec.name, np.ones(len(seconds)))
+        speeds = self._chosen[spec.name] = choose_speeds(present, seconds, locations, spec.num_microbatches)
+        self.new_shares = ()
+        if speeds is not present:
+            shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))
+            counts = count_by_host(locations, shares, len(speeds))
+            self.new_shares = tuple(zip(counts, (1 / speeds).tolist(), strict=True))
+        return speeds
 
 
 def choose_speeds(

@@ -72,10 +72,6 @@ class StepHooks(Protocol):
         """Tell that leaves of an accumulation were beyond their limits, and the sum is made again."""
         ...
 
-    def report_shares(self, name: str, seconds: np.ndarray, shares: Sequence[int]) -> None:
-        """Tell that hosts have other shares of an accumulation now; by host: seconds of a microbatch, and how many."""
-        ...
-
     def leave_job(self, why: str) -> NoReturn:
         """End this host's part in the job, which goes on without it: its script is another than that of the others."""
         ...

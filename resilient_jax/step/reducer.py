@@ -37,7 +37,6 @@ from resilient_jax.step.assignment import (
     ReplicaLocation,
     ReplicaShape,
     assign_microbatches,
-    count_by_host,
     locate_replicas,
     replica_speeds,
 )
@@ -49,7 +48,7 @@ from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.host_speeds import MeasuredSpeed, choose_speeds
+from resilient_jax.step.host_speeds import HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
@@ -58,11 +57,7 @@ from resilient_jax.step.microbatch_accumulator import (
     StepHooks,
 )
 from resilient_jax.step.microbatch_program import describe_programs, find_digest_function
-from resilient_jax.step.quotas import (
-    accept_disjoint_claims,
-    apportion_microbatches,
-    distribute_microbatches,
-)
+from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replicas import Replica, build_replicas
 from resilient_jax.step.running_total import (
@@ -77,8 +72,6 @@ from resilient_jax.step.running_total import (
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
-SPEED_EXCHANGE_INTERVAL_STEPS: Final = 16
-"""Steps between two exchanges of claims for the sake of the speeds in them: one small all-reduce, a millisecond."""
 COMPARISON_INTERVAL_STEPS: Final = 64
 """Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
 same microbatch. To digest a state reads it once, an update reads and writes it, and a step is more than its update:
@@ -154,9 +147,7 @@ class Reducer:
         step compares their states, too."""
         self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._turns = CompilationTurns()
-        self._measured_speeds = {} if measured_speeds is None else measured_speeds
-        self._speeds: dict[str, np.ndarray] = {}
-        """By accumulation, float[hosts]: the speeds by which its microbatches are assigned in this generation."""
+        self._speeds = HostSpeeds({} if measured_speeds is None else measured_speeds)
         self.owners: tuple[int, ...] = ()
         self.lone_microbatch: Any = None
 
@@ -180,6 +171,11 @@ class Reducer:
     def replicas_span_hosts(self) -> bool:
         """Whether any accumulation used a replica on several hosts, whose programs wait for other hosts."""
         return any(shape.hosts > 1 for shape in self._replicas)
+
+    @property
+    def new_shares(self) -> tuple[tuple[int, float], ...]:
+        """See `HostSpeeds.new_shares`."""
+        return self._speeds.new_shares
 
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
@@ -252,7 +248,7 @@ class Reducer:
             self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
         elif not has_limits.any() and claims[:, FIRST_MICROBATCH].any():
             agree()
-        speeds = self._choose_speeds(spec, found.seconds, locations)
+        speeds = self._speeds.choose(spec, found.seconds, locations)
         assignment = assign_microbatches(locations, claims, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
@@ -345,13 +341,11 @@ class Reducer:
         )
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-        has_speeds = spec.balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0
-        if is_first or is_compared or has_speeds:
-            measured = self._measured_speeds.get(spec.name) if spec.balance_by_speed else None
+        if is_first or is_compared or self._speeds.is_exchange_due(spec):
             own = Claims(
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
-                seconds=np.array(0 if measured is None else measured.estimate(), np.float32),
+                seconds=np.array(self._speeds.estimate(spec), np.float32),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)
@@ -382,22 +376,6 @@ class Reducer:
         self._hooks.compare_states(claims.state_digest)
         self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
         return claims
-
-    def _choose_speeds(
-        self, spec: AccumulationSpec, seconds: np.ndarray, locations: Sequence[ReplicaLocation]
-    ) -> np.ndarray:
-        """Return the speeds by which to assign microbatches. All hosts choose the same from the same table."""
-        # A new generation begins with equal ones: a host that joins does not know by which the others were assigned.
-        present = self._speeds.setdefault(spec.name, np.ones(len(self._live.process_indexes)))
-        speeds = choose_speeds(present, seconds, locations, spec.num_microbatches)
-        if speeds is not present:
-            self._speeds[spec.name] = speeds
-            if self._live.host_index == 0:
-                shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))
-                self._hooks.report_shares(
-                    spec.name, 1 / speeds, count_by_host(locations, shares, len(speeds))
-                )
-        return speeds
 
     def _compute(
         self,
@@ -434,11 +412,8 @@ class Reducer:
         with worker_activity.task(WorkerTask.COMPUTE):
             jax.block_until_ready([part.total for part in contributions.parts.values()])
         count = sum(len(assignment.by_replica[number]) for number in replicas)
-        measured = self._measured_speeds.setdefault(contributions.spec.name, MeasuredSpeed())
-        if count:
-            measured.add((time.monotonic() - started_s - exchange.seconds) / count)
-        else:
-            measured.add_idle()
+        taken_s = time.monotonic() - started_s - exchange.seconds
+        self._speeds.add(contributions.spec.name, taken_s / count if count else None)
 
     def _audit(
         self,

@@ -31,7 +31,7 @@ DATA_REASONS = (
 
 
 class HostComparison:
-    """Compares the hosts' digests of the state, and of data that all of them have read; tells how fast they are.
+    """Compares the hosts' digests of the state, and of data that all of them have read.
 
     Args:
         hosts: of the generation, in the order of the digests.
@@ -99,20 +99,3 @@ class HostComparison:
             f"{DATA_REASONS}\n"
         )
         sys.stderr.flush()
-
-    def report_shares(self, step: int, name: str, seconds: np.ndarray, shares: Sequence[int]) -> None:
-        """Record which shares of an accumulation the hosts have from this step on.
-
-        Args:
-            step: this one.
-            name: of the accumulation.
-            seconds: float[hosts], that a microbatch takes.
-            shares: int[hosts], how many each host computes.
-        """
-        parts = [
-            f"{host} {share} of {1e3 * taken:.3g} ms"
-            for host, share, taken in zip(self._hosts, shares, seconds, strict=True)
-        ]
-        self._control.record_event(
-            EventKind.MICROBATCHES_REBALANCED, step=step, name=name, shares=", ".join(parts)
-        )

@@ -208,11 +208,6 @@ class Session:
         named = ", ".join(leaves[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")
         self._control.record_event(EventKind.SUM_REPEATED, step=self._step, name=name, leaves=named)
 
-    def report_shares(self, name: str, seconds: np.ndarray, shares: Sequence[int]) -> None:
-        """See `HostComparison.report_shares`."""
-        if self._comparison is not None and self._step is not None:
-            self._comparison.report_shares(self._step, name, seconds, shares)
-
     def leave_job(self, why: str) -> NoReturn:
         """End this process, and with it this host's part in the job."""
         self._control.record_event(EventKind.SCRIPT_REFUSED, why=why)

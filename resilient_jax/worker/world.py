@@ -1,6 +1,6 @@
 """What the user's train function gets: the live hosts, their devices, the steps, the state and the reductions."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -301,6 +301,13 @@ class World:
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
             lone_microbatch=self._reducer.lone_microbatch,
         )
+        if self.host == self.hosts[0] and self._reducer.new_shares:
+            self.record_event(
+                EventKind.MICROBATCHES_REBALANCED,
+                step=spec.step,
+                name=name,
+                shares=_describe_shares(self.hosts, self._reducer.new_shares),
+            )
         owners = tuple(self.hosts[index] for index in self._reducer.owners)
         self._session.finish_accumulation(call, owners, total)
         return total
@@ -376,6 +383,13 @@ class World:
         """Compile these programs in the background; what has not begun when this world ends is dropped."""
         if self._compiler is not None:
             self._compiler.enqueue(jobs, delay_s)
+
+
+def _describe_shares(hosts: Sequence[HostName], shares: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(
+        f"{host} {count} of {1e3 * seconds:.3g} ms"
+        for host, (count, seconds) in zip(hosts, shares, strict=True)
+    )
 
 
 def _check_zeros(zeros: object) -> None:

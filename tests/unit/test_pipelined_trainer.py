@@ -140,7 +140,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name():
         make_trainer(parallelism=PIPELINE, numerics=rj.Numerics(non_finite="skip")).fit(1)
     with pytest.raises(CallerError, match='reduction="fast"'):
         make_trainer(parallelism=rj.Parallelism(pipeline=rj.Pipeline(num_stages=2), reduction="fast")).fit(1)
-    with pytest.raises(CallerError, match="with a pipeline, expected none"):
+    with pytest.raises(CallerError, match="with a pipeline, expected neither"):
         rj.Parallelism(pipeline=rj.Pipeline(num_stages=2), state="sharded")
     with pytest.raises(CallerError, match="schedule='fast'"):
         rj.Pipeline(num_stages=2, schedule="fast")

@@ -119,9 +119,6 @@ class Hooks:
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
         raise AssertionError(leaves)
 
-    def report_shares(self, name: str, seconds: np.ndarray, shares: Sequence[int]) -> None:
-        raise AssertionError(shares)
-
     def leave_job(self, why: str) -> NoReturn:
         raise AssertionError(why)
 
