@@ -24,6 +24,9 @@ SIZE, MICROBATCHES, ROWS = 48, 12, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 NEVER = 10**9
+BRISK_STEPS, REST_S = 10, 0.3
+"""While a host is away, the others rest so long after each step, but not after a generation's first ones: the hosts of
+a campaign share a machine, and steps that nothing waits for would take most of it from the workers that come back."""
 
 Arrays = dict[str, jax.Array]
 State = dict[str, Any]
@@ -79,7 +82,8 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
         (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), replicated
     )
     is_watched = world.host != "localhost"
-    for step in world.steps(options.steps):
+    options.most_hosts = max(options.most_hosts, len(world.hosts))
+    for count, step in enumerate(world.steps(options.steps)):
         if step >= read_end(options.steps):
             return
         params = sharded.gather(state["params"]) if sharded else state["params"]
@@ -96,7 +100,8 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
         if sharded or options.snapshots:
             world.snapshot(state)
         if is_watched:
-            time.sleep(options.pace)
+            is_away = len(world.hosts) < options.most_hosts
+            time.sleep(REST_S if is_away and count > BRISK_STEPS else options.pace)
 
 
 def main() -> None:
@@ -106,7 +111,7 @@ def main() -> None:
     parser.add_argument("--state", choices=("replicated", "sharded"), default="replicated")
     parser.add_argument("--snapshots", action="store_true", help="take snapshots of a replicated state, too")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
-    options = parser.parse_args()
+    options = parser.parse_args(namespace=argparse.Namespace(most_hosts=0))
     rj.run(lambda world: train(world, options))
 
 

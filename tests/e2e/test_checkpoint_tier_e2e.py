@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_job import CONFIG
+from tiny_job import CONFIG_WITHOUT_STANDBYS
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, find_pids
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory):
 
 
 def launch(work):
-    (work / "job.toml").write_text(CONFIG)
+    (work / "job.toml").write_text(CONFIG_WITHOUT_STANDBYS)
     return LocalJob(
         [str(JOB), str(work), "sharded"],
         num_hosts=HOSTS,

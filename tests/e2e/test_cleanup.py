@@ -150,7 +150,7 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
         (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
         tiny.wait_standby("host-1")
         at_first = descriptors()
-        for _ in range(5):
+        for _ in range(3):
             assert report.generation is not None
             tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sharded_job import ShardedJob
-from tiny_job import CONFIG, RECOVERY_S, is_training
+from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, RECOVERY_S, is_training
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
@@ -110,7 +110,7 @@ def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp
 def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_snapshot(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "job.toml").write_text(CONFIG)
+    (tmp_path / "job.toml").write_text(CONFIG_WITHOUT_STANDBYS)
     job = LocalJob(
         [str(JOBS / "hybrid.py"), str(tmp_path)],
         num_hosts=3,
@@ -135,7 +135,7 @@ def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_
 @pytest.fixture(scope="module")
 def twice_protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
     """Yield the job that the tests below break, one after the other; check its invariants after them."""
-    with ShardedJob(tmp_path_factory.mktemp("snapshots"), 4, parity=2) as job:
+    with ShardedJob(tmp_path_factory.mktemp("snapshots"), 4, parity=2, config=CONFIG) as job:
         yield job
         job.finish(more_steps=5)
 

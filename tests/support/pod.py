@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agents import TOKEN, HandStartedAgent, free_port, wait_until
-from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, is_training, newest_step, read_logs
+from tiny_job import (
+    CONFIG_WITHOUT_STANDBYS,
+    RECOVERY_S,
+    SCRIPT,
+    check_steps,
+    is_training,
+    newest_step,
+    read_logs,
+)
 
 from resilient_jax.chaos.network import Network
 from resilient_jax.cluster.job_report import JobReport, read_job_report
@@ -38,7 +46,7 @@ class Pod:
         self._store = store or f"{sites[0].address}:{free_port()}"
         self._sites = {f"host-{index}": site for index, site in enumerate(sites)}
         self._num_hosts = num_hosts or len(sites)
-        (work / "job.toml").write_text(CONFIG)
+        (work / "job.toml").write_text(CONFIG_WITHOUT_STANDBYS)
 
     def __enter__(self) -> "Pod":
         for host in list(self._sites)[: self._num_hosts]:

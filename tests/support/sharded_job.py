@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tiny_job import CONFIG, TinyJob, is_training
+from tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, is_training
 
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -24,7 +24,7 @@ class ShardedJob(TinyJob):
         hosts: int,
         parity: int,
         words: Sequence[str] = (),
-        config: str = CONFIG,
+        config: str = CONFIG_WITHOUT_STANDBYS,
         script: Path = SCRIPT,
         options: Sequence[str] = (),
     ) -> None:

@@ -22,7 +22,7 @@ import resilient_jax as rj
 
 WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
-PACE_S = float(WORDS.get("pace", 0.0))
+PACE_S = float(WORDS.get("pace", 0.1))
 NEVER = 10**9
 LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
 

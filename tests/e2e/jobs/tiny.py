@@ -49,7 +49,7 @@ SIZE, MICROBATCHES, ROWS = 32, 14, 8  # 32 x 32: a leaf that is summed in fixed 
 NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
 BRISK_STEPS = 10
-REST_S = 0.1
+REST_S = 0.3
 """Pause per step after BRISK_STEPS of a generation with fewer hosts than TINY_JOB_HOSTS: it leaves processor time to
 the workers that come back. All hosts of a test share two cores, and steps that no test waits for would take most of
 it."""
