@@ -78,9 +78,9 @@ async def agent(work: Path, modules: dict[str, str]) -> AsyncIterator[Agent]:
         found.standby.remember_imports(imports)
         yield found
         await found.standby.close()
-        for _ in range(10):  # transports close their descriptors in a later turn
-            await asyncio.sleep(0)
-        assert sorted(os.listdir("/proc/self/fd")) == sorted(before)
+        async with asyncio.timeout(WAIT_S):  # transports close their descriptors in later turns
+            while sorted(os.listdir("/proc/self/fd")) != sorted(before):  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
         assert list_children() == []
         found.log.close()
 
