@@ -5,12 +5,11 @@ Of the job's steps 0, 5, 7, 8, ... are audited with a share of 0.25 and three ho
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from launched import run_alone
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.events import EventKind
@@ -56,19 +55,7 @@ def flip_bits_after(job, work, step, *, is_repeated):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Return the digest of a run on one machine, without audits."""
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone"))],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_alone([str(JOB), str(tmp_path_factory.mktemp("alone"))], DEADLINE_S).strip()
 
 
 @pytest.mark.timeout(600)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from launched import run_alone
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
@@ -36,19 +37,7 @@ def launch(work, *words, hosts, config=CONFIG):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Return the output of the job on one machine without failures."""
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone"))],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_alone([str(JOB), str(tmp_path_factory.mktemp("alone"))], DEADLINE_S).strip()
 
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.AFTER_COMMIT])

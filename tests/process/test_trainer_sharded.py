@@ -3,12 +3,11 @@
 import contextlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
+from launched import run_alone
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
@@ -32,19 +31,7 @@ def said_in(output):
 def complete(tmp_path_factory):
     """Return what `said_in` finds for a replicated state on one machine."""
     work = tmp_path_factory.mktemp("alone")
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(work), "replicated"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return said_in(done.stdout)
+    return said_in(run_alone([str(JOB), str(work), "replicated"], DEADLINE_S))
 
 
 def launch(work, hosts, options=()):

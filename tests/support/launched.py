@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -55,3 +57,18 @@ def run_launch(
             worker_starts=sum(event.kind == "worker.started" for event in job.read_events()),
             leftovers=job.find_processes(),
         )
+
+
+def run_alone(command: Sequence[str], timeout_s: float = END_S) -> str:
+    """Run a job's script on two devices of one host, without a launcher; return what it prints."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **flags},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
