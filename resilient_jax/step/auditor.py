@@ -119,7 +119,11 @@ class Auditor:
             audits, assignment, own.digests, own.replicas, own.compute, hosts.all_reduce, own.doubt
         )
         if findings:
-            self._responder.fail_audit(findings, spec.step)
+            # The first to act on this ends the generation: not before all know it, above all the host that is to leave.
+            try:
+                hosts.all_reduce(np.zeros(1, np.int32))
+            finally:
+                self._responder.fail_audit(findings, spec.step)
         else:
             self._responder.pass_audit(list_audited_hosts(audits, assignment), spec.step)
 

@@ -14,6 +14,7 @@ from resilient_jax.errors import ComputationsDiffer, PeerUnreachable
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.state.state_digest import DIGEST_WORDS
+from resilient_jax.step import auditor
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     ReplicaShape,
@@ -373,3 +374,26 @@ def test_an_audit_that_differs_voids_the_sums_before_more_is_computed():
             lambda: seen.append("doubt"),
         )
     assert seen == ["doubt"]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_no_host_acts_on_a_finding_before_all_know_it_and_each_acts_though_the_others_have_begun_to(
+    monkeypatch, is_interrupted
+):
+    """Else the host that computes wrongly is unwound by the others before it knows, and stays in the job."""
+    control = Control()
+    done = []
+
+    def all_reduce(vector):
+        done.append(("all know", len(control.events)))
+        if is_interrupted:
+            raise RuntimeError("connection closed by peer")
+        return vector
+
+    monkeypatch.setattr(auditor, "run_audits", lambda *_: [make_finding(0)])
+    own = auditor.OwnResults(digests={}, replicas=frozenset(), compute=lambda *_: (), doubt=lambda: None)
+    watched = auditor.Auditor(1.0, make_response([12, 12, 4], control))
+    with pytest.raises(CorruptionFound, match="more than 12 steps") as found:
+        watched.run((), spec_of(20, 4), assign(3, 4), own, auditor.HostCollectives(0, 3, all_reduce))
+    assert found.value.is_this_host
+    assert done == [("all know", 0)]
