@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 
-SIZE, MICROBATCHES, ROWS = 48, 12, 8
+SIZE, MICROBATCHES = 48, 12
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 NEVER = 10**9
@@ -90,7 +90,7 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
 
         def compute(microbatch: rj.Microbatch, params: Arrays = params) -> Total:
             key = (microbatch.step, microbatch.index)
-            rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
+            rows = np.random.default_rng(key).standard_normal((options.rows, SIZE), np.float32)
             replica = microbatch.replica
             return differentiate(replica.to_replica(params), replica.place_batch(rows))
 
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=NEVER)
     parser.add_argument("--state", choices=("replicated", "sharded"), default="replicated")
     parser.add_argument("--snapshots", action="store_true", help="take snapshots of a replicated state, too")
+    parser.add_argument("--rows", type=int, default=8, help="examples of a microbatch")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
     options = parser.parse_args(namespace=argparse.Namespace(most_hosts=0))
     rj.run(lambda world: train(world, options))

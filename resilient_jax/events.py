@@ -204,6 +204,12 @@ class EventKind(enum.StrEnum):
     MICROBATCHES_REBALANCED = "microbatches.rebalanced"
     """Hosts compute other shares of a step's microbatches from now on, by their measured speeds. Detail: `name` of the
     accumulation, `shares` (by host: how many, and the milliseconds of each). The first host's worker records it."""
+    HOST_SLOW = "host.slow"
+    """The microbatches of a host take longer than those of its peers, and its devices were measured. Detail: `slow`
+    (the host), `part` (`compute`, `memory`, `input`, or `other`: its devices are as fast as others), `factor` (how many
+    times as long), `since_step`, `why` (what was measured). The first host's worker records it."""
+    HOST_SLOW_ENDED = "host.slow_ended"
+    """A host that was reported as slow is not any more, or takes no part. Detail: `slow`, `part`, `why`."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"

@@ -14,6 +14,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowProcess,
     UserException,
     fault_kind,
     is_message_flip,
@@ -41,6 +42,7 @@ EVENTS_OF_WORKER_FAULT = {
     NanGradients: (EventKind.NONFINITE, EventKind.USER_ERROR),
     SilentCorruption: (EventKind.HOST_CORRUPT,),
 }
+_FINDINGS = (EventKind.HANG_NAMED, EventKind.HOST_SLOW, EventKind.HOST_QUARANTINED)
 EVENTS_OF_SILENCE = (EventKind.HOST_LOST, EventKind.STORE_LOST, EventKind.AGENT_STARTED)
 
 
@@ -125,23 +127,34 @@ def check_expected_events(
 def check_findings(records: Sequence[IncidentRecord], events: Sequence[Event]) -> list[Violation]:
     """Return a violation for each finding about a host that no incident before it explains.
 
-    A hang may be a process that hangs, is stopped or is slow, or a link; a quarantine follows any fault. In a campaign
-    without such incidents nothing may be found.
+    A hang may be a process that hangs, is stopped or is slow, or a link; a slow host is one of which a process was; a
+    quarantine follows any fault. In a campaign without such incidents nothing may be found.
     """
-    done = [record for record in records if not record.skip_reason]
-    causes = {
-        EventKind.HANG_NAMED: [r for r in done if isinstance(r.incident.fault, TEMPORARY_FAULTS)],
-        EventKind.HOST_QUARANTINED: done,
-    }
     return [
         Violation(
             invariant=Invariant.EVENTS,
             description=f"{event.kind} of {event.host}, which no fault explains: {event.detail}",
         )
         for event in events
-        if event.kind in causes
-        and not any(record.started_s <= event.monotonic_s for record in causes[event.kind])
+        if event.kind in _FINDINGS
+        and not any(
+            _explains(record, event)
+            for record in records
+            if not record.skip_reason and record.started_s <= event.monotonic_s
+        )
     ]
+
+
+def _explains(record: IncidentRecord, event: Event) -> bool:
+    """Return whether what was done may be what an event has found."""
+    fault = record.incident.fault
+    match event.kind:
+        case EventKind.HANG_NAMED:
+            return isinstance(fault, TEMPORARY_FAULTS)
+        case EventKind.HOST_SLOW:
+            return isinstance(fault, SlowProcess) and event.detail["slow"] in record.hosts
+        case _:
+            return True
 
 
 def _find_forbidden(

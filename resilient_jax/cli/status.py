@@ -24,6 +24,7 @@ from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.ids import HostName
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotStatus
@@ -138,13 +139,6 @@ def print_report(console: Console, report: JobReport) -> None:
     for host in report.hosts:
         member = generation.find_member(host.host) if generation else None
         worker = host.worker
-        notes = ["draining"] if host.is_draining else []
-        notes += ["stopped"] if worker and worker.is_unresponsive else []
-        overdue = worker.report.overdue if worker else None
-        notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
-        spare = describe_spare(host, generation) if generation is not None else ""
-        notes += [spare] if spare else []
-        notes += [_describe_standby(host.standby)] if host.standby is not None else []
         table.add_row(
             host.host,
             str(generation.members.index(member)) if generation and member else "-",
@@ -154,6 +148,28 @@ def print_report(console: Console, report: JobReport) -> None:
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
-            "\n".join(notes),
+            "\n".join(_list_notes(host, report)),
         )
     console.print(table)
+
+
+def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
+    worker, generation = host.worker, report.generation
+    notes = ["draining"] if host.is_draining else []
+    notes += ["stopped"] if worker and worker.is_unresponsive else []
+    overdue = worker.report.overdue if worker else None
+    notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
+    notes += [what for slow, what in _find_slow_hosts(report) if slow == host.host]
+    spare = describe_spare(host, generation) if generation is not None else ""
+    notes += [spare] if spare else []
+    notes += [_describe_standby(host.standby)] if host.standby is not None else []
+    return notes
+
+
+def _find_slow_hosts(report: JobReport) -> tuple[tuple[HostName, str], ...]:
+    """Return what the first host of the generation has found; what others did is of earlier generations."""
+    if report.generation is None or not report.generation.members:
+        return ()
+    first = report.generation.members[0].host
+    workers = [host.worker for host in report.hosts if host.host == first and host.worker is not None]
+    return workers[0].report.slow_hosts if workers else ()

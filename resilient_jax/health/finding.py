@@ -16,6 +16,9 @@ class FindingKind(enum.StrEnum):
     """The input pipeline: the host waits for its data."""
     LINK = "link"
     """The reduction takes longer although all hosts have come to it. Which link it is takes a measurement of each."""
+    OTHER = "other"
+    """Something else of the host: its devices are as fast as those of its peers. The script, which does more there, or
+    waits for something; or other programs, from time to time."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -292,6 +292,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         overdue: the task that takes longer than its deadline; None: none does.
         trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
         entered: the generation in which it has trained last, or trains.
+        slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -312,6 +313,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     overdue: OverdueTask | None = None
     trusted_step: int | None = None
     entered: GenerationNumber = GenerationNumber(0)
+    slow_hosts: tuple[tuple[HostName, str], ...] = ()
     endpoint: str = ""
 
 

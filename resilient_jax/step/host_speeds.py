@@ -15,7 +15,7 @@ from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, cou
 from resilient_jax.step.quotas import apportion_microbatches
 
 EXCHANGE_INTERVAL_STEPS: Final = 16
-"""Steps between two exchanges of measured speeds, beside claims: one small all-reduce, a millisecond."""
+"""Steps between two exchanges of what hosts have measured, beside claims: one small all-reduce, a millisecond."""
 WINDOW: Final = 16
 """The last accumulations whose median is a host's speed: one that compiled, or was stopped, does not count."""
 MIN_MEASURED: Final = 4
@@ -68,10 +68,6 @@ class HostSpeeds:
         self._measured = measured
         self._chosen: dict[str, np.ndarray] = {}
         self.new_shares: tuple[tuple[int, float], ...] = ()
-
-    def is_exchange_due(self, spec: AccumulationSpec) -> bool:
-        """Return whether hosts are to exchange what they have measured: decided by the step, the same on all hosts."""
-        return spec.balance_by_speed and spec.step % EXCHANGE_INTERVAL_STEPS == 0
 
     def add(self, name: str, seconds: float | None) -> None:
         """Note what a microbatch of an accumulation took on this host; None: it computed none."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
@@ -106,6 +107,7 @@ class MicrobatchAccumulator:
 
     Attributes:
         digests: of what was computed of the audited microbatches, by index.
+        input_waits_s: seconds that replicas waited for each batch.
         lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
             None.
     """
@@ -126,6 +128,7 @@ class MicrobatchAccumulator:
         self._turns = turns
         self._audited = {audit.microbatch for audit in audits}
         self.digests: dict[int, Digest] = {}
+        self.input_waits_s: list[float] = []
         self.lone_microbatch: Any = None
 
     def accumulate(
@@ -228,8 +231,10 @@ class MicrobatchAccumulator:
         step = self._spec.step
         batch = None
         if self._data is not None:
+            started_s = time.monotonic()
             with worker_activity.task(WorkerTask.INPUT):
                 batch = self._data.get(step, index, replica.data_shard)
+            self.input_waits_s.append(time.monotonic() - started_s)
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
             if replica.is_on_one_host:

@@ -48,7 +48,7 @@ from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.host_speeds import HostSpeeds, MeasuredSpeed
+from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
@@ -69,6 +69,7 @@ from resilient_jax.step.running_total import (
     start_total,
     start_total_of_hosts,
 )
+from resilient_jax.step.slow_host_watch import SlowHostWatch, encode_timings
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -117,6 +118,7 @@ class Reducer:
         measured_speeds: of this host, by the name of the accumulation; they outlive the reducer. None: it begins anew.
         max_microbatches: of one accumulation that a replica computes at most, in a rehearsal; None: all.
         auditor: finds hosts that compute wrongly; None: there are no audits.
+        watch: finds hosts that are slow; None: nothing is found.
 
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
@@ -133,9 +135,11 @@ class Reducer:
         measured_speeds: dict[str, MeasuredSpeed] | None = None,
         max_microbatches: int | None = None,
         auditor: Auditor | None = None,
+        watch: SlowHostWatch | None = None,
     ) -> None:
         self._max_microbatches = max_microbatches
         self._auditor = auditor
+        self._watch = watch
         self._list_devices = list_devices
         self._process_index = process_index
         self._kept = kept
@@ -239,6 +243,8 @@ class Reducer:
             )
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
+        if self._watch is not None:
+            self._watch.look(spec, found.timings, self._collectives)
         claims, has_limits = found.microbatches > 0, found.has_limits
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
@@ -331,7 +337,7 @@ class Reducer:
         """Return the claims of all hosts, those to microbatches as far as they are accepted.
 
         No host has any microbatch after a generation's first accumulation of this name, so they are exchanged then, and
-        every few steps for the sake of what is beside them: speeds, and digests of the hosts' states and data.
+        every few steps for the sake of what is beside them: what steps took, and digests of the hosts' states and data.
         """
         spec, host, num_hosts = contributions.spec, self._live.host_index, len(self._live.process_indexes)
         is_first = spec.name not in self._exchanged
@@ -341,11 +347,12 @@ class Reducer:
         )
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
-        if is_first or is_compared or self._speeds.is_exchange_due(spec):
+        if is_first or is_compared or spec.step % EXCHANGE_INTERVAL_STEPS == 0:
             own = Claims(
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
                 seconds=np.array(self._speeds.estimate(spec), np.float32),
+                timings=encode_timings(()) if self._watch is None else self._watch.take_row(spec.name),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)
@@ -411,9 +418,13 @@ class Reducer:
         # Without this the time measured below could be that of dispatching only.
         with worker_activity.task(WorkerTask.COMPUTE):
             jax.block_until_ready([part.total for part in contributions.parts.values()])
-        count = sum(len(assignment.by_replica[number]) for number in replicas)
+        counts = [len(assignment.by_replica[number]) for number in replicas]
         taken_s = time.monotonic() - started_s - exchange.seconds
-        self._speeds.add(contributions.spec.name, taken_s / count if count else None)
+        self._speeds.add(contributions.spec.name, taken_s / sum(counts) if any(counts) else None)
+        # The hosts of one replica wait for each other in each microbatch.
+        if self._watch is not None and all(replica.is_on_one_host for replica in replicas.values()):
+            input_s = sum(accumulator.input_waits_s) / max(num_working, 1)
+            self._watch.add(contributions.spec, max(counts, default=0), taken_s, input_s)
 
     def _audit(
         self,

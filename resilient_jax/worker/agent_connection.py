@@ -211,6 +211,11 @@ class AgentConnection:
         send_unless_closed(self._connection, EventOccurred(event=event))
         return event
 
+    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
+        """Report all hosts that are slow, with what of each is; see `WorkerReport.slow_hosts`."""
+        with self._changed:
+            self._apply(worker_protocol.report_slow_hosts(self._protocol, slow_hosts))
+
     # For the guard thread.
 
     @property

@@ -7,6 +7,7 @@ from resilient_jax.state.flat_state import FlatState
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.host_speeds import MeasuredSpeed
 from resilient_jax.worker.audit_record import AuditRecord
+from resilient_jax.worker.host_health import HealthRecord
 
 
 class UnfinishedStep(Protocol):
@@ -27,6 +28,7 @@ class CommittedState:
         unfinished: what train functions have done of the step in flight by themselves.
         measured_speeds: of this host, by the name of the accumulation.
         audits: how far the computations of each host are verified.
+        health: which hosts are slow, as far as this one was the first.
         first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
     """
 
@@ -37,6 +39,7 @@ class CommittedState:
         self.unfinished: list[UnfinishedStep] = []
         self.measured_speeds: dict[str, MeasuredSpeed] = {}
         self.audits = AuditRecord()
+        self.health = HealthRecord()
         self.first_step = 0
 
     @property

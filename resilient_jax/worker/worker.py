@@ -13,6 +13,7 @@ from typing import Final
 
 import jax
 
+from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.child_process import restore_normal_priority
 from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
@@ -41,7 +42,9 @@ from resilient_jax.state.peer_transfer import StateServer
 from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step import reduction
 from resilient_jax.step.auditor import Auditor
+from resilient_jax.step.device_speed import DeviceSpeed
 from resilient_jax.step.reducer import Reducer
+from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.agent_connection import AgentConnection
@@ -54,6 +57,7 @@ from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
+from resilient_jax.worker.host_health import HostHealth
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Observer, ReductionPrecompiler
@@ -392,6 +396,7 @@ class Worker:
         share = self._settings.audit_share
         record = self._committed.audits
         audits = AuditResponse(info.number, info.hosts, order.host, self._agent, record) if share else None
+        health = HostHealth(info.hosts, self._agent, self._committed.health, SystemClock())
         session = Session(
             self._committed,
             self._agent,
@@ -407,6 +412,7 @@ class Worker:
             session,
             measured_speeds=self._committed.measured_speeds,
             auditor=None if audits is None else Auditor(share, audits),
+            watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices).measure),
         )
         world = World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
         return world, reducer

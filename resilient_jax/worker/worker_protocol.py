@@ -38,7 +38,7 @@ from typing import assert_never
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber, WorldId
+from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
@@ -348,6 +348,11 @@ def report_overdue(state: WorkerProtocol, overdue: OverdueTask | None) -> Transi
     if overdue == state.report.overdue or (overdue is not None and not is_busy(state.report.state)):
         return state, ()  # a thread that has unwound meanwhile keeps no other host waiting
     return _report(state, overdue=overdue)
+
+
+def report_slow_hosts(state: WorkerProtocol, slow_hosts: tuple[tuple[HostName, str], ...]) -> Transition:
+    """These hosts are slow, as this worker has found, which is the first of its generation."""
+    return _report(state, slow_hosts=slow_hosts)
 
 
 def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:

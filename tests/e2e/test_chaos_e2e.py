@@ -78,6 +78,12 @@ def test_training_resumes_from_the_newest_checkpoint_that_is_not_corrupt(tmp_pat
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (4, 0, 0), told
 
 
+def test_a_host_that_becomes_slow_is_named_and_no_other(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "slow", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (2, 0, 0), told
+
+
 def write_manifest(path: Path, *incidents: str) -> Path:
     path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
     return path

@@ -33,7 +33,8 @@ def measure_mib(report: JobReport) -> dict[str, float]:
 
 @pytest.mark.timeout(600)
 def test_a_job_goes_on_under_a_hundred_thousand_senseless_messages(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, HOSTS, CONFIG, ONE_DEVICE) as tiny:
+    # Few steps: it is the messages that take the processors.
+    with TinyJob(tmp_path, HOSTS, CONFIG, ONE_DEVICE, words=["pace=0.3"]) as tiny:
         report = tiny.wait_training(HOSTS)
         contact = read_contact(tmp_path / "run")
         generation, step = report.generation, tiny.step()

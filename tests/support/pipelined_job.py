@@ -58,7 +58,7 @@ def run_alone(work: Path, total: int) -> list[dict]:
     alone.mkdir()
     (alone / "stop").write_text(str(total))
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(alone), "1"],
+        [sys.executable, str(SCRIPT), str(alone), "1", "pace=0"],
         timeout=ALONE_TIMEOUT_S,
         capture_output=True,
         text=True,

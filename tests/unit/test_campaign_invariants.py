@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
-from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop
+from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop, SlowProcess
 from resilient_jax.chaos.invariants import Invariant, format_timeline
 from resilient_jax.chaos.ledger_invariants import (
     ReferenceStep,
@@ -333,6 +333,15 @@ def test_a_finding_that_no_fault_explains_is_a_violation() -> None:
     stopped = killed(TargetPart.WORKER, ProcessStop(duration_s=3.0))
     assert check_findings([stopped], [hang, out]) == []
     assert len(check_findings([stopped], [happened(EventKind.HANG_NAMED, at_s=49.0)])) == 1, "it was before"
+
+
+def test_only_a_host_that_was_made_slow_may_be_found_slow() -> None:
+    slowed = killed(TargetPart.WORKER, SlowProcess(share=0.3, duration_s=3.0))
+    assert slowed.hosts == ("host-1",)
+    named, another = (happened(EventKind.HOST_SLOW, "host-0", slow=host) for host in ("host-1", "host-2"))
+    assert check_findings([slowed], [named]) == []
+    assert len(check_findings([slowed], [another])) == 1
+    assert len(check_findings([killed(TargetPart.WORKER)], [named])) == 1
 
 
 def test_a_short_stop_needs_no_event() -> None:

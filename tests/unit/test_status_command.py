@@ -183,6 +183,25 @@ def test_of_a_host_that_spares_it_is_said_whether_it_is_ready(host, is_spare, re
     assert said in shown.getvalue()
 
 
+def test_a_slow_host_is_shown_as_the_first_host_found_it():
+    found, outdated = "slow (compute): 2.1 times since step 83", "slow (input): 1.5 times since step 12"
+    hosts = tuple(
+        msgspec.structs.replace(
+            REPORT.hosts[0],
+            host=HostName(name),
+            is_draining=False,
+            standby=None,
+            worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=slow)),
+        )
+        for name, slow in (("host-1", (("host-2", found),)), ("host-2", (("host-1", outdated),)))
+    )
+    shown = io.StringIO()
+    report = msgspec.structs.replace(REPORT, hosts=hosts, generation=TRAINING)
+    status.print_report(Console(file=shown, width=400), report)
+    assert [found in line for line in shown.getvalue().splitlines() if "host-2" in line] == [True]
+    assert outdated not in shown.getvalue()
+
+
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [

@@ -270,9 +270,9 @@ def _stall_table(campaign: _Campaign, healthy_s: float) -> Table:
 
 def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[float]) -> Table:
     table = Table("figure", "value", "aim", title=figures.machine)
-    table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.5 s")
-    table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
-    table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
+    table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.3 s")
+    table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.0 s")
+    table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "0.3 s")
     table.add_row("trainer, sharded state, median stall", f"{figures.sharded_stall_s:.3f} s", "1.0 s")
     table.add_row("trainer, planned, median stall", f"{figures.planned_stall_s:.3f} s", "0.5 s")
     table.add_row("from the kill until all hosts train again", f"{figures.host_back_s:.3f} s", "3.0 s")

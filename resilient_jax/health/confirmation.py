@@ -1,0 +1,66 @@
+"""What a measurement of the devices makes of a suspicion: a host is reported as slow only after that."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from resilient_jax.health.finding import Finding, FindingKind
+from resilient_jax.health.work_series import SHIFT
+
+UNCONFIRMED_LIMIT: Final = 2
+"""So many measurements in a row find nothing wrong with the devices of a host whose microbatches take longer all the
+time: then what is slow is something else of this host. Once may be a busy moment that is over."""
+
+
+class DeviceRatios(msgspec.Struct, frozen=True):
+    """What the devices of a host take, over the median of its peers at the same time.
+
+    Attributes:
+        compute: for a matrix product.
+        memory: for a pass over memory.
+    """
+
+    compute: float
+    memory: float
+
+
+def compare_devices(host: int, compute_s: Sequence[float], memory_s: Sequence[float]) -> DeviceRatios:
+    """Return what the devices of one host take over those of the others.
+
+    Args:
+        host: its index.
+        compute_s: seconds of a matrix product, by host.
+        memory_s: seconds of a pass over memory, by host.
+    """
+    compute, memory = (
+        seconds[host] / statistics.median([*seconds[:host], *seconds[host + 1 :]])
+        for seconds in (compute_s, memory_s)
+    )
+    return DeviceRatios(compute, memory)
+
+
+def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int) -> Finding | None:
+    """Return the finding with what was measured, of the kind that this shows; None: nothing is wrong with the devices.
+
+    Args:
+        finding: about a host, from its steps.
+        ratios: of its devices.
+        num_unconfirmed: how many measurements in a row have shown nothing before this one.
+    """
+    if ratios.compute > SHIFT:
+        kind = FindingKind.COMPUTE
+    elif finding.kind is FindingKind.INPUT:
+        kind = FindingKind.INPUT
+    elif ratios.memory > SHIFT:
+        kind = FindingKind.MEMORY
+    elif num_unconfirmed + 1 >= UNCONFIRMED_LIMIT:
+        kind = FindingKind.OTHER
+    else:
+        return None
+    measured = (
+        f"a matrix product takes {ratios.compute:.2f} times and a pass over memory {ratios.memory:.2f} times what the "
+        "median of its peers takes at the same time"
+    )
+    return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")

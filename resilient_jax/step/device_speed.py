@@ -1,0 +1,65 @@
+"""Measures what a host's devices take for a matrix product and for a pass over memory."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from resilient_jax.jax_runtime.jaxlib_types import Device
+
+MEASURE_S: Final = 0.1
+"""Of each of the two: longer than the period in which a container's share of a processor is counted."""
+CPU_SIZES: Final = (512, 2048)
+ACCELERATOR_SIZES: Final = (4096, 8192)
+"""Rows and columns of the matrices of the product, and of the one that is passed over: 17 MiB at most on a CPU, 384 MiB
+on an accelerator, where smaller ones would measure how fast programs are started."""
+
+
+class DeviceSeconds(NamedTuple):
+    """What the slowest of a host's devices takes.
+
+    Attributes:
+        compute_s: seconds of a matrix product.
+        memory_s: seconds of a pass over memory.
+    """
+
+    compute_s: float
+    memory_s: float
+
+
+class DeviceSpeed:
+    """Measures devices of this host, all at once, so that the slowest one counts.
+
+    Args:
+        list_devices: gives the devices; called when they are first measured.
+    """
+
+    def __init__(self, list_devices: Callable[[], Sequence[Device]]) -> None:
+        self._list_devices = list_devices
+        # Programs of their own: they refer to the devices, and go with this object.
+        self._multiply = jax.jit(lambda matrix: matrix @ matrix)
+        self._pass_over = jax.jit(lambda matrix: matrix + 1)
+
+    @functools.cached_property
+    def _devices(self) -> tuple[Device, ...]:
+        return tuple(self._list_devices())
+
+    def measure(self) -> DeviceSeconds:
+        """Return what both take now; this takes twice `MEASURE_S`, the first time with compilation."""
+        is_cpu = self._devices[0].platform == "cpu"
+        sizes = CPU_SIZES if is_cpu else ACCELERATOR_SIZES
+        return DeviceSeconds(self._time(self._multiply, sizes[0]), self._time(self._pass_over, sizes[1]))
+
+    def _time(self, program: Callable[[jax.Array], jax.Array], size: int) -> float:
+        """Return the mean seconds of a program on square matrices of a size."""
+        matrices = [jax.device_put(jnp.ones((size, size), jnp.float32), device) for device in self._devices]
+        jax.block_until_ready([program(matrix) for matrix in matrices])  # compiles it
+        began_s = time.monotonic()
+        num_rounds = 0
+        while (taken_s := time.monotonic() - began_s) < MEASURE_S or not num_rounds:
+            jax.block_until_ready([program(matrix) for matrix in matrices])
+            num_rounds += 1
+        return taken_s / num_rounds

@@ -1,0 +1,215 @@
+"""Slow hosts are named by the first host, of what all tell each other, when their devices have been measured."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from resilient_jax.clock import ManualClock
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.auditor import HostCollectives
+from resilient_jax.step.device_speed import DeviceSeconds, DeviceSpeed
+from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, encode_timings, make_timing
+from resilient_jax.worker.host_health import HealthRecord, HostHealth
+from resilient_jax.worker.standalone import StandaloneControl
+
+HOSTS = 4
+MICROBATCHES = 4
+MICROBATCH_S = 0.05
+SOUND = DeviceSeconds(compute_s=0.004, memory_s=0.008)
+HALF_SPEED = DeviceSeconds(compute_s=0.008, memory_s=0.008)
+BUSY_MEMORY = DeviceSeconds(compute_s=0.004, memory_s=0.012)
+
+
+def test_timings_are_what_they_were() -> None:
+    timings = [make_timing(step, step % 5 + 1, 0.25 * step, 0.5) for step in range(7, 15)]
+    assert decode_timings(encode_timings(timings)) == timings
+    assert decode_timings(encode_timings(())) == []
+
+
+def test_devices_are_measured() -> None:
+    speed = DeviceSpeed(jax.local_devices)
+    assert all(seconds > 0 for seconds in speed.measure())
+
+
+class RecordingControl(StandaloneControl):
+    def __init__(self) -> None:
+        super().__init__("host-0")
+        self.found: list[tuple[EventKind, dict[str, str | float | bool]]] = []
+        self.shown: tuple[tuple[HostName, str], ...] = ()
+
+    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
+        self.shown = slow_hosts
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
+        self.found.append((kind, detail))
+        return super().record_event(kind, **detail)
+
+
+class Job:
+    """Hosts that tell each other what their steps take; `measured` counts measurements of a host's devices."""
+
+    def __init__(self, names: Sequence[str], control: RecordingControl, record: HealthRecord) -> None:
+        self.names = [HostName(name) for name in names]
+        self.clock = ManualClock()
+        self.measured = 0
+        self.devices = dict.fromkeys(names, SOUND)
+        self.seconds = dict.fromkeys(names, MICROBATCH_S)
+        self.input_s = dict.fromkeys(names, 0.0)
+        self._chance = random.Random(0)
+        self._watches = [
+            SlowHostWatch(HostHealth(self.names, control, record, self.clock), self._measure(name))
+            for name in names
+        ]
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            spec = AccumulationSpec(
+                name="train", step=step, num_microbatches=HOSTS * MICROBATCHES, reduction="exact"
+            )
+            if step % EXCHANGE_INTERVAL_STEPS == 0:
+                self._exchange(spec)
+            for name, watch in zip(self.names, self._watches, strict=True):
+                seconds = MICROBATCHES * self.seconds[name] * self._chance.gauss(1, 0.02)
+                watch.add(spec, MICROBATCHES, seconds, self.input_s[name])
+            self.clock.advance(MICROBATCHES * MICROBATCH_S)
+
+    def _measure(self, name: str) -> Callable[[], DeviceSeconds]:
+        def measure() -> DeviceSeconds:
+            self.measured += name == self.names[0]
+            return self.devices[name]
+
+        return measure
+
+    def _exchange(self, spec: AccumulationSpec) -> None:
+        """Have all hosts look at what all tell, each on a thread: in a collective all must take part."""
+        rows = np.stack([watch.take_row("train") for watch in self._watches])
+        count = len(self.names)
+        sums: list[np.ndarray] = []
+        barrier = threading.Barrier(count, timeout=30)
+
+        def all_reduce(table: np.ndarray) -> np.ndarray:
+            sums.append(table)
+            barrier.wait()
+            total = np.sum(sums[-count:], axis=0, dtype=np.int32)
+            barrier.wait()
+            return total
+
+        with ThreadPoolExecutor(count) as threads:
+            calls = [
+                threads.submit(watch.look, spec, rows, HostCollectives(host, count, all_reduce))
+                for host, watch in enumerate(self._watches)
+            ]
+            for call in calls:
+                call.result()
+
+
+@pytest.fixture
+def control() -> RecordingControl:
+    return RecordingControl()
+
+
+@pytest.fixture
+def record() -> HealthRecord:
+    return HealthRecord()
+
+
+@pytest.fixture
+def job(control: RecordingControl, record: HealthRecord) -> Job:
+    found = Job([f"host-{number}" for number in range(HOSTS)], control, record)
+    found.run(range(64))
+    return found
+
+
+def test_nothing_is_found_where_all_are_alike(job: Job, control: RecordingControl) -> None:
+    job.run(range(64, 400))
+    assert not control.found
+    assert not job.measured, "nobody waits for a measurement"
+
+
+@pytest.mark.parametrize(("devices", "part"), [(HALF_SPEED, "compute"), (BUSY_MEMORY, "memory")])
+def test_a_slow_device_is_reported_after_one_measurement(
+    job: Job, control: RecordingControl, devices: DeviceSeconds, part: str
+) -> None:
+    job.seconds["host-2"] *= 2
+    job.devices["host-2"] = devices
+    job.run(range(64, 82))
+    ((kind, detail),) = control.found
+    assert kind == EventKind.HOST_SLOW
+    assert (detail["slow"], detail["part"]) == ("host-2", part)
+    assert detail["factor"] == pytest.approx(2.0, abs=0.1)
+    assert detail["since_step"] == 64
+    assert "median of its peers" in str(detail["why"])
+    assert job.measured == 1
+
+
+def test_what_is_over_when_devices_are_measured_is_not_reported(job: Job, control: RecordingControl) -> None:
+    job.seconds["host-2"] *= 2
+    job.run(range(64, 82))
+    assert job.measured == 1
+    job.seconds["host-2"] /= 2
+    job.run(range(82, 400))
+    assert not control.found
+
+
+def test_a_host_whose_devices_are_sound_is_reported_when_it_stays_slow(
+    job: Job, control: RecordingControl
+) -> None:
+    job.seconds["host-1"] *= 1.5
+    job.run(range(64, 400))
+    ((kind, detail),) = control.found
+    assert kind == EventKind.HOST_SLOW
+    assert (detail["slow"], detail["part"]) == ("host-1", "other")
+    assert job.measured == 2
+
+
+def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> None:
+    job.seconds["host-3"] *= 2
+    job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
+    job.run(range(64, 82))
+    ((_, detail),) = control.found
+    assert (detail["slow"], detail["part"]) == ("host-3", "input")
+
+
+def test_the_end_of_slowness_is_reported(job: Job, control: RecordingControl) -> None:
+    job.seconds["host-2"] *= 2
+    job.devices["host-2"] = HALF_SPEED
+    job.run(range(64, 100))
+    assert [host for host, _ in control.shown] == ["host-2"]
+    job.seconds["host-2"] /= 2
+    job.run(range(100, 200))
+    assert not control.shown
+    assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
+    assert control.found[-1][1]["slow"] == "host-2"
+
+
+def test_a_slow_host_that_leaves_is_slow_no_more(
+    job: Job, control: RecordingControl, record: HealthRecord
+) -> None:
+    job.seconds["host-2"] *= 2
+    job.devices["host-2"] = HALF_SPEED
+    job.run(range(64, 100))
+    Job(["host-0", "host-1", "host-3"], control, record).run(range(100, 200))
+    assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
+    assert "takes no part" in str(control.found[-1][1]["why"])
+
+
+def test_measurements_take_a_hundredth_of_the_time(
+    job: Job, control: RecordingControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure() -> DeviceSeconds:
+        job.clock.advance(1.0)
+        return SOUND
+
+    monkeypatch.setattr(job._watches[0], "_measure", measure)
+    job.seconds["host-1"] *= 1.5
+    job.run(range(64, 400))
+    # 336 steps of 0.2 s are 67 s: after a measurement of a second the next one is not due.
+    assert not control.found
