@@ -209,7 +209,8 @@ class EventKind(enum.StrEnum):
     (the host), `part` (`compute`, `memory`, `input`, or `other`: its devices are as fast as others), `factor` (how many
     times as long), `since_step`, `why` (what was measured). The first host's worker records it."""
     HOST_SLOW_ENDED = "host.slow_ended"
-    """A host that was reported as slow is not any more, or takes no part. Detail: `slow`, `part`, `why`."""
+    """A host that was reported as slow is not any more, or takes no part. Detail: `slow`, `part`, `why`. The same
+    worker records it; a host that becomes the first does not know what another has found."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"

@@ -1,5 +1,6 @@
 """What a measurement of the devices makes of a suspicion: a host is reported as slow only after that."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Final
@@ -49,11 +50,13 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         ratios: of its devices.
         num_unconfirmed: how many measurements in a row have shown nothing before this one.
     """
-    if ratios.compute > SHIFT:
+    # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
+    limit = max(SHIFT, math.sqrt(finding.factor))
+    if ratios.compute > limit:
         kind = FindingKind.COMPUTE
     elif finding.kind is FindingKind.INPUT:
         kind = FindingKind.INPUT
-    elif ratios.memory > SHIFT:
+    elif ratios.memory > limit:
         kind = FindingKind.MEMORY
     elif num_unconfirmed + 1 >= UNCONFIRMED_LIMIT:
         kind = FindingKind.OTHER

@@ -1,4 +1,4 @@
-"""What a worker measured of one step, in band: it travels with the metrics to the leader, which feeds `health` with it.
+"""What a worker measured of one step, in band: hosts tell it to each other, and the first one feeds `health` with it.
 
     step = microbatches of this host, then the reduction, in which it waits for the others, then the update
 

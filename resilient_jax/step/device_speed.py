@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 MEASURE_S: Final = 0.1
-"""Of each of the two: longer than the period in which a container's share of a processor is counted."""
+"""Of each of the two, on all devices of a host: as long as the period in which a share of a processor is counted."""
 CPU_SIZES: Final = (512, 2048)
-ACCELERATOR_SIZES: Final = (4096, 8192)
-"""Rows and columns of the matrices of the product, and of the one that is passed over: 17 MiB at most on a CPU, 384 MiB
-on an accelerator, where smaller ones would measure how fast programs are started."""
+ACCELERATOR_SIZES: Final = (4096, 6144)
+"""Rows and columns of the matrices of the product, and of the one that is passed over. With its result that takes 32
+MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure how fast programs are started."""
 
 
 class DeviceSeconds(NamedTuple):
@@ -30,8 +30,11 @@ class DeviceSeconds(NamedTuple):
     memory_s: float
 
 
+UNKNOWN_SECONDS: Final = DeviceSeconds(0.0, 0.0)
+
+
 class DeviceSpeed:
-    """Measures devices of this host, all at once, so that the slowest one counts.
+    """Measures the devices of this host, one after the other; the slowest one counts.
 
     Args:
         list_devices: gives the devices; called when they are first measured.
@@ -51,15 +54,19 @@ class DeviceSpeed:
         """Return what both take now; this takes twice `MEASURE_S`, the first time with compilation."""
         is_cpu = self._devices[0].platform == "cpu"
         sizes = CPU_SIZES if is_cpu else ACCELERATOR_SIZES
-        return DeviceSeconds(self._time(self._multiply, sizes[0]), self._time(self._pass_over, sizes[1]))
+        return DeviceSeconds(
+            max(self._time(self._multiply, sizes[0], device) for device in self._devices),
+            max(self._time(self._pass_over, sizes[1], device) for device in self._devices),
+        )
 
-    def _time(self, program: Callable[[jax.Array], jax.Array], size: int) -> float:
-        """Return the mean seconds of a program on square matrices of a size."""
-        matrices = [jax.device_put(jnp.ones((size, size), jnp.float32), device) for device in self._devices]
-        jax.block_until_ready([program(matrix) for matrix in matrices])  # compiles it
+    def _time(self, program: Callable[[jax.Array], jax.Array], size: int, device: Device) -> float:
+        """Return the mean seconds of a program on a square matrix of a size."""
+        matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
+        program(matrix).block_until_ready()  # compiles it
         began_s = time.monotonic()
+        limit_s = MEASURE_S / len(self._devices)
         num_rounds = 0
-        while (taken_s := time.monotonic() - began_s) < MEASURE_S or not num_rounds:
-            jax.block_until_ready([program(matrix) for matrix in matrices])
+        while (taken_s := time.monotonic() - began_s) < limit_s or not num_rounds:
+            program(matrix).block_until_ready()
             num_rounds += 1
         return taken_s / num_rounds

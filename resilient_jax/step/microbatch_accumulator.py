@@ -179,6 +179,7 @@ class MicrobatchAccumulator:
             is_started=False,
             is_counted=_is_counted(replica),
         )
+        jax.block_until_ready(found)  # what this takes is this host's own time; the wait is not
         exchange.wait()
         if place != number:
             del contributions.parts[place]

@@ -69,7 +69,7 @@ from resilient_jax.step.running_total import (
     start_total,
     start_total_of_hosts,
 )
-from resilient_jax.step.slow_host_watch import SlowHostWatch, encode_timings
+from resilient_jax.step.slow_host_watch import SlowHostWatch, make_empty_row
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -244,7 +244,7 @@ class Reducer:
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
         if self._watch is not None:
-            self._watch.look(spec, found.timings, self._collectives)
+            self._watch.look(spec, found.watched, self._collectives)
         claims, has_limits = found.microbatches > 0, found.has_limits
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
@@ -352,7 +352,7 @@ class Reducer:
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
                 seconds=np.array(self._speeds.estimate(spec), np.float32),
-                timings=encode_timings(()) if self._watch is None else self._watch.take_row(spec.name),
+                watched=self._watch.take_row(spec) if self._watch is not None else make_empty_row(),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)

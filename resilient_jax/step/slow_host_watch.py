@@ -1,51 +1,46 @@
 """Watches how long hosts take for their microbatches, in band, and has devices measured if one seems to be slow.
 
-Every few steps, beside their claims, hosts tell each other what their last steps took. The first host judges that, and
-names suspects; then all hosts measure their devices at the same time, and it says what was found. No host decides
-alone whether it takes part in a collective: that follows from what all of them were told.
+Every few steps, beside their claims, hosts tell each other what their last steps took. The first host judges that,
+beside the training. If it suspects a host it says so in the next exchange, upon which all hosts measure their devices
+at the same time, and it concludes what is slow. So hosts take part in a collective by what all of them were told.
 """
 
 import collections
-import statistics
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
-from resilient_jax.health.work_series import SHIFT
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
-from resilient_jax.step.device_speed import DeviceSeconds
+from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
+from resilient_jax.step.row_exchange import exchange_rows
+
+logger = logging.getLogger(__name__)
 
 WORDS_PER_STEP: Final = 4
-TIMING_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP
-"""Of the timings of one host: all steps since the last exchange."""
+WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
+"""Of what one host tells: the timings of all steps since the last exchange, and whether devices are to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
 
 
 class SlownessJudge(Protocol):
-    """Judges, on the first host, which hosts are slow. Hosts are given by their indexes."""
+    """Judges which hosts are slow. Hosts are given by their indexes, as positions in sequences."""
 
-    def find_suspects(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> Iterable[int]:
-        """Take in what the last steps of each host took, and return those whose devices are to be measured now.
+    def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
+        """Take in what the last steps took, by host and in the order of steps; return before they are judged."""
+        ...
 
-        Args:
-            spec: of the accumulation.
-            timings: by host, in the order of steps.
-        """
+    def is_measurement_due(self, spec: AccumulationSpec) -> bool:
+        """Return whether the devices of all hosts are to be measured before this accumulation."""
         ...
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Say what is slow, after the devices of all hosts have been measured.
-
-        Args:
-            spec: of the accumulation.
-            measured: by host.
-        """
+        """Say what is slow, by what the devices of all hosts take; `UNKNOWN_SECONDS` of those that gave no answer."""
         ...
 
 
@@ -53,11 +48,11 @@ class SlowHostWatch:
     """Watches the hosts of one generation.
 
     Args:
-        judge: is asked on the first host alone.
+        judge: of the first host; None on all others.
         measure: measures the devices of this host.
     """
 
-    def __init__(self, judge: SlownessJudge, measure: Callable[[], DeviceSeconds]) -> None:
+    def __init__(self, judge: SlownessJudge | None, measure: Callable[[], DeviceSeconds]) -> None:
         self._judge = judge
         self._measure = measure
         self._timings: dict[str, collections.deque[StepTiming]] = {}
@@ -82,46 +77,41 @@ class SlowHostWatch:
         timings = self._timings.setdefault(spec.name, collections.deque(maxlen=EXCHANGE_INTERVAL_STEPS))
         timings.append(make_timing(spec.step, microbatches, seconds, input_s))
 
-    def take_row(self, name: str) -> np.ndarray:
-        """Return int32[TIMING_WORDS], what this host has noted since the last call."""
-        timings = self._timings.pop(name, ())
-        return encode_timings(timings)
+    def take_row(self, spec: AccumulationSpec) -> np.ndarray:
+        """Return int32[WATCH_WORDS], what this host tells the others before an accumulation."""
+        is_due = self._judge is not None and self._judge.is_measurement_due(spec)
+        return np.append(encode_timings(self._timings.pop(spec.name, ())), np.int32(is_due))
 
     def look(self, spec: AccumulationSpec, rows: np.ndarray, hosts: HostCollectives) -> None:
-        """Judge what hosts have told each other; measure their devices if one is a suspect. All hosts must call this.
+        """Have judged what hosts have told each other, and measure their devices if that is due. For all hosts at once.
 
         Args:
             spec: of the accumulation that begins.
-            rows: int32[hosts, TIMING_WORDS], of all hosts; zeros: nothing was told.
+            rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
             hosts: exchange integers.
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
-        timings = [decode_timings(row) for row in rows]
-        suspects = np.zeros(pad_rows_size(1, hosts.num_hosts), np.int32)
-        if hosts.host_index == 0:
-            suspects[list(self._judge.find_suspects(spec, timings))] = 1
-        # Usually no host differs, which all see alike, and nobody waits for the first one's verdict.
-        if not differ(timings) or not np.array(hosts.all_reduce(suspects)).any():
-            return
-        own = np.array(self._measure(), np.float32).view(np.int32)
-        found = np.ascontiguousarray(exchange_rows(own, *hosts)).view(np.float32)
-        if hosts.host_index == 0:
-            self._judge.conclude(spec, [DeviceSeconds(*row) for row in found.tolist()])
+        if rows[:, -1].any():
+            own = np.array(self._try_measure(), np.float32).view(np.int32)
+            found = np.ascontiguousarray(exchange_rows(own, *hosts)).view(np.float32)
+            if self._judge is not None:
+                self._judge.conclude(spec, [DeviceSeconds(*row) for row in found.tolist()])
+        if self._judge is not None:
+            self._judge.observe(spec, [decode_timings(row[:-1]) for row in rows])
+
+    def _try_measure(self) -> DeviceSeconds:
+        """Return what this host's devices take; what is measured to help must not end the job."""
+        try:
+            return self._measure()
+        except Exception:  # a device without free memory, for example
+            logger.exception("the devices of this host could not be measured; training goes on")
+            return UNKNOWN_SECONDS
 
 
-def differ(timings: Sequence[Sequence[StepTiming]]) -> bool:
-    """Return whether the microbatches of any host take longer than those of the others."""
-    means = [
-        sum(work.seconds for timing in of_host for work in timing.works)
-        / sum(work.microbatches for timing in of_host for work in timing.works)
-        for of_host in timings
-        if of_host
-    ]
-    return len(means) > 1 and any(
-        mean > SHIFT * statistics.median(means[:place] + means[place + 1 :])
-        for place, mean in enumerate(means)
-    )
+def make_empty_row() -> np.ndarray:
+    """Return int32[WATCH_WORDS], that of a host that tells nothing."""
+    return np.zeros(WATCH_WORDS, np.int32)
 
 
 def make_timing(step: int, microbatches: int, seconds: float, input_s: float) -> StepTiming:
@@ -133,7 +123,7 @@ def make_timing(step: int, microbatches: int, seconds: float, input_s: float) ->
 
 
 def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
-    """Return int32[TIMING_WORDS], of at most `EXCHANGE_INTERVAL_STEPS` steps; zeros behind them."""
+    """Return int32[words], of at most `EXCHANGE_INTERVAL_STEPS` steps; zeros behind them."""
     row = np.zeros((EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP), np.int32)
     for place, timing in enumerate(timings):
         (work,) = timing.works

@@ -28,7 +28,7 @@ class CommittedState:
         unfinished: what train functions have done of the step in flight by themselves.
         measured_speeds: of this host, by the name of the accumulation.
         audits: how far the computations of each host are verified.
-        health: which hosts are slow, as far as this one was the first.
+        health: which hosts are slow, if this one was the first of a generation; None: it was not.
         first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
     """
 
@@ -39,7 +39,7 @@ class CommittedState:
         self.unfinished: list[UnfinishedStep] = []
         self.measured_speeds: dict[str, MeasuredSpeed] = {}
         self.audits = AuditRecord()
-        self.health = HealthRecord()
+        self.health: HealthRecord | None = None
         self.first_step = 0
 
     @property

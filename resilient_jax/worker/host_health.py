@@ -4,7 +4,10 @@ A finding of the monitor is a suspicion only. It is reported when the devices of
 same time: on a busy machine a host is behind its peers for a while without anything being wrong with it.
 """
 
+import concurrent.futures
 import dataclasses
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -13,11 +16,15 @@ from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import compare_devices, confirm_finding
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.device_speed import DeviceSeconds
+from resilient_jax.step.device_speed import MEASURE_S, UNKNOWN_SECONDS, DeviceSeconds
+from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.threads import start_thread_pool
 from resilient_jax.worker.training_control import TrainingControl
+
+logger = logging.getLogger(__name__)
 
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices are measured."""
@@ -25,23 +32,41 @@ MEASURING_SHARE: Final = 0.01
 
 @dataclasses.dataclass(slots=True)
 class HealthRecord:
-    """What a host that is first knows of all hosts; it outlives the generation.
+    """What a host that is the first knows of all hosts, from one generation to the next in which it is.
 
     Attributes:
+        generation: in which it was the first.
+        lock: of all that follows, which the judging thread changes, too.
         monitors: by the name of an accumulation, whose microbatches are compared with each other only.
         unconfirmed: of open findings, how many measurements in a row have shown nothing.
         reported: of open findings that are confirmed, what was reported.
         next_measurement_s: the monotonic time before which no device is measured.
+        next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
+        thread: judges, beside the training.
     """
 
+    generation: GenerationNumber
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     monitors: dict[str, HealthMonitor] = dataclasses.field(default_factory=dict)
     unconfirmed: dict[Finding, int] = dataclasses.field(default_factory=dict)
     reported: dict[Finding, Finding] = dataclasses.field(default_factory=dict)
     next_measurement_s: float = 0.0
+    next_measurement_step: int = 0
+    thread: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: start_thread_pool(1, "resilient-jax-health")
+    )
+
+
+def continue_record(record: HealthRecord | None, generation: GenerationNumber) -> HealthRecord:
+    """Return the record of the first host of a generation: a new one unless it was that in the one before, too."""
+    if record is None or record.generation != generation - 1:
+        return HealthRecord(generation)
+    record.generation = generation
+    return record
 
 
 class HostHealth:
-    """Judges the hosts of one generation; see `SlownessJudge`.
+    """Judges the hosts of one generation, on the first of them; see `SlownessJudge`.
 
     Args:
         hosts: of the generation, in order of their indexes.
@@ -57,57 +82,85 @@ class HostHealth:
         self._control = control
         self._record = record
         self._clock = clock
-        self._begun: set[str] = set()
-        """The accumulations whose monitors know the hosts of this generation."""
         self._asked_s = 0.0
+        record.next_measurement_step = 0  # steps may have gone back
+        with self._record.lock:
+            for monitor in record.monitors.values():
+                self._note(monitor.set_members(self._hosts, step=0))
+            self._report()
 
-    def find_suspects(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> Iterable[int]:
-        """Take in what the last steps of each host took, and return those whose devices are to be measured now."""
-        monitor = self._record.monitors.setdefault(spec.name, HealthMonitor())
+    def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
+        """Take in what the last steps took; return before they are judged."""
+        self._record.thread.submit(self._judge, spec.name, timings)
+
+    def is_measurement_due(self, spec: AccumulationSpec) -> bool:
+        """Return whether the devices of all hosts are to be measured before this accumulation."""
+        if not self._record.lock.acquire(blocking=False):
+            return False  # it is still judging
+        try:
+            self._asked_s = self._clock.monotonic_s()
+            is_late = self._asked_s >= self._record.next_measurement_s
+            is_news = spec.step >= self._record.next_measurement_step
+            if not (is_late and is_news and self._list_suspicions(spec.name)):
+                return False
+            # Until it is known what it takes: the generation may end before that.
+            self._record.next_measurement_s = self._asked_s + 2 * MEASURE_S / MEASURING_SHARE
+            return True
+        finally:
+            self._record.lock.release()
+
+    def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
+        """Report what is slow, after the devices of all hosts have been measured."""
+        with self._record.lock:
+            now_s = self._clock.monotonic_s()
+            self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
+            self._record.next_measurement_step = spec.step + 2 * EXCHANGE_INTERVAL_STEPS
+            if UNKNOWN_SECONDS in measured:
+                return
+            compute_s, memory_s = zip(*measured, strict=True)
+            for finding in self._list_suspicions(spec.name):
+                ratios = compare_devices(self._hosts.index(finding.host), compute_s, memory_s)
+                num_unconfirmed = self._record.unconfirmed.pop(finding, 0)
+                confirmed = confirm_finding(finding, ratios, num_unconfirmed)
+                if confirmed is None:
+                    self._record.unconfirmed[finding] = num_unconfirmed + 1
+                    continue
+                self._record.reported[finding] = confirmed
+                self._control.record_event(
+                    EventKind.HOST_SLOW,
+                    step=spec.step,
+                    slow=confirmed.host,
+                    part=confirmed.kind,
+                    factor=round(confirmed.factor, 2),
+                    since_step=confirmed.since_step,
+                    why=confirmed.evidence,
+                )
+            self._report()
+
+    def _judge(self, name: str, timings: Sequence[Sequence[StepTiming]]) -> None:
+        """Give a monitor the timings in the order of steps, which is the order in which it judges."""
         told = sorted(
             ((timing.step, host, timing) for host, of_host in enumerate(timings) for timing in of_host),
             key=lambda one: one[:2],
         )
-        if spec.name not in self._begun and told:
-            self._begun.add(spec.name)
-            self._note(monitor.set_members(self._hosts, told[0][0]), spec)
-        for _, host, timing in told:
-            self._note(monitor.observe(self._hosts[host], timing), spec)
-        self._asked_s = self._clock.monotonic_s()
-        if self._asked_s < self._record.next_measurement_s:
-            return ()
-        return sorted({self._hosts.index(finding.host) for finding in self._list_suspicions(spec)})
+        with self._record.lock:
+            if name not in self._record.monitors:
+                self._record.monitors[name] = HealthMonitor()
+                self._record.monitors[name].set_members(self._hosts, step=0)
+            try:
+                for _, host, timing in told:
+                    self._note(self._record.monitors[name].observe(self._hosts[host], timing))
+                self._report()
+            except Exception:  # which nobody waits for
+                logger.exception("the timings of steps could not be judged; training goes on")
 
-    def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Report what is slow, after the devices of all hosts have been measured."""
-        now_s = self._clock.monotonic_s()
-        self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
-        compute_s, memory_s = zip(*measured, strict=True)
-        for finding in self._list_suspicions(spec):
-            ratios = compare_devices(self._hosts.index(finding.host), compute_s, memory_s)
-            num_unconfirmed = self._record.unconfirmed.pop(finding, 0)
-            confirmed = confirm_finding(finding, ratios, num_unconfirmed)
-            if confirmed is None:
-                self._record.unconfirmed[finding] = num_unconfirmed + 1
-                continue
-            self._record.reported[finding] = confirmed
-            self._control.record_event(
-                EventKind.HOST_SLOW,
-                step=spec.step,
-                slow=confirmed.host,
-                part=confirmed.kind,
-                factor=round(confirmed.factor, 2),
-                since_step=confirmed.since_step,
-                why=confirmed.evidence,
-            )
-            self._report()
-
-    def _list_suspicions(self, spec: AccumulationSpec) -> list[Finding]:
+    def _list_suspicions(self, name: str) -> list[Finding]:
         """Return the open findings about hosts that are not reported."""
-        findings = self._record.monitors[spec.name].findings
+        monitor = self._record.monitors.get(name)
+        findings = monitor.findings if monitor is not None else ()
         return [finding for finding in findings if finding.host and finding not in self._record.reported]
 
-    def _note(self, changes: Iterable[FindingChange], spec: AccumulationSpec) -> None:
+    def _note(self, changes: Iterable[FindingChange]) -> None:
         """Forget findings that are over, and report that of those that were reported."""
         for change in changes:
             if not isinstance(change, FindingClosed):
@@ -115,13 +168,8 @@ class HostHealth:
             self._record.unconfirmed.pop(change.finding, None)
             if (reported := self._record.reported.pop(change.finding, None)) is not None:
                 self._control.record_event(
-                    EventKind.HOST_SLOW_ENDED,
-                    step=spec.step,
-                    slow=reported.host,
-                    part=reported.kind,
-                    why=change.reason,
+                    EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=change.reason
                 )
-                self._report()
 
     def _report(self) -> None:
         """Tell the agent what is slow now, for `status`."""

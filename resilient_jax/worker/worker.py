@@ -57,7 +57,7 @@ from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
-from resilient_jax.worker.host_health import HostHealth
+from resilient_jax.worker.host_health import HostHealth, continue_record
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Observer, ReductionPrecompiler
@@ -396,7 +396,10 @@ class Worker:
         share = self._settings.audit_share
         record = self._committed.audits
         audits = AuditResponse(info.number, info.hosts, order.host, self._agent, record) if share else None
-        health = HostHealth(info.hosts, self._agent, self._committed.health, SystemClock())
+        health = None
+        if info.hosts[0] == order.host:
+            self._committed.health = continue_record(self._committed.health, info.number)
+            health = HostHealth(info.hosts, self._agent, self._committed.health, SystemClock())
         session = Session(
             self._committed,
             self._agent,

@@ -352,6 +352,8 @@ def report_overdue(state: WorkerProtocol, overdue: OverdueTask | None) -> Transi
 
 def report_slow_hosts(state: WorkerProtocol, slow_hosts: tuple[tuple[HostName, str], ...]) -> Transition:
     """These hosts are slow, as this worker has found, which is the first of its generation."""
+    if slow_hosts == state.report.slow_hosts:
+        return state, ()
     return _report(state, slow_hosts=slow_hosts)
 
 

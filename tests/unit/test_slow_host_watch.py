@@ -11,13 +11,13 @@ import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.device_speed import DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, encode_timings, make_timing
-from resilient_jax.worker.host_health import HealthRecord, HostHealth
+from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
 
 HOSTS = 4
@@ -64,9 +64,10 @@ class Job:
         self.seconds = dict.fromkeys(names, MICROBATCH_S)
         self.input_s = dict.fromkeys(names, 0.0)
         self._chance = random.Random(0)
+        self._record = record
+        health = HostHealth(self.names, control, record, self.clock)
         self._watches = [
-            SlowHostWatch(HostHealth(self.names, control, record, self.clock), self._measure(name))
-            for name in names
+            SlowHostWatch(health if name == names[0] else None, self._measure(name)) for name in names
         ]
 
     def run(self, steps: range) -> None:
@@ -90,7 +91,7 @@ class Job:
 
     def _exchange(self, spec: AccumulationSpec) -> None:
         """Have all hosts look at what all tell, each on a thread: in a collective all must take part."""
-        rows = np.stack([watch.take_row("train") for watch in self._watches])
+        rows = np.stack([watch.take_row(spec) for watch in self._watches])
         count = len(self.names)
         sums: list[np.ndarray] = []
         barrier = threading.Barrier(count, timeout=30)
@@ -109,6 +110,7 @@ class Job:
             ]
             for call in calls:
                 call.result()
+        self._record.thread.submit(lambda: None).result()  # all is judged
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def control() -> RecordingControl:
 
 @pytest.fixture
 def record() -> HealthRecord:
-    return HealthRecord()
+    return HealthRecord(GenerationNumber(1))
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_a_slow_device_is_reported_after_one_measurement(
 ) -> None:
     job.seconds["host-2"] *= 2
     job.devices["host-2"] = devices
-    job.run(range(64, 82))
+    job.run(range(64, 98))
     ((kind, detail),) = control.found
     assert kind == EventKind.HOST_SLOW
     assert (detail["slow"], detail["part"]) == ("host-2", part)
@@ -152,10 +154,10 @@ def test_a_slow_device_is_reported_after_one_measurement(
 
 def test_what_is_over_when_devices_are_measured_is_not_reported(job: Job, control: RecordingControl) -> None:
     job.seconds["host-2"] *= 2
-    job.run(range(64, 82))
+    job.run(range(64, 98))
     assert job.measured == 1
     job.seconds["host-2"] /= 2
-    job.run(range(82, 400))
+    job.run(range(98, 400))
     assert not control.found
 
 
@@ -173,7 +175,7 @@ def test_a_host_whose_devices_are_sound_is_reported_when_it_stays_slow(
 def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> None:
     job.seconds["host-3"] *= 2
     job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
-    job.run(range(64, 82))
+    job.run(range(64, 98))
     ((_, detail),) = control.found
     assert (detail["slow"], detail["part"]) == ("host-3", "input")
 
@@ -199,6 +201,37 @@ def test_a_slow_host_that_leaves_is_slow_no_more(
     Job(["host-0", "host-1", "host-3"], control, record).run(range(100, 200))
     assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
     assert "takes no part" in str(control.found[-1][1]["why"])
+    assert not control.shown
+
+
+def test_the_last_host_reports_that_the_other_is_gone(
+    control: RecordingControl, record: HealthRecord
+) -> None:
+    job = Job(["host-0", "host-1"], control, record)
+    job.run(range(64))
+    job.seconds["host-1"] *= 2
+    job.devices["host-1"] = HALF_SPEED
+    job.run(range(64, 100))
+    assert [host for host, _ in control.shown] == ["host-1"]
+    Job(["host-0"], control, record)
+    assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
+    assert not control.shown
+
+
+def test_a_host_that_was_not_the_first_for_a_while_begins_anew(record: HealthRecord) -> None:
+    assert continue_record(record, GenerationNumber(2)) is record
+    assert continue_record(record, GenerationNumber(4)) is not record
+
+
+def test_devices_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:
+    def fail() -> DeviceSeconds:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    job.seconds["host-2"] *= 2
+    job.devices["host-2"] = HALF_SPEED
+    job._watches[3]._measure = fail
+    job.run(range(64, 200))
+    assert not control.found
 
 
 def test_measurements_take_a_hundredth_of_the_time(
@@ -208,7 +241,7 @@ def test_measurements_take_a_hundredth_of_the_time(
         job.clock.advance(1.0)
         return SOUND
 
-    monkeypatch.setattr(job._watches[0], "_measure", measure)
+    monkeypatch.setattr(job._watches[1], "_measure", measure)
     job.seconds["host-1"] *= 1.5
     job.run(range(64, 400))
     # 336 steps of 0.2 s are 67 s: after a measurement of a second the next one is not due.

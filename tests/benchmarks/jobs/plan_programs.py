@@ -20,6 +20,7 @@ import jax
 import msgspec
 
 import resilient_jax as rj
+from benchmarks.paths import REPOSITORY
 from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedModel, TimedPlan
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
@@ -33,7 +34,7 @@ from resilient_jax.sharding.planned_program import PlannedProgram, compile_plan
 from tests.support.memory_grid import GRID, KINDS, compare
 
 DEVICES = 8
-MESH = Path(__file__).parents[2] / "meshes" / "local_1x8.toml"
+MESH = REPOSITORY / "meshes" / "local_1x8.toml"
 START = Calibration(fsdp_overlap=0.0, staging_bytes=0.0)
 """XLA's CPU devices run collectives synchronously, so no communication overlaps with computation."""
 
