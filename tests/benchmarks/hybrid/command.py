@@ -22,7 +22,7 @@ from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
-CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
+CONFIG = 'snapshot_parity = 1\nsnapshot_interval_steps = 1\nstandby = "off"\n'
 SCRIPT = JOBS / "timed_lm.py"
 SETTINGS = REPOSITORY / "configs/lm_tiny_pipelined.toml"
 AHEAD_STEPS = 4
@@ -48,10 +48,10 @@ def hybrid(
 ) -> None:
     """Measure what the death of a stage costs, of four hosts that are two replicas of two stages.
 
-    A worker is killed before it computes an input gradient, so in the middle of a step. `reroute_stall_s` runs from
-    SIGKILL to the end of that step on every survivor, less a healthy step; `rejoin_blocks_stall_s` is the longest time
-    between two steps on any host when the killed one comes back, less a healthy step. `reroute_ratio` is the time of a
-    step of the three hosts over that of all four.
+    A worker is killed before it computes an input gradient, so in the middle of a step; after each step there is a
+    snapshot. `reroute_stall_s` runs from SIGKILL to the end of that step on every survivor, less a healthy step;
+    `rejoin_blocks_stall_s` is the longest time between two steps on any host when the killed one comes back, less a
+    healthy step. `reroute_ratio` is the time of a step of the three hosts over that of all four.
     """
     console = open_console(json_only)
     hosts = make_host_names(HOSTS)
