@@ -389,6 +389,22 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
     return choose_snapshot(get_snapshot_reports(state))
 
 
+def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:
+    """Return whether a newer snapshot than `present`, which members have copied, may be complete in a moment.
+
+    It needs the part of each host that has one of `present`, of the same generation, so the snapshot servers of all:
+    they outlive their workers. Whether the part of a worker that died is complete is not known.
+    """
+    hosts = [state.hosts.get(host) for group in present.groups for host in group.hosts]
+    if not all(status is not None and status.snapshot_server is not None for status in hosts):
+        return False
+    copied = [w.report.copied for w in list_live_workers(state) if w.report.copied is not None]
+    return any(
+        id.generation == present.id.generation and id.step > present.id.step and _counts(state.generation, id)
+        for id in copied
+    )
+
+
 def is_snapshot_needed(state: MembershipState) -> bool:
     """Return whether hosts that left training, and are still registered, have data that no other host has.
 
@@ -426,14 +442,15 @@ def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[
     """Return the snapshots of this job's state that a host reports, without those that do not count any more."""
     if status.snapshot_server is None:
         return ()
+    return tuple(s for s in status.snapshots if _counts(generation, s.id))
+
+
+def _counts(generation: Generation, id: SnapshotId) -> bool:
     # Snapshots from before the job began anew are of another course of the training.
-    began, unreadable = generation.initial_generation, generation.unreadable_snapshots
-    return tuple(
-        s
-        for s in status.snapshots
-        if s.id.generation >= began
-        and s.id not in unreadable
-        and not any(void.has(s.id) for void in generation.void_snapshots)
+    return (
+        id.generation >= generation.initial_generation
+        and id not in generation.unreadable_snapshots
+        and not any(void.has(id) for void in generation.void_snapshots)
     )
 
 

@@ -4,7 +4,12 @@ import enum
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, count_unreplaced, is_on_its_way
+from resilient_jax.membership.facts import (
+    MembershipState,
+    count_unreplaced,
+    is_on_its_way,
+    is_snapshot_settling,
+)
 from resilient_jax.membership.redundancy import is_last_copy_without
 from resilient_jax.membership.spare_hosts import count_places
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
@@ -38,6 +43,9 @@ def decide_to_wait(
         config: of the machine.
     """
     if waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners, config):
+        return Rendezvous.WAITING
+    kept_in = origin.snapshot
+    if kept_in and waited_s <= config.snapshot_grace_s and is_snapshot_settling(state, kept_in):
         return Rendezvous.WAITING
     present = len(kept) + len(joiners)
     is_beginning = not kept and state.generation.world == 0 and not origin.exists

@@ -139,8 +139,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
         max_members: how many hosts may be members, as of the last formation; the others spare.
-        newcomers: the workers, and standbys, that were given a seat while others train, and have asked or may ask to
-            join.
+        newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
@@ -278,9 +277,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it has the complete state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
-        checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one
-            while idle: its training would resume there if no state were left in memory. None: there is none, or its
-            training saves none.
+        copied: while idle: the newest snapshot of which this host's snapshot server has its part.
+        checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while
+            idle: its training would resume there without a state in memory. None: there is none, or it saves none.
         is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since it became idle.
         earliest_stop_step: the answer to a pause: the worker can stop before this step.
         has_formed: whether the world of `generation` is built and the state is there.
@@ -302,6 +301,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     holds_state: bool = False
     snapshot: SnapshotId | None = None
+    copied: SnapshotId | None = None
     checkpoint_step: int | None = None
     is_polling_checkpoints: bool = False
     earliest_stop_step: int | None = None

@@ -163,6 +163,11 @@ class SnapshotCapture:
                 lambda: all(order.phase is not _Phase.COPYING for order in self._orders), timeout_s
             )
 
+    def wait_until_finished(self, timeout_s: float) -> bool:
+        """Return whether all snapshots are finished or dropped before the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._orders, timeout_s)
+
     def cancel(self, reason: str) -> None:
         """Cancel the snapshots that are not finishing; return at once. `wait_until_copied` waits for their arrays."""
         with self._changed:

@@ -41,6 +41,8 @@ from resilient_jax.transport.credentials import Credentials
 
 COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
+FINISH_TIMEOUT_S: Final = 0.25
+"""How long a generation that ends waits for its last copy."""
 LAST_COPY_TIMEOUT_S: Final = 30.0
 """The same for the first snapshot of a generation that begins with the last copy of the state: until it is there, the
 next loss is that of the state, which costs more than training that waits."""
@@ -304,8 +306,15 @@ class Snapshotter:
         self._line.record_event(EventKind.SNAPSHOT_DROPPED, step=state.step, reason=reason)
         return None
 
+    @property
+    def newest_copied(self) -> SnapshotId | None:
+        """The newest snapshot of which this host's part is complete; None: there is none."""
+        return self._capture.newest_finished
+
     def end_generation(self) -> None:
-        """End the generation: cancel its copy and release all arrays."""
+        """End the generation: finish its copy, cancel what takes too long, and release all arrays."""
+        # Without it all would go back to the snapshot before, and do a step again that they need not.
+        self._capture.wait_until_finished(FINISH_TIMEOUT_S)
         self._capture.cancel("its generation has ended")
         self._capture.wait_until_copied(COPY_TIMEOUT_S)
         self._opened = self._restored = None

@@ -205,6 +205,7 @@ class Worker:
                 step=self._committed.step,
                 holds_state=self._committed.holds_state,
                 snapshot=snapshot,
+                copied=self._snapshotter.newest_copied,
                 done=is_done,
                 failure=failure,
             )

@@ -225,6 +225,7 @@ def try_take_order(
             is_done=False,
             is_compiling=False,
             snapshot=None,
+            copied=None,
             is_polling_checkpoints=state.polls_checkpoints,
             earliest_stop_step=None,
             failure=None,
@@ -271,6 +272,7 @@ def report_idle(
     step: int,
     holds_state: bool,
     snapshot: SnapshotId | None,
+    copied: SnapshotId | None,
     done: bool,
     failure: WorkerFailure | None,
 ) -> Transition:
@@ -286,6 +288,7 @@ def report_idle(
         step=step,
         holds_state=holds_state,
         snapshot=snapshot,
+        copied=copied,
         is_polling_checkpoints=state.polls_checkpoints,  # what an earlier poll has found does not count
         earliest_stop_step=step,
         is_done=done,

@@ -229,6 +229,7 @@ class Worker:
                 step=self.step,
                 holds_state=self.held is not None,
                 snapshot=None,
+                copied=None,
                 done=done,
                 failure=failure,
             )

@@ -91,6 +91,8 @@ def report_anything(job: Job, name: str, chance: random.Random) -> None:
         {"holds_state": chance.random() < 0.5},
         {"snapshot": snapshot(chance.randrange(3, 6), NAMES).id},
         {"snapshot": None},
+        {"copied": snapshot(chance.randrange(3, 8), NAMES).id},
+        {"copied": None},
         {"checkpoint_step": chance.choice((None, 2))},
         {"is_polling_checkpoints": chance.random() < 0.5},
         {"earliest_stop_step": chance.choice((None, 4, 5))},

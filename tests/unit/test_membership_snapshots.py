@@ -38,6 +38,39 @@ def test_the_snapshot_of_a_killed_workers_host_is_still_used():
     assert [source.host for source in job.generation.snapshot.sources] == ["a", "b", "c", "d"]
 
 
+def test_a_snapshot_that_all_have_copied_is_waited_for_while_servers_exchange_parity():
+    job = sharded("abcd")
+    job.worker("b", exit_code=-9)
+    newer = snapshot(6, "abcd")
+    job.acknowledge("a", "c", "d", step=6, copied=newer.id)
+    assert job.phase is GenerationPhase.QUIESCE
+    keep(job, "bcd", snapshot(5, "abcd"), newer)
+    assert job.phase is GenerationPhase.QUIESCE, "it may stand fewer losses than the one before"
+    keep(job, "a", snapshot(5, "abcd"), newer)
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.snapshot is not None
+    assert (job.generation.snapshot.id.step, job.generation.step) == (6, 6), "no step is done again"
+
+
+def test_a_snapshot_that_comes_to_nothing_is_waited_for_for_a_moment():
+    job = sharded("abcd", snapshot_grace_s=0.3)
+    job.worker("b", exit_code=-9)  # in the middle of its copy
+    job.acknowledge("a", "c", "d", step=6, copied=snapshot(6, "abcd").id)
+    job.wait(0.2)
+    assert job.phase is GenerationPhase.QUIESCE
+    job.wait(0.2)
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.step == 5
+
+
+def test_a_snapshot_without_the_part_of_a_lost_host_is_not_waited_for():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    job.acknowledge("a", "c", "d", step=6, copied=snapshot(6, "abcd").id)
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.step == 5
+
+
 def test_more_lost_hosts_than_parity_end_the_job_with_what_survived():
     job = sharded("abcd", regroup_grace_s=5.0)
     job.give(HostLeft(HostName("b")))

@@ -62,7 +62,13 @@ def make_training(number: int, step: int = 0) -> WorkerProtocol:
 
 def go_idle(protocol: WorkerProtocol) -> WorkerProtocol:
     return worker_protocol.report_idle(
-        protocol, step=protocol.next_step, holds_state=True, snapshot=None, done=False, failure=None
+        protocol,
+        step=protocol.next_step,
+        holds_state=True,
+        snapshot=None,
+        copied=None,
+        done=False,
+        failure=None,
     )[0]
 
 

@@ -103,7 +103,13 @@ class StubWorker:
     def _stop(self) -> None:
         self._apply(
             worker_protocol.report_idle(
-                self._protocol, step=self._step, holds_state=True, snapshot=None, done=False, failure=None
+                self._protocol,
+                step=self._step,
+                holds_state=True,
+                snapshot=None,
+                copied=None,
+                done=False,
+                failure=None,
             )
         )
 
