@@ -115,6 +115,7 @@ class AgentConnection:
         step: int,
         holds_state: bool,
         snapshot: SnapshotId | None,
+        copied: SnapshotId | None,
         done: bool,
         failure: WorkerFailure | None,
     ) -> None:
@@ -126,6 +127,7 @@ class AgentConnection:
                     step=step,
                     holds_state=holds_state,
                     snapshot=snapshot,
+                    copied=copied,
                     done=done,
                     failure=failure,
                 )
