@@ -9,6 +9,7 @@ The sums depend on the microbatches and on nothing else: no cut, route, order or
 memory, each part to every holder, which for many holders of a block is more traffic than a reduction needs.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.step_mail import StepMail
@@ -83,7 +84,9 @@ class BlockSums:
             key = mail.make_key(MailKind.LIMITS, FIRST_MICROBATCH, piece.number)
             needing = layout.find_receivers(piece).union(layout.find_first_microbatches(piece.block))
             for host in sorted(needing - {self._host}):
-                mail.send(host, key, pack_arrays([limits]))
+                # A host that is lost must not break off what is being added: the rest of the block would be missing.
+                with contextlib.suppress(PeerUnreachable):
+                    mail.send(host, key, pack_arrays([limits]))
 
         self._announce = announce
         for piece, part in zip(self._pieces, self._parts, strict=True):
