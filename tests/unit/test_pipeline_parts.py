@@ -11,15 +11,17 @@ import pytest
 from small_decoders import KEY, MAKERS, make_batch
 
 from resilient_jax.blocks.cut_model import cut_model
-from resilient_jax.errors import MessageError
+from resilient_jax.errors import MessageError, PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_progress import TaskProgress, plan_continuation
+from resilient_jax.pipeline.sum_pieces import list_sum_pieces
 from resilient_jax.pipeline_schedule.routes import Hop, Route, find_holders, make_routes
 from resilient_jax.pipeline_schedule.tasks import (
     Boundary,
@@ -28,6 +30,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
+from resilient_jax.step import running_total
 
 A, B, C = map(HostName, "abc")
 
@@ -245,3 +248,43 @@ def test_a_backward_pass_that_is_run_again_adds_no_gradient_a_second_time(model)
         runner.forget(frozenset(order))
     assert ran == 2 * order
     assert sorted(sink.got) == [(block, 0) for block in range(cut.num_blocks)]
+
+
+class LostReceivers:
+    """The mail of a host whose peers are lost."""
+
+    def __init__(self):
+        self.tried = []
+
+    def make_key(self, *key):
+        return key
+
+    def send(self, to, key, data):
+        self.tried.append(to)
+        raise PeerUnreachable(f"{to} is lost")
+
+
+class EveryoneNeedsAll:
+    def find_receivers(self, piece):
+        return frozenset({A, B})
+
+    def find_first_microbatches(self, block):
+        return {A: 0, B: 1}
+
+
+def test_a_lost_host_that_needs_limits_breaks_off_no_task(monkeypatch):
+    monkeypatch.setattr(running_total, "MIN_FIXED_POINT_SIZE", 64)  # the decoder is small
+    decoder = MAKERS["nnx"]()
+    cut = cut_model(decoder.loss, decoder.variables, make_batch(), KEY)
+    mail: Any = LostReceivers()
+    layout: Any = EveryoneNeedsAll()
+    sums = BlockSums(A, list_sum_pieces(cut, list_state_units(cut)), 2)
+    sums.begin_generation(mail, layout)
+    hop = Hop(A, 0, cut.num_blocks)
+    order = [Task(kind, 0, hop) for kind in (FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)]
+    runner = StageRunner(A, cut, BoundaryLog(0), sums)
+    weights = dict(enumerate(cut.split_variables(decoder.variables)))
+    runner.run(order, {0: Route(0, (hop,))}, mail, weights, lambda microbatch: (make_batch(), KEY))
+    assert runner.done == set(order)
+    assert all(sums.has(block, 0) for block in range(cut.num_blocks))
+    assert set(mail.tried) == {B}, "limits of microbatch 0 are sent at once"
