@@ -176,7 +176,7 @@ class HostHealth:
         self._control.report_slow_hosts(
             tuple(
                 (
-                    finding.host,
+                    HostName(finding.host),
                     f"slow ({finding.kind}): {finding.factor:.1f} times since step {finding.since_step}",
                 )
                 for finding in self._record.reported.values()

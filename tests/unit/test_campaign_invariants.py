@@ -301,7 +301,9 @@ KILL = ProcessKill()
 
 
 def killed(
-    part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = KILL, needs: tuple[str, ...] = ()
+    part: TargetPart,
+    fault: ProcessKill | ProcessStop | SlowProcess | BitFlip = KILL,
+    needs: tuple[str, ...] = (),
 ) -> IncidentRecord:
     incident = Incident(
         trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs

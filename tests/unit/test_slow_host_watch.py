@@ -99,7 +99,7 @@ class Job:
         def all_reduce(table: np.ndarray) -> np.ndarray:
             sums.append(table)
             barrier.wait()
-            total = np.sum(sums[-count:], axis=0, dtype=np.int32)
+            total = np.asarray(np.sum(sums[-count:], axis=0, dtype=np.int32))
             barrier.wait()
             return total
 

@@ -193,7 +193,10 @@ def test_a_slow_host_is_shown_as_the_first_host_found_it():
             standby=None,
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=slow)),
         )
-        for name, slow in (("host-1", (("host-2", found),)), ("host-2", (("host-1", outdated),)))
+        for name, slow in (
+            ("host-1", ((HostName("host-2"), found),)),
+            ("host-2", ((HostName("host-1"), outdated),)),
+        )
     )
     shown = io.StringIO()
     report = msgspec.structs.replace(REPORT, hosts=hosts, generation=TRAINING)

@@ -22,7 +22,7 @@ from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
-CONFIG = 'snapshot_parity = 1\nsnapshot_interval_steps = 1\nstandby = "off"\n'
+CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
 SCRIPT = JOBS / "timed_lm.py"
 SETTINGS = REPOSITORY / "configs/lm_tiny_pipelined.toml"
 AHEAD_STEPS = 4
