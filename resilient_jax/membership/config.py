@@ -27,9 +27,9 @@ class MembershipConfig:
     last_copy_grace_s: float = 5.0
     """How long members with the last copy of the state wait for hosts whose worker is starting. To import libraries and
     to load programs takes some seconds, less if no other host trains meanwhile; it saves a re-form, too."""
-    snapshot_grace_s: float = 0.3
-    """How long members whose state is in snapshots wait for one that all have copied to be committed: servers exchange
-    parity. As long as a step, or shorter, which would be done again without it."""
+    snapshot_grace_s: float = 0.5
+    """How long after a disruption members whose state is in snapshots wait for one that all have copied to be complete:
+    servers exchange parity. A step would be done again without it."""
     compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0

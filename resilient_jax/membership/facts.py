@@ -390,17 +390,19 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
 
 
 def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:
-    """Return whether a newer snapshot than `present`, which members have copied, may be complete in a moment.
+    """Return whether a newer snapshot than `present`, which all members have copied, may be complete in a moment.
 
-    It needs the part of each host that has one of `present`, of the same generation, so the snapshot servers of all:
-    they outlive their workers. Whether the part of a worker that died is complete is not known.
+    It needs the part of every host of its generation, so all must have that of `present`: snapshot servers outlive
+    their workers. Whether the part of a worker that died is complete is not known.
     """
-    hosts = [state.hosts.get(host) for group in present.groups for host in group.hosts]
-    if not all(status is not None and status.snapshot_server is not None for status in hosts):
+    if len(present.sources) < sum(len(group.hosts) for group in present.groups):
         return False
-    copied = [w.report.copied for w in list_live_workers(state) if w.report.copied is not None]
-    return any(
-        id.generation == present.id.generation and id.step > present.id.step and _counts(state.generation, id)
+    copied = [worker.report.copied for worker in list_live_workers(state)]
+    return bool(copied) and all(
+        id is not None
+        and id.generation == present.id.generation
+        and id.step > present.id.step
+        and _counts(state.generation, id)
         for id in copied
     )
 

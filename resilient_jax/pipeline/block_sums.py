@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.errors import CallerError, PeerUnreachable
+from resilient_jax.errors import CallerError, ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.step_mail import StepMail
@@ -85,7 +85,7 @@ class BlockSums:
             needing = layout.find_receivers(piece).union(layout.find_first_microbatches(piece.block))
             for host in sorted(needing - {self._host}):
                 # A host that is lost must not break off what is being added: the rest of the block would be missing.
-                with contextlib.suppress(PeerUnreachable):
+                with contextlib.suppress(ResilientJaxError):
                     mail.send(host, key, pack_arrays([limits]))
 
         self._announce = announce
@@ -95,11 +95,10 @@ class BlockSums:
 
     def has(self, block: int, microbatch: int) -> bool:
         """Return whether the gradients of a block for a microbatch are in the sums of this host."""
-        return any(
-            microbatch in contribution.microbatches
+        return all(
+            any(microbatch in contribution.microbatches for contribution in part.parts.values())
             for piece, part in zip(self._pieces, self._parts, strict=True)
             if piece.block == block
-            for contribution in part.parts.values()
         )
 
     def add(

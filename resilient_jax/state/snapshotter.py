@@ -306,18 +306,20 @@ class Snapshotter:
         self._line.record_event(EventKind.SNAPSHOT_DROPPED, step=state.step, reason=reason)
         return None
 
-    @property
-    def newest_copied(self) -> SnapshotId | None:
-        """The newest snapshot of which this host's part is complete; None: there is none."""
-        return self._capture.newest_finished
+    def end_generation(self, *, is_needed: bool) -> SnapshotId | None:
+        """End the generation and release all arrays; return the newest snapshot of which this host's part is complete.
 
-    def end_generation(self) -> None:
-        """End the generation: finish its copy, cancel what takes too long, and release all arrays."""
-        # Without it all would go back to the snapshot before, and do a step again that they need not.
-        self._capture.wait_until_finished(FINISH_TIMEOUT_S)
+        Args:
+            is_needed: whether the copy in progress is finished, if that does not take too long; else it is cancelled.
+        """
+        if is_needed:
+            self._capture.wait_until_finished(FINISH_TIMEOUT_S)
         self._capture.cancel("its generation has ended")
         self._capture.wait_until_copied(COPY_TIMEOUT_S)
+        opened, newest = self._opened, self._capture.newest_finished
         self._opened = self._restored = None
+        is_ours = opened is not None and newest is not None and newest.generation == opened.layout.generation
+        return newest if is_ours else None
 
     def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
         """Return a reader of the snapshot of `plan`, which reads from this host's memory where possible."""

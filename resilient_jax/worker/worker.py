@@ -195,7 +195,10 @@ class Worker:
             self._record_event(EventKind.WORKER_IDLE, done=is_done)
             self._connector.end_generation(is_intact=failure is None and not self._agent.is_interrupted)
             snapshot = self._flush_snapshot(order) if failure is None and not is_done else None
-            self._snapshotter.end_generation()
+            # Of a state that no host has all of, the next generation is to have the newest snapshot.
+            copied = self._snapshotter.end_generation(
+                is_needed=not is_done and not self._committed.holds_state
+            )
             if self._connector.is_broken or (self._replicas_span_hosts and not is_done):
                 # A clique that the next generation needs is broken, the local one or that of a replica on several
                 # hosts: no shrink in place.
@@ -205,7 +208,7 @@ class Worker:
                 step=self._committed.step,
                 holds_state=self._committed.holds_state,
                 snapshot=snapshot,
-                copied=self._snapshotter.newest_copied,
+                copied=copied,
                 done=is_done,
                 failure=failure,
             )

@@ -60,6 +60,8 @@ class WorldConnector:
         """Since then."""
         self._are_spared_broken = False
         """Whether connections that an abort spares at first were shut."""
+        self._has_unwound = False
+        """Whether the main thread has left the user's function in this generation."""
         self._has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
         self._trains_on_cpu = False
@@ -80,7 +82,7 @@ class WorldConnector:
 
     def prepare(self) -> None:
         """Forget that the previous generation was interrupted."""
-        self._interrupting_since_s = None
+        self._interrupting_since_s, self._has_unwound = None, False
 
     def form_world(self, order: FormWorld) -> None:
         """Connect to the order's world, together with all other members.
@@ -175,6 +177,7 @@ class WorldConnector:
         Args:
             is_intact: the generation ended without an interruption or a failure.
         """
+        self._has_unwound = True
         if self._connection is not None:
             self._cliques.end(
                 self._connection.gloo, is_intact=is_intact and self._interrupting_since_s is None
@@ -223,7 +226,8 @@ class WorldConnector:
         """Return whether the main thread should have unwound."""
         assert self._interrupting_since_s is not None, "it is interrupted"
         interrupting_s = now_s - self._interrupting_since_s
-        if interrupting_s <= UNWINDING_GRACE_S or self._blocked is None:
+        # What the main thread waits for after that, such as a copy for a snapshot, is no collective.
+        if self._has_unwound or interrupting_s <= UNWINDING_GRACE_S or self._blocked is None:
             return False
         return interrupting_s > MAX_UNWINDING_S or self._blocked.measure_s(now_s) > UNWINDING_GRACE_S
 

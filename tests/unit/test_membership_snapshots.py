@@ -63,6 +63,15 @@ def test_a_snapshot_that_comes_to_nothing_is_waited_for_for_a_moment():
     assert job.generation.step == 5
 
 
+def test_a_snapshot_that_a_member_has_not_copied_is_not_waited_for():
+    job = sharded("abcd")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", step=6, copied=snapshot(6, "abcd").id)
+    job.acknowledge("d", step=5, copied=snapshot(5, "abcd").id)
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.step == 5
+
+
 def test_a_snapshot_without_the_part_of_a_lost_host_is_not_waited_for():
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
