@@ -17,7 +17,7 @@ from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.audit import Audit, Digest
 from resilient_jax.step.audit_run import digest_result
-from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.batch_source import BatchSource, MicrobatchInput
 from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
@@ -107,7 +107,7 @@ class MicrobatchAccumulator:
 
     Attributes:
         digests: of what was computed of the audited microbatches, by index.
-        input_waits_s: seconds that replicas waited for each batch.
+        inputs: what is known of each microbatch that was read here.
         lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
             None.
     """
@@ -128,7 +128,7 @@ class MicrobatchAccumulator:
         self._turns = turns
         self._audited = {audit.microbatch for audit in audits}
         self.digests: dict[int, Digest] = {}
-        self.input_waits_s: list[float] = []
+        self.inputs: list[MicrobatchInput] = []
         self.lone_microbatch: Any = None
 
     def accumulate(
@@ -235,7 +235,8 @@ class MicrobatchAccumulator:
             started_s = time.monotonic()
             with worker_activity.task(WorkerTask.INPUT):
                 batch = self._data.get(step, index, replica.data_shard)
-            self.input_waits_s.append(time.monotonic() - started_s)
+            waited_s = time.monotonic() - started_s
+            self.inputs.append(MicrobatchInput(waited_s, self._data.lengths(step, index)))
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
             if replica.is_on_one_host:

@@ -423,8 +423,7 @@ class Reducer:
         self._speeds.add(contributions.spec.name, taken_s / sum(counts) if any(counts) else None)
         # The hosts of one replica wait for each other in each microbatch.
         if self._watch is not None and all(replica.is_on_one_host for replica in replicas.values()):
-            input_s = sum(accumulator.input_waits_s) / max(num_working, 1)
-            self._watch.add(contributions.spec, max(counts, default=0), taken_s, input_s)
+            self._watch.add(contributions.spec, counts, taken_s, accumulator.inputs)
 
     def _audit(
         self,

@@ -15,13 +15,14 @@ import numpy as np
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
+from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.row_exchange import exchange_rows
 
 logger = logging.getLogger(__name__)
 
-WORDS_PER_STEP: Final = 4
+WORDS_PER_STEP: Final = 6
 WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
 """Of what one host tells: the timings of all steps since the last exchange, and whether devices are to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
@@ -59,23 +60,25 @@ class SlowHostWatch:
         self._num_seen: collections.Counter[str] = collections.Counter()
         self._last_step: dict[str, int] = {}
 
-    def add(self, spec: AccumulationSpec, microbatches: int, seconds: float, input_s: float) -> None:
+    def add(
+        self, spec: AccumulationSpec, counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]
+    ) -> None:
         """Note what this host took for its microbatches of an accumulation, if it was an ordinary one.
 
         Args:
             spec: of the accumulation.
-            microbatches: of that of its replicas that computed most.
+            counts: how many each replica of this host computed.
             seconds: from the first's begin to the last's end.
-            input_s: of these, how long a replica waited for data.
+            inputs: of all of them; none: the accumulation reads no data.
         """
         self._num_seen[spec.name] += 1
         # A step that is done again has begun with what was done of it before.
         is_repeated = self._last_step.get(spec.name) == spec.step
         self._last_step[spec.name] = spec.step
-        if is_repeated or self._num_seen[spec.name] <= UNUSUAL_ACCUMULATIONS or not microbatches:
+        if is_repeated or self._num_seen[spec.name] <= UNUSUAL_ACCUMULATIONS or not any(counts):
             return
         timings = self._timings.setdefault(spec.name, collections.deque(maxlen=EXCHANGE_INTERVAL_STEPS))
-        timings.append(make_timing(spec.step, microbatches, seconds, input_s))
+        timings.append(StepTiming(step=spec.step, works=(describe_work(counts, seconds, inputs),)))
 
     def take_row(self, spec: AccumulationSpec) -> np.ndarray:
         """Return int32[WATCH_WORDS], what this host tells the others before an accumulation."""
@@ -114,12 +117,29 @@ def make_empty_row() -> np.ndarray:
     return np.zeros(WATCH_WORDS, np.int32)
 
 
-def make_timing(step: int, microbatches: int, seconds: float, input_s: float) -> StepTiming:
-    """Return the timing of a step whose documents' lengths are unknown."""
-    work = ReplicaWork(
-        slot=0, microbatches=microbatches, tokens=microbatches, squares=0, seconds=seconds, input_s=input_s
+def describe_work(counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]) -> ReplicaWork:
+    """Return the work of a host's replicas, which compute at the same time, as that of one of them.
+
+    Args:
+        counts: how many microbatches each replica computed.
+        seconds: from the first's begin to the last's end.
+        inputs: of all of them.
+    """
+    num_working = sum(map(bool, counts))
+    lengths = [one.lengths.astype(float) for one in inputs if one.lengths is not None]
+    if len(lengths) == sum(counts):
+        tokens = sum(float(known.sum()) for known in lengths) / num_working
+        squares = sum(float((known**2).sum()) for known in lengths) / num_working
+    else:
+        tokens, squares = float(max(counts)), 0.0
+    return ReplicaWork(
+        slot=0,
+        microbatches=sum(counts),
+        tokens=tokens,
+        squares=squares,
+        seconds=seconds,
+        input_s=sum(one.waited_s for one in inputs) / num_working,
     )
-    return StepTiming(step=step, works=(work,))
 
 
 def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
@@ -127,17 +147,17 @@ def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
     row = np.zeros((EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP), np.int32)
     for place, timing in enumerate(timings):
         (work,) = timing.works
-        seconds = np.array([work.seconds, work.input_s], np.float32).view(np.int32)
-        row[place] = [timing.step, work.microbatches, *seconds]
+        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s], np.float32)
+        row[place] = [timing.step, work.microbatches, *numbers.view(np.int32)]
     return row.reshape(-1)
 
 
 def decode_timings(row: np.ndarray) -> list[StepTiming]:
-    """Return what `encode_timings` was given."""
+    """Return what `encode_timings` was given, to the precision of float32."""
     words = row.reshape(EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP)
-    seconds = np.ascontiguousarray(words[:, 2:]).view(np.float32).astype(float)
+    numbers = np.ascontiguousarray(words[:, 2:]).view(np.float32).tolist()
     return [
-        make_timing(int(step), int(microbatches), *taken)
-        for (step, microbatches), taken in zip(words[:, :2], seconds.tolist(), strict=True)
+        StepTiming(step=int(step), works=(ReplicaWork(0, int(microbatches), *work),))
+        for (step, microbatches), work in zip(words[:, :2], numbers, strict=True)
         if microbatches
     ]

@@ -57,6 +57,10 @@ class DirectReader:
         """Return this host's rows of a microbatch."""
         return self._data.batch(step, index, data_shard)
 
+    def lengths(self, step: int, index: int) -> np.ndarray | None:
+        """Return the lengths of the documents in a microbatch, if they are known."""
+        return self._data.lengths(step, index)
+
 
 def open_batches(data: object) -> BatchSource:
     """Return the source of microbatches for what a user gives as data.
@@ -66,8 +70,8 @@ def open_batches(data: object) -> BatchSource:
     """
     if isinstance(data, type) or data is None:
         found = describe_value(data)
-    elif callable(getattr(data, "expect", None)) and callable(getattr(data, "get", None)):
-        return data  # pyright: ignore[reportReturnType] - the two methods are the protocol
+    elif all(callable(getattr(data, name, None)) for name in ("expect", "get", "lengths")):
+        return data  # pyright: ignore[reportReturnType] - these methods are the protocol
     elif callable(getattr(data, "batch", None)) and callable(getattr(data, "lengths", None)):
         return DirectReader(data)  # pyright: ignore[reportArgumentType] - as above
     elif callable(data):

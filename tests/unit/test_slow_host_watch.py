@@ -12,26 +12,43 @@ import pytest
 from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
+from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, encode_timings, make_timing
+from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
 
 HOSTS = 4
 MICROBATCHES = 4
 MICROBATCH_S = 0.05
+ROW_TOKENS = 256
 SOUND = DeviceSeconds(compute_s=0.004, memory_s=0.008)
 HALF_SPEED = DeviceSeconds(compute_s=0.008, memory_s=0.008)
 BUSY_MEMORY = DeviceSeconds(compute_s=0.004, memory_s=0.012)
 
 
 def test_timings_are_what_they_were() -> None:
-    timings = [make_timing(step, step % 5 + 1, 0.25 * step, 0.5) for step in range(7, 15)]
+    timings = [
+        StepTiming(step=step, works=(ReplicaWork(0, step % 5 + 1, 96.0, 2048.0, 0.25 * step, 0.5),))
+        for step in range(7, 15)
+    ]
     assert decode_timings(encode_timings(timings)) == timings
     assert decode_timings(encode_timings(())) == []
+
+
+def test_the_work_of_replicas_is_that_of_one_at_a_time() -> None:
+    lengths = [np.array(of_batch, np.int32) for of_batch in ([8, 8], [16], [4, 4, 8], [2])]
+    inputs = [MicrobatchInput(0.5, of_batch) for of_batch in lengths]
+    work = describe_work([2, 2, 0], 3.0, inputs)
+    assert (work.microbatches, work.tokens, work.squares) == (4, 50 / 2, (128 + 256 + 96 + 4) / 2)
+    assert (work.seconds, work.input_s) == (3.0, 1.0)
+    unknown = describe_work([3, 2], 3.0, [MicrobatchInput(0.0, None)] * 5)
+    assert (unknown.tokens, unknown.squares) == (3.0, 0.0), "as long as the replica that has most"
+    assert describe_work([1], 3.0, []).tokens == 1.0
 
 
 def test_devices_are_measured() -> None:
@@ -78,9 +95,16 @@ class Job:
             if step % EXCHANGE_INTERVAL_STEPS == 0:
                 self._exchange(spec)
             for name, watch in zip(self.names, self._watches, strict=True):
-                seconds = MICROBATCHES * self.seconds[name] * self._chance.gauss(1, 0.02)
-                watch.add(spec, MICROBATCHES, seconds, self.input_s[name])
+                lengths = self.draw_lengths(name, step)
+                share = 1.0 if lengths is None else float((lengths.astype(float) ** 2).sum()) / ROW_TOKENS**2
+                seconds = MICROBATCHES * self.seconds[name] * share * self._chance.gauss(1, 0.02)
+                one = MicrobatchInput(self.input_s[name] / MICROBATCHES, lengths)
+                watch.add(spec, [MICROBATCHES], seconds, [one] * MICROBATCHES)
             self.clock.advance(MICROBATCHES * MICROBATCH_S)
+
+    def draw_lengths(self, name: str, step: int) -> np.ndarray | None:
+        """Return the lengths of the documents of each microbatch; None: they are unknown, and all alike."""
+        return None
 
     def _measure(self, name: str) -> Callable[[], DeviceSeconds]:
         def measure() -> DeviceSeconds:
@@ -178,6 +202,26 @@ def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> N
     job.run(range(64, 98))
     ((_, detail),) = control.found
     assert (detail["slow"], detail["part"]) == ("host-3", "input")
+
+
+def test_a_host_with_long_documents_is_not_slow_and_one_with_short_ones_may_be(
+    control: RecordingControl, record: HealthRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(1)
+
+    def draw_lengths(_: Job, name: str, step: int) -> np.ndarray:
+        is_long = name == f"host-{step // 40 % HOSTS}"  # 40 steps with longer documents than on other hosts
+        documents = chance.choice((1, 1, 1, 2) if is_long else (1, 2, 4, 4))
+        return np.full(documents, ROW_TOKENS // documents, np.int32)
+
+    monkeypatch.setattr(Job, "draw_lengths", draw_lengths)
+    job = Job([f"host-{number}" for number in range(HOSTS)], control, record)
+    job.run(range(400))
+    assert not job.measured
+    job.seconds["host-3"] *= 2
+    job.devices["host-3"] = HALF_SPEED
+    job.run(range(400, 440))
+    assert [detail["slow"] for _, detail in control.found] == ["host-3"]
 
 
 def test_the_end_of_slowness_is_reported(job: Job, control: RecordingControl) -> None:
