@@ -1,4 +1,4 @@
-"""What a measurement of the devices makes of a suspicion: a host is reported as slow only after that."""
+"""Confirms the suspicion that a host is slow by a measurement of all hosts' devices."""
 
 import math
 import statistics
@@ -11,8 +11,8 @@ from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.work_series import SHIFT
 
 UNCONFIRMED_LIMIT: Final = 2
-"""So many measurements in a row find nothing wrong with the devices of a host whose microbatches take longer all the
-time: then what is slow is something else of this host. Once may be a busy moment that is over."""
+"""After so many measurements in a row that find its devices sound, a host that is still slow is reported as `OTHER`.
+The first may have come after a busy moment."""
 
 
 class DeviceRatios(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ def compare_devices(host: int, compute_s: Sequence[float], memory_s: Sequence[fl
 
 
 def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int) -> Finding | None:
-    """Return the finding with what was measured, of the kind that this shows; None: nothing is wrong with the devices.
+    """Return the finding, of the kind that the measurement shows; None: devices are sound, so it is measured once more.
 
     Args:
         finding: about a host, from its steps.

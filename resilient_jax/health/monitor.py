@@ -89,7 +89,7 @@ class _Watched(msgspec.Struct):
         default_factory=lambda: collections.deque(maxlen=USUAL_INPUT_STEPS)
     )
     num_judged: int = 0
-    """Since the last comparison of its fit with those of peers became due."""
+    """Steps since its first fit, which is compared with those of peers once."""
 
 
 class _Measured(msgspec.Struct):

@@ -28,8 +28,8 @@ class MembershipConfig:
     """How long members with the last copy of the state wait for hosts whose worker is starting. To import libraries and
     to load programs takes some seconds, less if no other host trains meanwhile; it saves a re-form, too."""
     snapshot_grace_s: float = 0.5
-    """How long after a disruption members whose state is in snapshots wait for one that all have copied to be complete:
-    servers exchange parity. A step would be done again without it."""
+    """How long members wait for a snapshot that all of them have copied, until servers have exchanged its parity,
+    counted from the disruption. Without it they would do a step again."""
     compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0

@@ -390,10 +390,10 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
 
 
 def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:
-    """Return whether a newer snapshot than `present`, which all members have copied, may be complete in a moment.
+    """Return whether a snapshot newer than `present` may soon be complete: all live workers have copied it.
 
-    It needs the part of every host of its generation, so all must have that of `present`: snapshot servers outlive
-    their workers. Whether the part of a worker that died is complete is not known.
+    It needs the parts of all hosts, so each host's server must be there: its part of `present` shows that. Whether a
+    dead worker had copied its part is not known.
     """
     if len(present.sources) < sum(len(group.hosts) for group in present.groups):
         return False

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 MEASURE_S: Final = 0.1
-"""Of each of the two, on all devices of a host: as long as the period in which a share of a processor is counted."""
+"""Of each of the two, shared by a host's devices. One device gets the usual period of a quota of processor time."""
 CPU_SIZES: Final = (512, 2048)
 ACCELERATOR_SIZES: Final = (4096, 6144)
 """Rows and columns of the matrices of the product, and of the one that is passed over. With its result that takes 32

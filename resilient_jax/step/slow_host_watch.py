@@ -41,7 +41,7 @@ class SlownessJudge(Protocol):
         ...
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Say what is slow, by what the devices of all hosts take; `UNKNOWN_SECONDS` of those that gave no answer."""
+        """Say what is slow, by what all hosts' devices take; nothing if one host's are `UNKNOWN_SECONDS`."""
         ...
 
 

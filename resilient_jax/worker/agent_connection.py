@@ -5,6 +5,7 @@ A thin shell of `worker_protocol`, whose docstring has the table: a lock, a cond
 
 import threading
 import time
+from collections.abc import Callable
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName, WorldId
@@ -143,10 +144,10 @@ class AgentConnection:
         with self._changed:
             self._apply(worker_protocol.report_world_left(self._protocol))
 
-    def report_checkpoint(self, step: int | None) -> None:
-        """Report the step of the newest checkpoint on storage; None: there is none."""
+    def report_found(self, change: Callable[..., Transition], found: object) -> None:
+        """Report what was found beside the training: `change(protocol, found)` is a transition of `worker_protocol`."""
         with self._changed:
-            self._apply(worker_protocol.report_checkpoint(self._protocol, step))
+            self._apply(change(self._protocol, found))
 
     # For the main thread: a generation.
 
@@ -212,11 +213,6 @@ class AgentConnection:
         )
         send_unless_closed(self._connection, EventOccurred(event=event))
         return event
-
-    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
-        """Report all hosts that are slow, with what of each is; see `WorkerReport.slow_hosts`."""
-        with self._changed:
-            self._apply(worker_protocol.report_slow_hosts(self._protocol, slow_hosts))
 
     # For the guard thread.
 

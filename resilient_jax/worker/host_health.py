@@ -1,14 +1,14 @@
 """Which hosts are slow: judged by the first host of a generation from what all tell of their steps, and reported there.
 
-A finding of the monitor is a suspicion only. It is reported when the devices of all hosts have been measured at the
-same time: on a busy machine a host is behind its peers for a while without anything being wrong with it.
+A finding of the monitor is a suspicion only. It is reported if a measurement of the devices of all hosts, at the same
+time, confirms it: on a busy machine a host is behind its peers for a while without anything being wrong with it.
 """
 
 import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from resilient_jax.clock import Clock
@@ -22,10 +22,11 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import MEASURE_S, UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.worker.training_control import TrainingControl
 
 logger = logging.getLogger(__name__)
 
+SlowHosts = tuple[tuple[HostName, str], ...]
+"""Hosts that are slow, each with what of it is."""
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices are measured."""
 
@@ -70,16 +71,23 @@ class HostHealth:
 
     Args:
         hosts: of the generation, in order of their indexes.
-        control: writes the events.
+        record_event: writes an event.
+        report: is told all slow hosts, when they have changed; see `WorkerReport.slow_hosts`.
         record: outlives the generation.
         clock: tells how long measuring takes.
     """
 
     def __init__(
-        self, hosts: Sequence[HostName], control: TrainingControl, record: HealthRecord, clock: Clock
+        self,
+        hosts: Sequence[HostName],
+        record_event: Callable[..., object],
+        report: Callable[[SlowHosts], None],
+        record: HealthRecord,
+        clock: Clock,
     ) -> None:
         self._hosts = tuple(hosts)
-        self._control = control
+        self._record_event = record_event
+        self._report_slow_hosts = report
         self._record = record
         self._clock = clock
         self._asked_s = 0.0
@@ -110,7 +118,7 @@ class HostHealth:
             self._record.lock.release()
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Report what is slow, after the devices of all hosts have been measured."""
+        """Report what is slow, by what the devices of all hosts take; nothing if one host's are unknown."""
         with self._record.lock:
             now_s = self._clock.monotonic_s()
             self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
@@ -126,7 +134,7 @@ class HostHealth:
                     self._record.unconfirmed[finding] = num_unconfirmed + 1
                     continue
                 self._record.reported[finding] = confirmed
-                self._control.record_event(
+                self._record_event(
                     EventKind.HOST_SLOW,
                     step=spec.step,
                     slow=confirmed.host,
@@ -167,13 +175,13 @@ class HostHealth:
                 continue
             self._record.unconfirmed.pop(change.finding, None)
             if (reported := self._record.reported.pop(change.finding, None)) is not None:
-                self._control.record_event(
+                self._record_event(
                     EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=change.reason
                 )
 
     def _report(self) -> None:
         """Tell the agent what is slow now, for `status`."""
-        self._control.report_slow_hosts(
+        self._report_slow_hosts(
             tuple(
                 (
                     HostName(finding.host),

@@ -73,9 +73,6 @@ class RehearsalControl:
         self.has_committed = True
         raise GenerationEnded
 
-    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
-        """Ignore them: no other host takes part."""
-
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Return the event, which is written nowhere: it did not happen in the job."""
         return Event(

@@ -4,7 +4,6 @@ import dataclasses
 import time
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,9 +20,6 @@ class StandaloneControl:
 
     def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """Ignore the commit: without an agent no other process counts steps."""
-
-    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
-        """Ignore them: a host alone has no peers to be compared with."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Return the event, which is written nowhere."""

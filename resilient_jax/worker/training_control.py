@@ -3,7 +3,6 @@
 from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName
 
 
 class GenerationEnded(BaseException):
@@ -40,10 +39,6 @@ class TrainingControl(Protocol):
 
     def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """Report that `step` steps are committed."""
-        ...
-
-    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
-        """Report all hosts that are slow, with what of each is; see `WorkerReport.slow_hosts`."""
         ...
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -47,6 +48,7 @@ from resilient_jax.step.reducer import Reducer
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.transport.credentials import Credentials
+from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.agent_connection import AgentConnection
 from resilient_jax.worker.audit_response import AuditResponse, leave_as_corrupt
 from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
@@ -131,7 +133,9 @@ class Worker:
             self._record_event,
         )
         self._poller = CheckpointPoller(
-            find_latest_checkpoint, self._agent.report_checkpoint, self._agent.record_event
+            find_latest_checkpoint,
+            functools.partial(self._agent.report_found, worker_protocol.report_checkpoint),
+            self._agent.record_event,
         )
         self._snapshotter = Snapshotter(
             int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
@@ -403,7 +407,13 @@ class Worker:
         health = None
         if info.hosts[0] == order.host:
             self._committed.health = continue_record(self._committed.health, info.number)
-            health = HostHealth(info.hosts, self._agent, self._committed.health, SystemClock())
+            health = HostHealth(
+                info.hosts,
+                self._agent.record_event,
+                functools.partial(self._agent.report_found, worker_protocol.report_slow_hosts),
+                self._committed.health,
+                SystemClock(),
+            )
         session = Session(
             self._committed,
             self._agent,

@@ -8,6 +8,7 @@ import os, socket
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.worker_messages import WORKER_MESSAGE_DECODER
+from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.agent_connection import AgentConnection
 from resilient_jax.worker.hang_detection import HangLimits
 
@@ -16,7 +17,7 @@ agent = Connection(ours.detach(), WORKER_MESSAGE_DECODER)
 limits = HangLimits(regular_s=60.0, other_s=60.0, forming_timeout_s=60.0)
 connection = AgentConnection(worker.detach(), HostName("a"), lambda: None, limits, polls_checkpoints=True)
 connection.report_world_left()  # any report
-connection.report_checkpoint(None)  # of a look that began before
+connection.report_found(worker_protocol.report_checkpoint, None)  # of a look that began before
 connection.report_idle(step=3, holds_state=False, snapshot=None, copied=None, done=False, failure=None)
 reports = []
 while len(reports) < 3:

@@ -82,7 +82,7 @@ class Job:
         self.input_s = dict.fromkeys(names, 0.0)
         self._chance = random.Random(0)
         self._record = record
-        health = HostHealth(self.names, control, record, self.clock)
+        health = HostHealth(self.names, control.record_event, control.report_slow_hosts, record, self.clock)
         self._watches = [
             SlowHostWatch(health if name == names[0] else None, self._measure(name)) for name in names
         ]
