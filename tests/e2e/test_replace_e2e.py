@@ -16,8 +16,9 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 
 pytestmark = pytest.mark.timeout(600)
 HOSTS = tuple(f"host-{index}" for index in range(4))
-REPLACING = f'{CONFIG.replace("max_restarts = 1000", "max_restarts = 3")}\nabort = "replace"\n'
-"""With fewer restarts than there are replacements, which must not count."""
+REPLACING = f'{CONFIG.replace("max_restarts = 1000", "max_restarts = 4")}\nabort = "replace"\n'
+"""With fewer restarts than there are replacements, which must not count: the tests kill host-1's worker four times, and
+have it replaced three times more."""
 
 Faults = tuple[tuple[JobComponent, str, signal.Signals], ...]
 
