@@ -1,5 +1,7 @@
 """Collectives that cannot be broken off: all workers are replaced, and go on from the snapshots in memory."""
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 from sharded_job import ShardedJob
 from tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, protect
 
-from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 from resilient_jax.protocol.records import WorkerState
@@ -34,11 +36,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
 def lose(job: ShardedJob, faults: Faults) -> None:
     """Cause these faults at once; check that all workers are replaced, and that at most one step is done again."""
     promised = job.promised_step()
-    before = {status.host: status.worker for status in job.read_report().hosts}
-    generation = job.read_report().generation
+    report = job.read_report()
+    before, generation = {status.host: status.worker for status in report.hosts}, report.generation
     assert generation is not None
-    for part, host, number in faults:
-        job.signal(part, host, number)
+    # Found before the first one is hit: upon that the agents replace the workers of all.
+    pids = [(pid, number) for part, host, number in faults for pid in find_pids(report, part, host)]
+    assert len(pids) >= len(faults), f"some of these do not run: {faults}"
+    for pid, number in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
     job.job.release()
     job.wait_protected(4, after_generation=generation.number)
     job.wake_all()
