@@ -195,6 +195,17 @@ def test_cancel_has_no_effect_on_a_finished_snapshot():
     assert run.recorded.kinds() == [EventKind.SNAPSHOT_COPIED]
 
 
+def test_a_copy_in_progress_is_waited_for_to_its_end():
+    blocker = Blocker(FailPoint.DURING_COPY)
+    with CaptureRun({"w": jnp.ones(10)}, failpoint=blocker) as run:
+        run.start()
+        assert blocker.reached.wait(TIMEOUT_S)
+        assert not run.capture.wait_until_finished(0.01)
+        blocker.go_on.set()
+        assert run.capture.wait_until_finished(TIMEOUT_S)
+        assert run.capture.newest_finished == snapshot_id(1)
+
+
 def test_a_snapshot_is_taken_after_a_cancelled_one():
     blocker = Blocker(FailPoint.DURING_COPY)
     with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:

@@ -2,14 +2,19 @@
 
 import contextlib
 import socket
+import threading
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_snapshots import FakeSnapshot
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.state import snapshotter as module
 from resilient_jax.state.flat_state import flatten_state
@@ -19,6 +24,7 @@ from resilient_jax.transport.credentials import Credentials
 
 HERE, OTHER = HostName("here"), HostName("other")
 FIRST_STEP = 5
+TIMEOUT_S = 30.0
 
 
 class World:
@@ -76,6 +82,19 @@ class Server:
 
     def abandon(self, id):
         pass
+
+
+class AcceptingServer:
+    """This host's snapshot server, which takes every part."""
+
+    def __init__(self) -> None:
+        self._parts: Any = None
+
+    def open_layout(self, layout, *, restored, check):
+        self._parts = FakeSnapshot(layout.part_bytes).of(HERE)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parts, name)
 
 
 @pytest.fixture
@@ -140,3 +159,37 @@ def test_snapshots_that_the_training_takes_itself_replace_the_automatic_ones(pro
 def test_protection_can_be_switched_off(protect):
     server, events = protect(interval="off")
     assert (server.layouts, server.begun, events) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("is_needed", "copied", "kind"),
+    [
+        (True, SnapshotId(FIRST_STEP, GenerationNumber(1)), EventKind.SNAPSHOT_COPIED),
+        (False, None, EventKind.SNAPSHOT_DROPPED),
+    ],
+)
+def test_a_generation_that_ends_finishes_the_copy_in_progress_if_it_is_needed(
+    is_needed, copied, kind, monkeypatch
+):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(place, step=0):
+        if place is FailPoint.DURING_COPY:
+            reached.set()
+            assert go_on.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(module, "FINISH_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(module, "LocalServerClient", lambda descriptor: AcceptingServer())
+    line = AgentLine()
+    taking = Snapshotter(0, HERE, SnapshotSettings(num_parity=1), "", Credentials("token"), line, hold)
+    state = flatten_state(FIRST_STEP, {"w": jnp.zeros((64, 64))})
+    taking.take(World(is_other_refused=False), state)
+    assert reached.wait(TIMEOUT_S)
+    release = threading.Timer(0.05, go_on.set)
+    release.start()
+    assert taking.end_generation(is_needed=is_needed) == copied
+    release.join()
+    assert taking._capture.close()
+    assert [
+        found for found, _ in line.events if found.startswith("snapshot.") and found != "snapshot.layout"
+    ] == [kind]
