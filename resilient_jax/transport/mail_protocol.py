@@ -148,7 +148,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class MailWelcome(msgspec.Struct, frozen=True, tag=True):
-    """The receiver's proof that it belongs to the job."""
+    """The receiver's proof that it belongs to the job; mail follows at once."""
 
     proof: bytes
 
@@ -202,8 +202,8 @@ def introduce(connection: socket.socket, gate: Authenticator, hello: MailHello, 
 
 def admit(
     connection: socket.socket, gate: Authenticator, receiver: HostName, peer: str, deadline_s: float
-) -> MailHello:
-    """Return what the sender at the other end says, if it belongs to the job.
+) -> tuple[MailHello, MailWelcome]:
+    """Return what the sender at the other end says, if it belongs to the job, and the answer that it waits for.
 
     Args:
         connection: just accepted.
@@ -230,8 +230,7 @@ def admit(
         reason = f"this is the mailbox of {receiver}"
         send_frame(connection, MailRefusal(reason, is_token=False), deadline_s)
         raise MessageError(f"{hello.sender} has mail for {hello.receiver}, but {reason}")
-    send_frame(connection, MailWelcome(gate.sign(_welcome_text(bytes(theirs), own))), deadline_s)
-    return hello
+    return hello, MailWelcome(gate.sign(_welcome_text(bytes(theirs), own)))
 
 
 def send_mail(connection: socket.socket, mail: Mail) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from resilient_jax.errors import CallerError, MessageError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.transport.authentication import Authenticator, OnEvent
+from resilient_jax.transport.bulk_protocol import send_frame
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.incoming_connections import IncomingConnections
 from resilient_jax.transport.mail_protocol import Mail, MailKey, admit, configure_mail_socket, receive_mail
@@ -159,10 +160,12 @@ class MailService:
     def _serve(self, connection: socket.socket, peer: str) -> None:
         """Receive the mail of one connection until it ends."""
         configure_mail_socket(connection)
-        hello = admit(connection, self._gate, self._own_name, peer, time.monotonic() + CONNECT_TIMEOUT_S)
-        with self._lock:
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        hello, welcome = admit(connection, self._gate, self._own_name, peer, deadline_s)
+        with self._lock:  # before the welcome: once the peer has it, its mail may be on the way, and its end, too
             self._incoming[hello.sender] = connection
         try:
+            send_frame(connection, welcome, deadline_s)
             while True:
                 self.box.put(receive_mail(connection, hello.sender))
         except (OSError, EOFError, MessageError) as error:

@@ -16,7 +16,7 @@ from mail_peers import TOKEN, WAIT_S, crc, fields, key, make_bytes, own_mail, ru
 from resilient_jax.errors import PeerUnreachable, StaleGeneration, Unauthenticated
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.framing import HEADER
-from resilient_jax.transport import Credentials, mail_protocol
+from resilient_jax.transport import Credentials, mail_protocol, mail_service
 from resilient_jax.transport.mail_protocol import Mail, MailKind
 
 MIB = 2**20
@@ -295,18 +295,22 @@ def test_what_is_to_be_sent_is_sent_after_its_step_is_finished_here():
         assert peer.ask("take", key=fields(key(2)), sender="h0")["length"] == 16 * MIB
 
 
-def test_what_a_peer_sent_before_it_closed_its_mailbox_still_arrives(monkeypatch):
-    goes_on, allocate = threading.Event(), mail_protocol._allocate
+@pytest.mark.parametrize("slow", ["_allocate", "send_frame"])
+def test_what_a_peer_sent_before_it_closed_its_mailbox_still_arrives(monkeypatch, slow):
+    """Also where this side is slow: it has not read the mail yet, or has only just welcomed the peer."""
+    goes_on, module = threading.Event(), {"_allocate": mail_protocol, "send_frame": mail_service}[slow]
+    work = getattr(module, slow)
 
-    def wait(size):
+    def work_slowly(*args):
+        result = work(*args)
         assert goes_on.wait(WAIT_S)
-        return allocate(size)
+        return result
 
     with own_mail() as own, running("h1") as (peer,):
         meet(own, [peer])
         own.send("h1", make_mail(key()))
         peer.ask("take", key=fields(key()), sender="h0")
-        monkeypatch.setattr(mail_protocol, "_allocate", wait)
+        monkeypatch.setattr(module, slow, work_slowly)
         peer.ask("send", to="h0", key=fields(key(1)), length=64 * 1024, seed=0)
         peer.ask("flush")
         peer.end()

@@ -31,6 +31,7 @@ from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
+from resilient_jax.transport.server_address import parse_address
 
 VERSIONS = Versions(python="3", resilient_jax="1", jax="1", jaxlib="1")
 TTL_S = 60.0
@@ -367,7 +368,15 @@ def test_a_job_forms_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fault", ["refuses", "silent"])
+@contextlib.asynccontextmanager
+async def connections_closed(endpoint: str) -> AsyncIterator[None]:
+    """Close each connection to a port on which nobody listens; a host that refused them would count as dead."""
+    host, port = parse_address(endpoint)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), host, port):
+        yield
+
+
+@pytest.mark.parametrize("fault", ["closes", "silent"])
 def test_a_parent_that_is_lost_while_a_job_forms_costs_no_generation(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -375,13 +384,14 @@ def test_a_parent_that_is_lost_while_a_job_forms_costs_no_generation(
         await asyncio.Event().wait()
 
     async def run() -> None:
-        async with job_of_all_but_one(monkeypatch) as job:
+        async with job_of_all_but_one(monkeypatch) as job, contextlib.AsyncExitStack() as stack:
             parent = job.agents[1]
             endpoint = parent._relay.endpoint
             children = job.list_children(parent)
             assert children
-            if fault == "refuses":
+            if fault == "closes":
                 await parent.stop_listening()
+                await stack.enter_async_context(connections_closed(endpoint))
             else:
                 monkeypatch.setattr(parent._combiner, "_write", write_for_ever)
             await job.start(job.agents[-1:])
