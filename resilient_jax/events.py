@@ -224,6 +224,9 @@ class EventKind(enum.StrEnum):
     PIPELINE_FORMED = "pipeline.formed"
     """The model is split over the hosts of a generation. Detail: `replicas`, `blocks` of the model, `cut` (the hosts of
     each replica, with their first and last block)."""
+    PIPELINE_STATE_KEPT = "pipeline.state_kept"
+    """The hosts go on with the units that they have in memory, and send each other those that move. Detail:
+    `received` (bytes that came to this host), `seconds`."""
     PIPELINE_STEP_RESUMED = "pipeline.step_resumed"
     """A step goes on in a new generation. Detail: `kept` (tasks that this host had done), `seconds` (of those
     that were left)."""

@@ -49,13 +49,8 @@ from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    LeaderRecord,
-    StateLoss,
-)
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, LeaderRecord
+from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.store_keys import (
     make_change_key,
     make_generation_key,

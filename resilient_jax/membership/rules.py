@@ -14,9 +14,10 @@ The rules, from which the code below follows:
    unplanned change is decided joins in the same change. While others train a host is given a spare seat of their world,
    and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
    A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and so is ready.
-6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
-   hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
-   that a host sees on storage; without one the job ends with that reason, unless its policy is to restart.
+6. The newest complete state wins: a member's, which the others fetch; or that which members have together, each a part,
+   where they stay in their world; or a snapshot of which enough is left on the hosts, which all restore. If there is
+   none in a job that had made progress, all begin with the newest checkpoint that a host sees on storage; without one
+   the job ends with that reason, unless its policy is to restart.
    Members that find a host which computes wrongly say which states it cannot have touched: others count no more.
 7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
    retried a few times; then the host that reported most of the failures is quarantined, and if that does not help, the
@@ -54,11 +55,11 @@ from resilient_jax.membership.facts import (
     find_newest_step,
     find_recoverable_step,
     find_snapshot,
+    find_suspect,
     find_user_error,
     find_worker,
     has_service,
     have_all_finished_step,
-    is_draining,
     is_idle,
     is_snapshot_needed,
     join_names,
@@ -93,9 +94,9 @@ from resilient_jax.protocol.records import (
     JobOutcome,
     JobOutcomeKind,
     Member,
-    StateLoss,
     WorkerStatus,
 )
+from resilient_jax.protocol.state_records import StateLoss
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -441,7 +442,7 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     action = choose_action(Evidence.COLLECTIVE_FAILED, generation.attempts - 1, tries)
     if action is Action.TAKE_HOST_OUT and generation.taken_out is not None:
         return None  # what is left is tried once
-    suspect = find_suspect(state, config) if action is Action.TAKE_HOST_OUT else None
+    suspect = find_suspect(state, max(config.min_hosts, 1)) if action is Action.TAKE_HOST_OUT else None
     if suspect is not None:
         reason = (
             f"{suspect} is taken out: training failed {generation.attempts} times in a row at step "
@@ -464,18 +465,6 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     return _finish(
         generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
     )
-
-
-def find_suspect(state: MembershipState, config: MembershipConfig) -> HostName | None:
-    """Return the host that reported most of the failed attempts, the latest of several; None: it cannot be spared."""
-    here = [host for host in state.generation.suspects if host in state.hosts]
-    num_left = sum(
-        status.worker is not None and status.worker.is_alive and not is_draining(state, host)
-        for host, status in state.hosts.items()
-    )
-    if not here or num_left <= max(config.min_hosts, 1):
-        return None
-    return max(reversed(here), key=here.count)
 
 
 def _form(

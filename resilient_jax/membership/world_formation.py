@@ -19,16 +19,9 @@ from resilient_jax.membership.facts import (
     list_unseated_standbys,
 )
 from resilient_jax.membership.state_loss import explain_state_loss
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    StateLoss,
-    StateSource,
-    WorldChange,
-)
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.protocol.state_records import StateLoss, StateSource, are_parts_complete
 
 MAX_SOURCES: Final = 64
 """Of a generation; one is enough where no member has to fetch."""
@@ -50,27 +43,34 @@ class StateOrigin:
     Attributes:
         step: of the state; 0 if there is none.
         sources: all members that have the complete state.
-        snapshot: that has the state, if no member has it.
+        part_holders: the members that have it together, each a part.
+        snapshot: that has the state, if the members have it not.
     """
 
     step: int = 0
     sources: tuple[StateSource, ...] = ()
+    part_holders: tuple[HostName, ...] = ()
     snapshot: SnapshotPlan | None = None
 
     @property
     def exists(self) -> bool:
         """Whether there is a state; else the job begins."""
-        return bool(self.sources) or self.snapshot is not None
+        return bool(self.sources or self.part_holders) or self.snapshot is not None
 
 
 def find_state_origin(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> StateOrigin:
-    """Return the newest complete state: a worker's, or, if that is newer, a snapshot's."""
+    """Return the newest complete state: a worker's, or that of all members together, or, if newer, a snapshot's."""
     holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
-    # At the same step the worker's wins: it is in device memory, and a snapshot must be read first.
+    is_kept = state.generation.trusted_step is None and can_change_in_place(state, kept, joiners)
+    parts = _list_parts(kept) if is_kept else {}
+    parts_step = max(parts.values(), default=0)
+    # At the same step the workers' wins: it is in device memory, and a snapshot must be read first.
+    if parts and parts_step >= max(step, snapshot.id.step if snapshot is not None else 0):
+        return StateOrigin(step=parts_step, part_holders=tuple(parts))
     if snapshot is not None and (not holders or snapshot.id.step > step):
         return StateOrigin(step=snapshot.id.step, snapshot=snapshot)
     return StateOrigin(
@@ -81,6 +81,23 @@ def find_state_origin(
             if w.report.step == step
         ),
     )
+
+
+def _list_parts(kept: list[HostStatus]) -> dict[HostName, int]:
+    """Return the members with a part of the state, and the step of each; none if a part of it is on none of them.
+
+    Those that a failure met between two commits are a step behind: no host commits before all have what they need for
+    it. Should they be further apart, they are no parts of one state.
+    """
+    reports = {
+        s.host: s.worker.report
+        for s in kept
+        if s.worker is not None and s.worker.report.part is not None and s.worker.report.step > 0
+    }
+    steps = {host: report.step for host, report in reports.items()}
+    is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1
+    parts = [report.part for report in reports.values() if report.part is not None]
+    return steps if is_one_state and are_parts_complete(parts) else {}
 
 
 def _reform(
@@ -167,7 +184,7 @@ def form_next_generation(
         built = _reform(state, kept, joiners, spare_seats)
         if isinstance(built, StartCoordinationService):
             return built
-    held = {source.host for source in origin.sources}
+    held = {*(source.host for source in origin.sources), *origin.part_holders}
     # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
     receivers = tuple(m.host for m in built.members if m.host not in held) if held else ()
     return msgspec.structs.replace(
@@ -176,6 +193,7 @@ def form_next_generation(
         step=origin.step,
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
         receivers=receivers,
+        is_state_in_parts=bool(origin.part_holders),
         snapshot=origin.snapshot,
         state_loss=None
         if origin.exists

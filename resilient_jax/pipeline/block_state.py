@@ -82,11 +82,7 @@ class BlockState:
 
     def list_complete_blocks(self) -> tuple[int, ...]:
         """Return the blocks of which all weights are here, ascending."""
-        here = self._units_of_step.keys() | self.states.keys()
-        missing = {
-            block for number, unit in enumerate(self.units) if number not in here for block in unit.blocks
-        }
-        return tuple(sorted({block for unit in self.units for block in unit.blocks} - missing))
+        return find_complete_blocks(self.units, self._units_of_step.keys() | self.states.keys())
 
     def list_weights(self, block: int) -> dict[str, Any]:
         """Return the weights of a block, by name, from all units that have some."""
@@ -141,6 +137,12 @@ class BlockState:
             self._updates[number] = program, jax.tree.structure(after)
         program, structure = self._updates[number]
         return structure.unflatten(program(*jax.tree.leaves(arguments)))
+
+
+def find_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:
+    """Return the blocks of which a host with some units has all weights, ascending."""
+    missing = {block for number, unit in enumerate(units) if number not in here for block in unit.blocks}
+    return tuple(sorted({block for unit in units for block in unit.blocks} - missing))
 
 
 def _update_unit(

@@ -28,6 +28,7 @@ from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_progress import (
     TaskProgress,
+    catch_up,
     exchange_progress,
     find_newest_routing,
     plan_continuation,
@@ -99,6 +100,7 @@ class PipelineWorker:
     Attributes:
         state: of the units that it holds.
         step: the next one to be committed.
+        unit_holders: the hosts that had each unit when the hosts last agreed on a step.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class PipelineWorker:
         """
         units = list_state_units(cut)
         self.step = 0
+        self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self._cut = cut
         self.state = BlockState(units, optimizer)
         self._host = host
@@ -179,6 +182,12 @@ class PipelineWorker:
             self.drop_step()
         self.state.replace(states, in_step=self._routed_in > 0)
 
+    def drop_state(self) -> None:
+        """Drop every array: this host has nothing any more that the others could use."""
+        self.step, self._table = 0, None
+        self.drop_step()
+        self.state.replace({}, in_step=False)
+
     def drop_step(self) -> None:
         """Drop all that was done of the step, with every array that it needs."""
         self._routes, self._routed_in, self._gradients = (), 0, None
@@ -197,7 +206,8 @@ class PipelineWorker:
     def agree_on_step(self) -> int:
         """Return the step in which all hosts go on after a failure: the next one to be committed.
 
-        A step that any living host has committed is committed here, too: that host knew that this one had its sums.
+        A step that any living host has committed is committed here, too: that host knew that this one had its sums. A
+        host without a state agrees to whatever the others have.
 
         Raises:
             PeerUnreachable: a host is lost, or late.
@@ -205,6 +215,7 @@ class PipelineWorker:
         mine = TaskProgress(
             step=self.step,
             table=self._table,
+            units=tuple(sorted(self.state.states)),
             blocks=self.state.list_complete_blocks(),
             routed_in=self._routed_in,
             routes=self._routes if self._routed_in else (),
@@ -213,14 +224,23 @@ class PipelineWorker:
         )
         found = exchange_progress(self.make_mail(), self._require_generation().hosts, self._host, mine)
         newest = max(found.values(), key=lambda one: one.step)
-        if self.step < newest.step:
+        if not self.state.states:
+            self.step = newest.step
+        elif self.step < newest.step:
             if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
                 raise InternalError(
                     f"step: found a host that has committed step {newest.step - 1}, and {self._host} without sums of "
                     f"step {self.step}; expected that no host commits before all have their sums"
                 )
             self._commit(newest.table, self._gradients)
-        self._progress = {host: one for host, one in found.items() if one.step == newest.step}
+        self._progress = {
+            host: one if one.step == newest.step else catch_up(one, newest.step, self._units)
+            for host, one in found.items()
+        }
+        self.unit_holders = tuple(
+            frozenset(host for host, one in found.items() if number in one.units)
+            for number in range(len(self._units))
+        )
         return self.step
 
     def resume_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:

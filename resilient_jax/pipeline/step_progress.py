@@ -12,7 +12,9 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import find_complete_blocks
 from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Route, Routes
@@ -36,9 +38,10 @@ class TaskProgress(msgspec.Struct, frozen=True):
     """What a host says.
 
     Attributes:
-        step: the next one that it commits.
+        step: the next one that it commits; 0 with no state at all.
         table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
-        blocks: whose weights it has.
+        units: which it has, and updates.
+        blocks: whose weights it has; also of units that it has only until the step is committed.
         routed_in: the generation of its routes; 0: it has begun nothing of the step.
         routes: of the step.
         done: finished tasks of the step.
@@ -47,6 +50,7 @@ class TaskProgress(msgspec.Struct, frozen=True):
 
     step: int
     table: CommitTable | None
+    units: tuple[int, ...]
     blocks: tuple[int, ...]
     routed_in: int = 0
     routes: Routes = ()
@@ -81,6 +85,13 @@ def exchange_progress(
     """
     any_step = dataclasses.replace(mail, step=PROGRESS_STEP)
     return any_step.exchange_messages(hosts, own, MailKind.PROGRESS, progress)
+
+
+def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> TaskProgress:
+    """Return what a host that was behind says when it has committed what the others have: nothing of `step` is done."""
+    return TaskProgress(
+        step=step, table=None, units=progress.units, blocks=find_complete_blocks(units, progress.units)
+    )
 
 
 def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:

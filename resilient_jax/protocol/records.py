@@ -13,6 +13,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
+from resilient_jax.protocol.state_records import StateLoss, StatePart, StateSource
 from resilient_jax.protocol.worker_tasks import OverdueTask
 
 
@@ -72,18 +73,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
 
 
-class StateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that has the newest state and serves it to the others.
-
-    Attributes:
-        host: the member's host.
-        endpoint: the address where it serves the state.
-    """
-
-    host: HostName
-    endpoint: str
-
-
 class JobOutcomeKind(enum.StrEnum):
     """Why a job ended."""
 
@@ -110,23 +99,6 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss of a job's state from the memory of all hosts, and the state from which the job resumes.
-
-    Attributes:
-        step: how many steps were committed.
-        is_lower_bound: there may have been more, because no host is left that has committed the newest.
-        reason: what is lost and what survives.
-        checkpoint_step: the step of the newest checkpoint that a host sees on storage; None: the job restarts with
-            its initial state, by its policy.
-    """
-
-    step: int
-    is_lower_bound: bool
-    reason: str
-    checkpoint_step: int | None = None
-
-
 class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
@@ -146,7 +118,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         boundary_step: in a planned change, the first step that is not run before the change.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
-        snapshot: the snapshot that has the state of `step`, if no member has all of it; then there are no sources.
+        is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
+            more, as they find out. Receivers have no part yet; there are no sources.
+        snapshot: the snapshot that has the state of `step`, if the members have it not; then there are no sources.
             None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
         trusted_step: states of more steps are in doubt; None again once all members have resumed from another.
@@ -184,6 +158,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     boundary_step: int | None = None
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()
+    is_state_in_parts: bool = False
     snapshot: SnapshotPlan | None = None
     state_loss: StateLoss | None = None
     trusted_step: int | None = None
@@ -276,6 +251,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         seat: the last seat that it took or tried to take; with `world` None it could not.
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it has the complete state of `step` (on devices or in host memory).
+        part: while idle: what it has of the state of `step` where no host has all of it, and hosts can go on with what
+            they have. None: nothing.
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         copied: while idle: the newest snapshot of which this host's snapshot server has its part.
         checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while
@@ -300,6 +277,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     seat: SeatId | None = None
     step: int = 0
     holds_state: bool = False
+    part: StatePart | None = None
     snapshot: SnapshotId | None = None
     copied: SnapshotId | None = None
     checkpoint_step: int | None = None

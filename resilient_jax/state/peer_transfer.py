@@ -16,7 +16,7 @@ from resilient_jax.compile.program_exchange import PROGRAM_SERVICE, ProgramDirec
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.leaf_spec import LeafSpec
-from resilient_jax.protocol.records import StateSource
+from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatLeaf, FlatState
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method

@@ -9,8 +9,8 @@ from resilient_jax.checkpoint.directory_listing import MAX_SHOWN, DirectoryListi
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.errors import CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.replay import ReplayOrder
+from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.host_checks import agree_on_checkpoint

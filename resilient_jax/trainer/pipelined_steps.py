@@ -1,11 +1,13 @@
-"""The steps of a model that is split over hosts: blocks, mail, and the step under way, which outlive generations.
+"""The steps of a model that is split over hosts: blocks, mail, state and the step under way, which outlive generations.
 
-placement of the generation -> restore -> `begin` (who has done what of the step under way?) -> tasks -> sums -> update
+placement of the generation -> the state: units that hosts have kept and send each other, or a snapshot, or new
+-> who has done what of the step under way? -> tasks -> sums -> update
 """
 
 import functools
 import math
 import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +21,15 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError, NonFiniteError
 from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
-from resilient_jax.pipeline.whole_model import gather_units
+from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
@@ -74,9 +78,13 @@ class PipelinedSteps:
         self._placement: UnitPlacement | None = None
         self._units: UnitStates | None = None
         self._abstract = state
-        self._num_gathered = 0
-        self._has_agreed = False
-        """Whether the hosts of this generation have told each other what they have done of the step under way."""
+        self._early_stopping: dict[int, Tree] = {}
+        """Its state, which every host has, in the state of a step: the committed one, and the next."""
+        self._num_exchanges = 0
+        """How often the hosts of this generation have sent each other units."""
+        self._has_agreed = self._has_resumed = False
+        """Whether the hosts of this generation have told each other what they have done of the step under way, and
+        gone on with it."""
         self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
 
     # A generation.
@@ -89,9 +97,11 @@ class PipelinedSteps:
             world, units, self._costs, self._options.num_stages, self._recipe.num_microbatches
         )
         _check_devices(world)
-        self._placement, self._has_agreed, self._num_gathered = placement, False, 0
+        self._placement, self._num_exchanges = placement, 0
+        self._has_agreed = self._has_resumed = False
         if world.is_rehearsal:
             return placement
+        world.step_services.register_kept(self)
         address = worker.address.encode()
         assert len(address) <= ROW_SIZE, "an address is short"
         texts = gather_texts(world, address)
@@ -113,9 +123,54 @@ class PipelinedSteps:
 
     def restore(self, placement: UnitPlacement, init: Any, load: Any) -> PipelinedState:  # noqa: ANN401 - see below
         """Return the state to go on with; see `StateLayout.restore`."""
-        if placement.world.is_fresh and (found := load(placement.place_whole)) is not None:
-            return placement.split(found)
-        return placement.world.restore_or_init(lambda: placement.init_state(init), sharding=placement)
+        world = placement.world
+        if world.step_services.is_state_in_parts:
+            with worker_activity.task(WorkerTask.RESTORE):
+                return self._restore_from_parts(placement)
+        if world.is_fresh and (found := load(placement.place_whole)) is not None:
+            state = placement.split(found)
+        else:
+            state = world.restore_or_init(lambda: placement.init_state(init), sharding=placement)
+        if not world.is_rehearsal:
+            step = int(state.step)
+            self._require_worker().replace_state(step, placement.read_held(state))
+            self._early_stopping = {step: placement.read_local(state.early_stopping)}
+        return state
+
+    def _restore_from_parts(self, placement: UnitPlacement) -> PipelinedState:
+        """Return the state that the hosts have kept; units that this host is to hold, and has not, come from others."""
+        worker, world, shapes = self._require_worker(), placement.world, self._require_units().abstract
+        started_s = time.monotonic()
+        step = worker.agree_on_step()
+        self._has_agreed = True
+        world.step_services.hit_failpoint(FailPoint.DURING_RESTORE, step=step)
+        # Every host has that of early stopping, as if it were a unit that all of them hold.
+        common = len(shapes)
+        kept = {**worker.state.states, common: self._early_stopping.get(step)}
+        found = self._exchange(
+            placement,
+            [*worker.unit_holders, frozenset().union(*worker.unit_holders)],
+            {host: {*units, common} for host, units in placement.list_units_by_host().items()},
+            kept,
+            [*shapes, self._abstract.early_stopping],
+        )
+        received = {
+            number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
+        }
+        # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
+        found |= jax.tree.map(lambda leaf: jax.numpy.array(leaf, copy=True), received)
+        self._early_stopping = {step: found.pop(common)}
+        worker.replace_state(step, found)
+        early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
+        state = placement.make_state(step, worker.state.states, early_stopping)
+        world.step_services.resume_from_parts(step, state)
+        world.record_event(
+            EventKind.PIPELINE_STATE_KEPT,
+            step=step,
+            received=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
+            seconds=time.monotonic() - started_s,
+        )
+        return state
 
     # A step.
 
@@ -133,32 +188,34 @@ class PipelinedSteps:
             return state, {}
         self._expect_data(placement, step)
         before = functools.partial(self._before_task, world)
-        if self._has_agreed:
+        # As it is now: an evaluation may have changed it since the state was committed.
+        self._early_stopping[step + 1] = placement.read_local(state.early_stopping)
+        if self._has_resumed:
             worker.begin_step(placement.routes, before)
         else:
-            self._go_on(worker, placement, state, step, before)
+            self._resume(worker, placement, step, before)
         world.step_services.hit_failpoint(FailPoint.BEFORE_REDUCE)
         with worker_activity.task(WorkerTask.SUM):
             table = worker.finish_step(functools.partial(self._before_update, world, step))
+        self._early_stopping.pop(step, None)
         new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
         metrics = {name: float(value) for name, value in table.results.items()}
         return new, {**metrics, LOSS_METRIC: table.loss, "grad_norm": table.norm}
 
-    def _go_on(
+    def _resume(
         self,
         worker: PipelineWorker,
         placement: UnitPlacement,
-        state: PipelinedState,
         step: int,
         before: Any,  # noqa: ANN401 - a function
     ) -> None:
         """Run the first step of a generation: what is done of it, is done."""
-        worker.replace_state(step, placement.read_held(state))
-        worker.agree_on_step()
+        if not self._has_agreed:
+            worker.agree_on_step()
         kept = worker.num_finished_tasks
         started_s = time.monotonic()
         worker.resume_step(placement.routes, before)
-        self._has_agreed = True
+        self._has_resumed = True
         if kept:
             placement.world.record_event(
                 EventKind.PIPELINE_STEP_RESUMED,
@@ -197,35 +254,52 @@ class PipelinedSteps:
 
     def gather_state(self, state: PipelinedState) -> TrainingState:
         """Return the state of the whole model in this host's memory. Every host must call this."""
-        placement, worker, units = self._require_placement(), self._require_worker(), self._require_units()
-        found: dict[int, UnitState] = gather_units(
-            worker.make_mail(int(state.step)),
-            placement.world.host,
-            placement.world.hosts,
-            {number: placement.list_holders(number) for number in range(len(units.units))},
+        placement, units = self._require_placement(), self._require_units()
+        numbers = range(len(units.units))
+        found: dict[int, UnitState] = self._exchange(
+            placement,
+            [placement.list_holders(number) for number in numbers],
+            dict.fromkeys(placement.world.hosts, numbers),
             placement.read_held(state),
             units.abstract,
-            self._num_gathered,
         )
-        self._num_gathered += 1
         # A barrier: no host leaves before all have what it sent.
         placement.world.all_reduce(np.zeros(1, np.int32))
-        early_stopping = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), state.early_stopping)
-        return units.join(np.asarray(state.step.addressable_data(0)), found, early_stopping)
+        step, early_stopping = placement.read_local((state.step, state.early_stopping))
+        return units.join(*jax.tree.map(np.array, (step, found, early_stopping)))
+
+    def _exchange(
+        self,
+        placement: UnitPlacement,
+        holders: Sequence[Collection[HostName]],
+        wanted: Mapping[HostName, Collection[int]],
+        held: Mapping[int, Any],
+        shapes: Sequence[Any],
+    ) -> dict[int, Any]:
+        """Return the units of the present state that this host wants; see `exchange_units`."""
+        number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        mail = self._require_worker().make_mail()
+        return exchange_units(mail, placement.world.host, holders, wanted, held, shapes, number)
 
     # Between generations.
 
+    @property
+    def part(self) -> StatePart | None:
+        """The units of this host, if it has any."""
+        held = self._worker.state.states if self._worker is not None else {}
+        return StatePart.from_units(held, len(self._require_units().units)) if held else None
+
     def drop(self) -> None:
-        """Drop every array of the step under way: the devices are going away."""
+        """Drop every array: the devices are going away, or the others have another state."""
         if self._worker is not None:
-            self._worker.drop_step()
-            self._worker.replace_state(self._worker.step, {})
-        self._placement = None
+            self._worker.drop_state()
+        self._placement, self._early_stopping = None, {}
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and keep nothing."""
         if self._worker is not None:
             self._worker.close()
+            self.drop()
 
     def _open_worker(self, world: World) -> PipelineWorker:
         if self._worker is None:
@@ -253,7 +327,6 @@ class PipelinedSteps:
                 self._abstract.variables.params,
                 self._abstract.opt_state,
             )
-            world.step_services.register_unfinished(self)
         return self._worker
 
     def _rehearse(self, placement: UnitPlacement, state: PipelinedState) -> None:
@@ -261,7 +334,7 @@ class PipelinedSteps:
         worker = self._require_worker()
         worker.replace_state(worker.step, placement.read_held(state))
         worker.rehearse()
-        worker.replace_state(worker.step, {})
+        worker.drop_state()
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"

@@ -55,11 +55,7 @@ class UnitPlacement:
         self._devices = {world.host_of_device(device): device for device in reversed(world.devices)}
         """The first device of each host."""
         self._shardings: dict[frozenset[HostName], NamedSharding] = {}
-        self.held = [
-            number
-            for number, unit in enumerate(states.units)
-            if world.host in unit.find_holders(self.holders)
-        ]
+        self.held = sorted(self.list_units_by_host()[world.host])
         """The units of this host."""
 
     def describe(self) -> str:
@@ -84,6 +80,14 @@ class UnitPlacement:
         """Return the hosts that have a unit."""
         return self._states.units[unit].find_holders(self.holders)
 
+    def list_units_by_host(self) -> dict[HostName, set[int]]:
+        """Return the units that each host is to have."""
+        found: dict[HostName, set[int]] = {host: set() for host in self.world.hosts}
+        for number in range(len(self._states.units)):
+            for host in self.list_holders(number):
+                found[host].add(number)
+        return found
+
     def init_state(self, init: Callable[[], TrainingState]) -> PipelinedState:
         """Return the initial state. Only the units of this host are computed; the others take no memory here."""
 
@@ -104,7 +108,11 @@ class UnitPlacement:
 
     def read_held(self, state: PipelinedState) -> dict[int, UnitState]:
         """Return the units of this host, as arrays on its device."""
-        return {number: jax.tree.map(_read_local, state.units[number]) for number in self.held}
+        return {number: self.read_local(state.units[number]) for number in self.held}
+
+    def read_local(self, tree: Tree) -> Tree:
+        """Return this host's copies of arrays, of which it has all; None in place of one that it has not."""
+        return jax.tree.map(_read_local, tree)
 
     def make_state(self, step: int, units: Mapping[int, UnitState], early_stopping: Tree) -> PipelinedState:
         """Return the state of all hosts, of the units of this one and of what every host has."""
@@ -125,7 +133,7 @@ class UnitPlacement:
 
     def split(self, state: TrainingState) -> PipelinedState:
         """Return the state of the whole model, of which each host has what it needs, by unit."""
-        local = jax.tree.map(_read_local, state)
+        local = self.read_local(state)
         units = {number: self._states.split(number, local) for number in self.held}
         return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
 

@@ -162,7 +162,9 @@ class MailService:
         configure_mail_socket(connection)
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         hello, welcome = admit(connection, self._gate, self._own_name, peer, deadline_s)
-        with self._lock:  # before the welcome: once the peer has it, its mail may be on the way, and its end, too
+        with (
+            self._lock
+        ):  # before the welcome: once the peer has it, its mail may be on the way, and its end, too
             self._incoming[hello.sender] = connection
         try:
             send_frame(connection, welcome, deadline_s)

@@ -12,6 +12,7 @@ from resilient_jax.ids import HostName, WorldId
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import (
     WORKER_ORDER_DECODER,
     AdmissionRequested,
@@ -115,6 +116,7 @@ class AgentConnection:
         *,
         step: int,
         holds_state: bool,
+        part: StatePart | None,
         snapshot: SnapshotId | None,
         copied: SnapshotId | None,
         done: bool,
@@ -127,6 +129,7 @@ class AgentConnection:
                     self._protocol,
                     step=step,
                     holds_state=holds_state,
+                    part=part,
                     snapshot=snapshot,
                     copied=copied,
                     done=done,

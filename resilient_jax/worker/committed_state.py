@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.host_speeds import MeasuredSpeed
@@ -10,8 +11,16 @@ from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.host_health import HealthRecord
 
 
-class UnfinishedStep(Protocol):
-    """What a train function has done of a step by itself, in arrays on devices."""
+class KeptArrays(Protocol):
+    """Arrays on devices that a train function keeps from one generation to the next by itself.
+
+    They are what it has done of the step under way, and its part of a state that the hosts have in parts.
+    """
+
+    @property
+    def part(self) -> StatePart | None:
+        """The part of the newest state that is here; None: nothing, or it is not known to be of that state."""
+        ...
 
     def drop(self) -> None:
         """Drop all arrays: the devices are going away, or what was done is of no use any more."""
@@ -24,8 +33,10 @@ class CommittedState:
     Attributes:
         state: the state after the last committed step; None while there is none, or while it is in a snapshot.
         snapshot_plan: where the state is until `World.restore_or_init` has read it from there.
+        parts_step: of the state in parts that members have in their `kept` arrays, until the train function has made
+            it whole there; None: it is elsewhere.
         contributions: what this host has accumulated for the step in flight, by the name of the accumulation.
-        unfinished: what train functions have done of the step in flight by themselves.
+        kept: arrays that train functions keep by themselves.
         measured_speeds: of this host, by the name of the accumulation.
         audits: how far the computations of each host are verified.
         health: which hosts are slow, if this one was the first of a generation; None: it was not.
@@ -35,8 +46,9 @@ class CommittedState:
     def __init__(self) -> None:
         self.state: FlatState | None = None
         self.snapshot_plan: SnapshotPlan | None = None
+        self.parts_step: int | None = None
         self.contributions: dict[str, Contributions] = {}
-        self.unfinished: list[UnfinishedStep] = []
+        self.kept: list[KeptArrays] = []
         self.measured_speeds: dict[str, MeasuredSpeed] = {}
         self.audits = AuditRecord()
         self.health: HealthRecord | None = None
@@ -47,37 +59,52 @@ class CommittedState:
         """The number of committed steps."""
         if self.snapshot_plan is not None:
             return self.snapshot_plan.id.step
+        if self.parts_step is not None:
+            return self.parts_step
         return self.state.step if self.state is not None else self.first_step
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no committed state."""
-        return self.state is None and self.snapshot_plan is None
+        return self.state is None and self.snapshot_plan is None and self.parts_step is None
 
     @property
     def holds_state(self) -> bool:
         """Whether this host has all of the committed state in its own memory."""
         return self.state is not None and self.state.is_complete
 
+    @property
+    def part(self) -> StatePart | None:
+        """What this host has of a state that the hosts have in parts; None while the state is that of a snapshot."""
+        if self.snapshot_plan is not None:
+            return None
+        return next((part for kept in self.kept if (part := kept.part) is not None), None)
+
+    def set_state(self, state: FlatState) -> None:
+        """Make a state in this host's arrays the committed one."""
+        self.state, self.snapshot_plan, self.parts_step = state, None, None
+
     def set_snapshot_plan(self, plan: SnapshotPlan) -> None:
         """Make a snapshot the committed state. Contributions to its step stay valid."""
-        self.state = None
-        self.snapshot_plan = plan
+        self.state, self.snapshot_plan, self.parts_step = None, plan, None
+
+    def set_parts(self, step: int) -> None:
+        """Make what the members have in their kept arrays the committed state, after `step` steps or one more."""
+        self.state, self.snapshot_plan, self.parts_step = None, None, step
 
     def move_contributions_to_host(self) -> None:
         """Copy all contributions to host memory, before the devices' backend is destroyed."""
         for contributions in self.contributions.values():
             contributions.move_to_host()
-        self._drop_unfinished()
+        self._drop_kept()
 
     def clear(self) -> None:
         """Drop everything: the valid state is on other hosts, or there is none."""
-        self.state = None
-        self.snapshot_plan = None
+        self.state, self.snapshot_plan, self.parts_step = None, None, None
         self.contributions.clear()
-        self._drop_unfinished()
+        self._drop_kept()
         self.first_step = 0
 
-    def _drop_unfinished(self) -> None:
-        for step in self.unfinished:
-            step.drop()
+    def _drop_kept(self) -> None:
+        for kept in self.kept:
+            kept.drop()

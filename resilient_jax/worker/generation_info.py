@@ -10,7 +10,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.records import StateLoss
+from resilient_jax.protocol.state_records import StateLoss
 
 AxisSizes = str | Sequence[str] | Mapping[str, int]
 """One axis name; several, of which the first takes all devices; or names with sizes, of which one may be -1."""

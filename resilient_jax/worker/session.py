@@ -19,8 +19,8 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, Corruption, FailPoint
-from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
@@ -57,6 +57,9 @@ class RehearsedState(enum.Enum):
 class Session:
     """Steps, commits, restores and snapshots of one generation; the `StepHooks` of its reductions.
 
+    Attributes:
+        committed: what outlives the generation.
+
     Args:
         committed: what outlives the generation.
         control: of the agent.
@@ -78,14 +81,13 @@ class Session:
         comparison: HostComparison | None = None,
         rehearsed_state: RehearsedState | None = None,
     ) -> None:
-        self._committed = committed
+        self.committed = committed
         self._control = control
         self._state_loss = state_loss
         self._snapshotter = snapshotter
         self._observers = tuple(observers)
         self._comparison = comparison
         self.is_rehearsal = rehearsed_state is not None
-        self.unfinished = committed.unfinished
         self._has_placeholders = rehearsed_state is RehearsedState.PLACEHOLDERS
         self._restored: FlatState | None = None
         """What the user's function began this generation with; until its first commit, which may have donated it."""
@@ -97,15 +99,15 @@ class Session:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing is committed yet."""
-        return self._committed.is_empty and not self.is_rehearsal
+        return self.committed.is_empty and not self.is_rehearsal
 
     # Steps.
 
     def steps(self, world: SnapshotWorld, num_steps: int) -> Iterator[int]:
         """See `World.steps`."""
-        if self._committed.is_empty and not self._is_resumed:
+        if self.committed.is_empty and not self._is_resumed:
             _refuse_restart_from_0(self._state_loss)
-        for step in range(self._committed.step, num_steps):
+        for step in range(self.committed.step, num_steps):
             self._control.begin_step(step)
             self._step = step
             self._reduced.clear()
@@ -115,7 +117,7 @@ class Session:
             # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
             # Not in `commit`: what an interrupted snapshot raises must not skip the user's code after it on all hosts.
-            committed = self._committed.state
+            committed = self.committed.state
             if (
                 self._snapshotter is not None
                 and committed is not None
@@ -133,8 +135,8 @@ class Session:
         except TypeError as error:
             raise StateError(f"resume_at: found {step!r}, expected a whole number of steps") from error
         self._is_resumed = True
-        if self._committed.is_empty:
-            self._committed.first_step = first_step
+        if self.committed.is_empty:
+            self.committed.first_step = first_step
 
     def commit(self, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
         """See `World.commit`."""
@@ -147,12 +149,12 @@ class Session:
         with worker_activity.task(WorkerTask.COMMIT):
             jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
-        self._committed.state = committed
+        self.committed.set_state(committed)
         self._restored = None
-        self._committed.contributions.clear()
+        self.committed.contributions.clear()
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
-        self._control.report_commit(self._step + 1, metrics, holds_state=self._committed.holds_state)
+        self._control.report_commit(self._step + 1, metrics, holds_state=self.committed.holds_state)
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
@@ -188,13 +190,13 @@ class Session:
 
     def digest_state(self) -> np.ndarray:
         """Return the digests of the state that this step begins with, as `state_digest` does."""
-        state = self._restored or self._committed.state
+        state = self._restored or self.committed.state
         return digest_state(state) if state is not None else make_no_state_digest()
 
     def compare_states(self, digests: np.ndarray) -> None:
         """See `HostComparison.compare_states`."""
         if self._comparison is not None:
-            self._comparison.compare_states(digests, self._committed.step)
+            self._comparison.compare_states(digests, self.committed.step)
 
     def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
         """See `HostComparison.compare_data`."""
@@ -218,16 +220,21 @@ class Session:
         """Raise GenerationEnded if the generation has ended."""
         self._control.raise_if_ended()
 
-    def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX) -> Corruption:
-        """Call the observers at a failpoint of this step; return what becomes of the values computed there."""
-        if self._step is None:
-            return Corruption.NONE
-        found = [observer.on_failpoint(failpoint, self._step, index) for observer in self._observers]
-        return max(found, default=Corruption.NONE)
+    def hit_failpoint(
+        self, failpoint: FailPoint, index: int = ANY_INDEX, *, step: int | None = None
+    ) -> Corruption:
+        """Call the observers at a failpoint of this step; return what becomes of the values computed there.
 
-    def _hit_restore_failpoint(self, place: FailPoint, step: int) -> None:
-        for observer in self._observers:
-            observer.on_failpoint(place, step, ANY_INDEX)
+        Args:
+            failpoint: the place.
+            index: of the microbatch there, if there is one.
+            step: of the state that is being restored; None: the step under way, and nothing outside of one.
+        """
+        step = self._step if step is None else step
+        if step is None:
+            return Corruption.NONE
+        found = [observer.on_failpoint(failpoint, step, index) for observer in self._observers]
+        return max(found, default=Corruption.NONE)
 
     # The committed state.
 
@@ -236,28 +243,33 @@ class Session:
         with worker_activity.task(WorkerTask.RESTORE):
             state = self._restore_or_init(init_fn, sharding)
         if self._comparison is not None:
-            self._restored = flatten_state(self._committed.step, state)
+            self._restored = flatten_state(self.committed.step, state)
         return state
 
     def _restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
         self._control.raise_if_ended()
         # Even where the shapes are not needed: an error of the user's in `init_fn` must not wait for a failure.
         abstract = make_abstract_state(init_fn)
-        if self._committed.snapshot_plan is not None:
-            return self._restore_snapshot(self._committed.snapshot_plan, abstract, sharding)
+        if self.committed.snapshot_plan is not None:
+            return self._restore_snapshot(self.committed.snapshot_plan, abstract, sharding)
         if self._has_placeholders:
             return place_placeholder_state(abstract, sharding)
-        if self._committed.state is None:
+        if self.committed.state is None:
             return place_initial_state(init_fn(), sharding)
         for observer in self._observers:
-            observer.on_restore(self._committed.state)
-        return restore_state(abstract, self._committed.state, sharding)
+            observer.on_restore(self.committed.state)
+        return restore_state(abstract, self.committed.state, sharding)
 
     def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshotter is not None, "a snapshot is ordered by an agent only"
         started_s = time.monotonic()
         with contextlib.closing(self._snapshotter.open_reader(plan)) as reader:
-            _, state = restore_snapshot(abstract, reader, sharding, failpoint=self._hit_restore_failpoint)
+            _, state = restore_snapshot(
+                abstract,
+                reader,
+                sharding,
+                failpoint=lambda place, step: self.hit_failpoint(place, step=step),
+            )
             self._control.record_event(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,
@@ -266,22 +278,25 @@ class Session:
                 peer=reader.bytes_peer,
                 decoded=reader.bytes_decoded,
             )
-        self._committed.state = flatten_state(plan.id.step, state)
         # Only now: if the read fails or is interrupted the plan stays, for the next generation to read it again.
-        self._committed.snapshot_plan = None
-        for observer in self._observers:
-            observer.on_restore(self._committed.state)
+        self.resume_from(flatten_state(plan.id.step, state))
         return state
+
+    def resume_from(self, state: FlatState) -> None:
+        """Make a state, of which this host has what it needs, the committed one."""
+        self.committed.set_state(state)
+        for observer in self._observers:
+            observer.on_restore(state)
 
     def snapshot(self, world: SnapshotWorld, state: Any) -> None:  # noqa: ANN401 - any pytree
         """See `World.snapshot`."""
-        if self._step is None or self._committed.step != self._step + 1:
+        if self._step is None or self.committed.step != self._step + 1:
             raise StateError(
                 "snapshot was called where no step had been committed just before; call it after world.commit(state)"
             )
         if self._snapshotter is not None:
             with worker_activity.task(WorkerTask.SNAPSHOT):
-                self._snapshotter.take(world, flatten_state(self._committed.step, state))
+                self._snapshotter.take(world, flatten_state(self.committed.step, state))
 
     def wait_until_finished(self) -> None:
         """See `World.wait_until_finished`."""

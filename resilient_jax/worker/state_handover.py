@@ -6,7 +6,8 @@ from collections.abc import Callable
 from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, StateSource
+from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
 from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, fetch_state
 from resilient_jax.transport.credentials import Credentials
@@ -47,13 +48,19 @@ class StateHandover:
         self._transfer.cancel()
 
     def prepare(self, generation: Generation, *, in_place: bool) -> None:
-        """Return with the state of `generation.step` here, or the plan to read it from a snapshot.
+        """Return with the state of `generation.step` here, or knowing where the train function gets it from.
 
         Args:
             generation: the new one.
             in_place: the devices stay; else everything on them is moved to host memory.
         """
         committed = self._committed
+        if generation.is_state_in_parts:
+            assert in_place, "parts are on devices"
+            if self._host in generation.receivers:
+                committed.clear()
+            committed.set_parts(generation.step)
+            return
         if generation.snapshot is not None:
             committed.set_snapshot_plan(generation.snapshot)
             if not in_place:
@@ -83,14 +90,12 @@ class StateHandover:
 
         Of the step in flight they have what they need, and of a state that is sharded over hosts it has a part only.
         """
-        state = self._committed.state
-        if state is None:
-            return
-        if self._committed.holds_state:
-            self._committed.state = self._copy_to_host(state)
-            self._committed.contributions.clear()
-        else:
-            self._committed.clear()
+        committed = self._committed
+        if committed.state is not None and committed.holds_state:
+            committed.state = self._copy_to_host(committed.state)
+            committed.contributions.clear()
+        elif committed.state is not None or committed.parts_step is not None:
+            committed.clear()
 
     def _copy_to_host(self, state: FlatState) -> FlatState:
         started_s = time.monotonic()

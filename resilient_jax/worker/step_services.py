@@ -1,13 +1,15 @@
 """What a step that is not made by `World.accumulate_microbatches` needs of the worker, such as that of a pipeline."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.transport.mail_service import MailService
-from resilient_jax.worker.committed_state import UnfinishedStep
+from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
+from resilient_jax.worker.session import Session
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,13 +18,11 @@ class StepServices:
 
     Attributes:
         host: of this worker.
-        hit_failpoint: `hit_failpoint(failpoint, index)`; a place where a test may hold or kill this worker.
     """
 
     host: HostName
-    hit_failpoint: Callable[..., Any]
+    _session: Session
     _mail: MailOpener
-    _unfinished: list[UnfinishedStep]
 
     @property
     def wait_timeout_s(self) -> float:
@@ -33,6 +33,24 @@ class StepServices:
         """Return a new mailbox of this host. It is the caller's, and outlives the world."""
         return self._mail.open(self.host)
 
-    def register_unfinished(self, step: UnfinishedStep) -> None:
-        """Have the arrays of a step, which the caller keeps over generations, dropped when the devices go away."""
-        self._unfinished.append(step)
+    def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX, *, step: int | None = None) -> None:
+        """Pass a place where a test may hold or kill this worker; see `Session.hit_failpoint`."""
+        self._session.hit_failpoint(failpoint, index, step=step)
+
+    def register_kept(self, arrays: KeptArrays) -> None:
+        """Have arrays that the caller keeps over generations counted, and dropped when the devices go away.
+
+        To be called in each generation: that of a rehearsal does not count.
+        """
+        kept = self._session.committed.kept
+        if arrays not in kept:
+            kept.append(arrays)
+
+    @property
+    def is_state_in_parts(self) -> bool:
+        """Whether this generation resumes from what members have in arrays that they keep, and has not yet."""
+        return self._session.committed.parts_step is not None
+
+    def resume_from_parts(self, step: int, state: Any) -> None:  # noqa: ANN401 - a pytree
+        """Make `state`, after `step` steps, the committed one: this host has what it needs of it."""
+        self._session.resume_from(flatten_state(step, state))

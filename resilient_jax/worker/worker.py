@@ -211,6 +211,7 @@ class Worker:
             self._agent.report_idle(
                 step=self._committed.step,
                 holds_state=self._committed.holds_state,
+                part=self._committed.part,
                 snapshot=snapshot,
                 copied=copied,
                 done=is_done,

@@ -41,6 +41,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
 from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
@@ -224,6 +225,7 @@ def try_take_order(
             has_finished_step=False,
             is_done=False,
             is_compiling=False,
+            part=None,
             snapshot=None,
             copied=None,
             is_polling_checkpoints=state.polls_checkpoints,
@@ -271,6 +273,7 @@ def report_idle(
     *,
     step: int,
     holds_state: bool,
+    part: StatePart | None,
     snapshot: SnapshotId | None,
     copied: SnapshotId | None,
     done: bool,
@@ -287,6 +290,7 @@ def report_idle(
         generation=max(state.report.generation, state.newest),
         step=step,
         holds_state=holds_state,
+        part=part,
         snapshot=snapshot,
         copied=copied,
         is_polling_checkpoints=state.polls_checkpoints,  # what an earlier poll has found does not count

@@ -93,9 +93,7 @@ class World:
         self._control = control
         self._reducer = reducer
         self._compiler = compiler
-        self.step_services = StepServices(
-            info.host, session.hit_failpoint, mail or make_local_opener(), session.unfinished
-        )
+        self.step_services = StepServices(info.host, session, mail or make_local_opener())
 
     # Devices and meshes.
 

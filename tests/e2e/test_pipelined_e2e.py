@@ -12,7 +12,7 @@ from pipelined_job import PipelinedJob
 
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 
 HOSTS, STAGES = 4, 2
 PLACES = (
@@ -56,6 +56,30 @@ def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> 
 def test_what_survivors_had_done_of_the_step_is_kept(broken: PipelinedJob) -> None:
     events = [e for e in broken.job.read_events() if e.kind is EventKind.PIPELINE_STEP_RESUMED]
     assert sum(int(event.detail["kept"]) for event in events) > 0
+
+
+@pytest.mark.timeout(600)
+def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage(broken: PipelinedJob) -> None:
+    for process, rows in broken.logs().items():
+        steps = [row["step"] for row in rows]
+        assert steps == sorted(set(steps)), process
+    kinds = [e.kind for e in broken.job.read_events()]
+    assert EventKind.SNAPSHOT_RESTORED not in kinds
+    # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
+    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= len(PLACES) * (HOSTS - 1)
+
+
+@pytest.mark.timeout(600)
+def test_another_stage_may_die_while_blocks_move(broken: PipelinedJob) -> None:
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    broken.job.hold(FailPoint.DURING_RESTORE, ["host-2"], ANY_STEP)
+    broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    broken.job.wait_held(["host-2"], broken.patience_s)
+    broken.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
+    broken.job.release()
+    broken.wait_protected(HOSTS, after_generation=before.number + 1)
 
 
 @pytest.mark.timeout(600)

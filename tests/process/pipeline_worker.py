@@ -19,8 +19,11 @@ from small_decoders import make_batch, make_nnx
 from resilient_jax.blocks.cut_model import CutModel, cut_model
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.state_units import list_state_units
+from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
 from resilient_jax.step import running_total
@@ -87,6 +90,8 @@ class Host:
                 return self.run(lambda before: pipeline.begin_step(routes, before), words.get("die_before"))
             case "agree":
                 return {"step": pipeline.agree_on_step()}
+            case "move":
+                return self.move({HostName(host): set(units) for host, units in words["wanted"].items()})
             case "resume":
                 return self.run(lambda before: pipeline.resume_step((), before), words.get("die_before"))
             case "finish":
@@ -96,6 +101,25 @@ class Host:
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
                 return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
         raise ValueError(do)
+
+    def move(self, wanted: dict[HostName, set[int]]) -> dict:
+        """Have the units that this host wants, of which others send those that it has not."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        whole = BlockState(pipeline.state.units, self.optimizer)
+        whole.init_units(self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks)
+        found = exchange_units(
+            pipeline.make_mail(),
+            self.name,
+            pipeline.unit_holders,
+            wanted,
+            pipeline.state.states,
+            [whole.states[number] for number in sorted(whole.states)],
+            0,
+        )
+        moved = found.keys() - pipeline.state.states.keys()
+        pipeline.replace_state(pipeline.step, found)
+        return {"moved": len(moved)}
 
     def run(self, call: Callable[..., None], die_before: Any) -> dict:
         """Run tasks, and die before one if that is asked for."""
@@ -132,7 +156,8 @@ class Host:
 
 def main() -> None:
     host = Host(sys.argv[1])
-    print(json.dumps({"blocks": host.cut.num_blocks}), flush=True)
+    units = [unit.blocks for unit in list_state_units(host.cut)]
+    print(json.dumps({"blocks": host.cut.num_blocks, "units": units}), flush=True)
     with contextlib.closing(host):
         for line in sys.stdin:
             try:

@@ -18,7 +18,7 @@ limits = HangLimits(regular_s=60.0, other_s=60.0, forming_timeout_s=60.0)
 connection = AgentConnection(worker.detach(), HostName("a"), lambda: None, limits, polls_checkpoints=True)
 connection.report_world_left()  # any report
 connection.report_found(worker_protocol.report_checkpoint, None)  # of a look that began before
-connection.report_idle(step=3, holds_state=False, snapshot=None, copied=None, done=False, failure=None)
+connection.report_idle(step=3, holds_state=False, part=None, snapshot=None, copied=None, done=False, failure=None)
 reports = []
 while len(reports) < 3:
     words = [received.message for received in agent.receive()]

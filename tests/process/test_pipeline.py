@@ -1,10 +1,11 @@
 """The promise of the pipeline: the bits of all weights depend on no cut, route, order or host, nor on who dies when."""
 
+import msgspec
 import pytest
 from pipeline_hosts import Pipeline, PipelineHost
 
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline_schedule.routes import Hop
+from resilient_jax.pipeline_schedule.routes import Hop, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
 
 BLOCKS, MICROBATCHES, STEPS = 5, 4, 3
@@ -31,7 +32,8 @@ def hosts(tmp_path_factory):
     cache = tmp_path_factory.mktemp("compiled")
     started = [PipelineHost(name, cache) for name in NAMES]
     try:
-        assert [host.answer() for host in started] == [{"blocks": BLOCKS}] * len(NAMES)
+        for host in started:
+            host.meet(BLOCKS)
         yield started
     finally:
         for host in started:
@@ -76,7 +78,7 @@ def replicas(hosts, undisturbed, tmp_path_factory):
         if host.is_dead:
             host.end()
             hosts[number] = PipelineHost(host.name, host.cache_dir)
-            assert hosts[number].answer() == {"blocks": BLOCKS}
+            hosts[number].meet(BLOCKS)
 
 
 def go_on(pipeline, undisturbed):
@@ -128,3 +130,46 @@ def test_a_host_that_was_interrupted_before_its_update_commits_what_another_has_
     assert pipeline.read_digests() == undisturbed[1]
     pipeline.reroute()
     assert pipeline.step() == undisturbed[2]
+
+
+CUT_ANEW = [[("a", 1), ("d", 4)], [("c", 5)]]
+"""Without b: some blocks stay, others move, and c gets those that it has not."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_blocks_that_move_in_the_middle_of_a_step_change_no_bit(replicas, undisturbed, fault):
+    pipeline = replicas()
+    pipeline.run(die_before=Task(FAULTS[fault].kind, 1, Hop(HostName("b"), 2, 5)))
+    assert pipeline.cut_anew(CUT_ANEW, [2, 2]) > 0
+    pipeline.resume()
+    assert pipeline.commit() == undisturbed[1]
+    pipeline.routes = make_routes(
+        [[(HostName(host), count) for host, count in team] for team in CUT_ANEW], [2, 2]
+    )
+    assert pipeline.step() == undisturbed[2]
+
+
+def test_a_second_host_that_dies_while_blocks_move_changes_no_bit(replicas, undisturbed):
+    pipeline = replicas()
+    pipeline.run(die_before=FAULTS["forward"])
+    pipeline.cut_anew(CUT_ANEW, [2, 2])
+    victim = next(host for host in pipeline.hosts if host.name == "d")
+    victim.process.kill()
+    victim.process.wait()
+    assert pipeline.cut_anew([[("a", 2), ("c", 3)]], [4]) >= 0
+    pipeline.resume()
+    assert pipeline.commit() == undisturbed[1]
+
+
+def test_a_host_that_is_behind_goes_on_with_one_that_has_begun_the_next_step(replicas, undisturbed):
+    pipeline = replicas(wait_timeout_s=2.0)
+    assert all("ran" in one for one in pipeline.run().values())
+    pipeline.finish({"b": "interrupt", "d": "die"})
+    (ahead,) = (host for host in pipeline.hosts if host.name == "a")
+    found = pipeline.ask([ahead], "run", routes=msgspec.to_builtins(pipeline.routes), die_before=None)
+    assert found[ahead]["error"] == "PeerUnreachable", (
+        "it waits for b, which has not committed the step before"
+    )
+    assert pipeline.recover() == 2
+    pipeline.resume()
+    assert pipeline.commit() == undisturbed[2]

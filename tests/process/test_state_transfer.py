@@ -11,7 +11,7 @@ import pytest
 
 from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import StateSource
+from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host, flatten_state
 from resilient_jax.state.peer_transfer import (
     CancellableTransfer,

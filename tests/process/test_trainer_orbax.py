@@ -23,7 +23,7 @@ import resilient_jax as rj
 from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import StateLoss
+from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 
 WORKER = Path(__file__).with_name("trainer_orbax_worker.py")

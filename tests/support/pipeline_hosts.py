@@ -45,6 +45,12 @@ class PipelineHost:
     def is_dead(self) -> bool:
         return self.process.poll() is not None
 
+    def meet(self, blocks: int) -> None:
+        """Wait until it is ready, and check that it has cut the model into so many blocks."""
+        ready = self.answer()
+        assert ready["blocks"] == blocks
+        self.units: list[list[int]] = ready["units"]
+
     def tell(self, do: str, **words: object) -> None:
         """Give an order without waiting for its answer."""
         assert self.process.stdin is not None
@@ -166,6 +172,23 @@ class Pipeline:
         steps = {str(one) for one in found.values()}
         assert len(steps) == 1, found
         return next(iter(found.values()))["step"]
+
+    def cut_anew(self, teams: Sequence[Sequence[tuple[str, int]]], quotas: Sequence[int]) -> int:
+        """Begin a generation of living hosts with other replicas, and move units; return how many were moved."""
+        named = [[(HostName(host), count) for host, count in team] for team in teams]
+        self.routes, self.holders = make_routes(named, quotas), find_holders(named)
+        self.recover()
+        wanted = {
+            host.name: [
+                number
+                for number, blocks in enumerate(host.units)
+                if any(host.name in self.holders[block] for block in blocks)
+            ]
+            for host in self.hosts
+        }
+        found = self.ask(self.hosts, "move", wanted=wanted)
+        assert all("moved" in one for one in found.values()), found
+        return sum(one["moved"] for one in found.values())
 
     def resume(self) -> int:
         """Go on with the tasks of the step; return how many were run."""

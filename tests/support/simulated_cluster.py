@@ -228,6 +228,7 @@ class Worker:
                 self.protocol,
                 step=self.step,
                 holds_state=self.held is not None,
+                part=None,
                 snapshot=None,
                 copied=None,
                 done=done,

@@ -17,14 +17,9 @@ from resilient_jax.protocol.generation_change import (
     describe_change,
     digest_record,
 )
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    Member,
-    StateSource,
-    WorldChange,
-)
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorldChange
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.state_records import StateSource
 
 
 def make_member(index: int, incarnation: int = 1) -> Member:

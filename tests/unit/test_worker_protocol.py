@@ -65,6 +65,7 @@ def go_idle(protocol: WorkerProtocol) -> WorkerProtocol:
         protocol,
         step=protocol.next_step,
         holds_state=True,
+        part=None,
         snapshot=None,
         copied=None,
         done=False,

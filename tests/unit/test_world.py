@@ -9,7 +9,7 @@ from standalone_world import make_world
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.protocol.failpoints import Corruption, FailPoint
-from resilient_jax.protocol.records import StateLoss
+from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.generation_info import make_mesh

@@ -106,6 +106,7 @@ class StubWorker:
                 self._protocol,
                 step=self._step,
                 holds_state=True,
+                part=None,
                 snapshot=None,
                 copied=None,
                 done=False,

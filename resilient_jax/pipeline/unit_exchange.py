@@ -1,0 +1,65 @@
+"""Units go from hosts that have them to hosts that want them.
+
+Where hosts are lost or come, blocks move to others. For a checkpoint, an evaluation or the result every host wants all
+of the model, which must then fit its memory.
+"""
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from resilient_jax.errors import PeerUnreachable
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.array_packing import pack_arrays
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.transport.mail_protocol import MailKind
+
+Tree = Any
+"""The state of a unit, or another pytree of arrays."""
+
+
+def exchange_units(
+    mail: StepMail,
+    own: HostName,
+    holders: Sequence[Collection[HostName]],
+    wanted: Mapping[HostName, Collection[int]],
+    held: Mapping[int, Tree],
+    shapes: Sequence[Tree],
+    number: int,
+) -> dict[int, Tree]:
+    """Return the units that this host wants: as they are where it has them, else as numpy arrays.
+
+    Every host must call this, with the same arguments but for `own` and `held`. The holders of a unit take turns in
+    sending it.
+
+    Args:
+        mail: of the step that the state begins.
+        own: this host.
+        holders: the hosts that have each unit.
+        wanted: what each host wants, its own units included.
+        held: the units of this host.
+        shapes: of all units.
+        number: of this exchange, another one each time in a step.
+
+    Raises:
+        PeerUnreachable: a host is lost, or late; or nobody has a unit.
+    """
+    received: dict[int, HostName] = {}
+    for unit, having in enumerate(holders):
+        receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
+        if receivers and not having:
+            raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")
+        key = mail.make_key(MailKind.STATE, number, unit)
+        for sender, receiver in zip(itertools.cycle(sorted(having)), receivers, strict=False):
+            if receiver == own:
+                received[unit] = sender
+            elif sender == own and (arrays := jax.tree.leaves(held[unit])):
+                mail.send(receiver, key, pack_arrays(arrays))
+    found = {unit: held[unit] for unit in wanted[own] if own in holders[unit]}
+    for unit, sender in received.items():
+        leaves, structure = jax.tree.flatten(shapes[unit])
+        key = mail.make_key(MailKind.STATE, number, unit)
+        found[unit] = structure.unflatten(mail.take_arrays(sender, key, leaves) if leaves else ())
+    return dict(sorted(found.items()))

@@ -1,0 +1,79 @@
+"""Where the state of a job is: on a member, in parts on all of them, or lost from all memory."""
+
+from collections.abc import Iterable
+from typing import Self
+
+import msgspec
+
+from resilient_jax.ids import HostName
+
+
+class StateSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that has the newest state and serves it to the others.
+
+    Attributes:
+        host: the member's host.
+        endpoint: the address where it serves the state.
+    """
+
+    host: HostName
+    endpoint: str
+
+
+class StatePart(msgspec.Struct, frozen=True):
+    """What one worker has in memory of a state that is divided into units, such as the blocks of a model.
+
+    Attributes:
+        runs: the units that it has, as ranges (first, end), ascending.
+        num_units: of the state; the same on every host.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    num_units: int
+
+    @classmethod
+    def from_units(cls, units: Iterable[int], num_units: int) -> Self:
+        """Return the part that has these units.
+
+        >>> StatePart.from_units([0, 1, 5], 6).runs
+        ((0, 2), (5, 6))
+        """
+        runs: list[tuple[int, int]] = []
+        for unit in sorted(units):
+            if runs and runs[-1][1] == unit:
+                runs[-1] = (runs[-1][0], unit + 1)
+            else:
+                runs.append((unit, unit + 1))
+        return cls(tuple(runs), num_units)
+
+
+def are_parts_complete(parts: Iterable[StatePart]) -> bool:
+    """Return whether parts of one state have all of its units between them.
+
+    >>> are_parts_complete([StatePart(((0, 2), (5, 6)), 6), StatePart(((1, 5),), 6)])
+    True
+    """
+    found = tuple(parts)
+    end = 0
+    for first, last in sorted(run for part in found for run in part.runs):
+        if first > end:
+            return False
+        end = max(end, last)
+    return bool(found) and all(part.num_units == end for part in found)
+
+
+class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss of a job's state from the memory of all hosts, and the state from which the job resumes.
+
+    Attributes:
+        step: how many steps were committed.
+        is_lower_bound: there may have been more, because no host is left that has committed the newest.
+        reason: what is lost and what survives.
+        checkpoint_step: the step of the newest checkpoint that a host sees on storage; None: the job restarts with
+            its initial state, by its policy.
+    """
+
+    step: int
+    is_lower_bound: bool
+    reason: str
+    checkpoint_step: int | None = None

@@ -1,0 +1,110 @@
+"""Members that together have the state go on with it, each with its part, and read no snapshot."""
+
+import pytest
+from membership_job import Job, keep, sharded, snapshot, stop_at_boundary
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.protocol.records import GenerationPhase, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.state_records import StatePart
+
+NUM_UNITS = 7
+FRONT, BACK = (StatePart.from_units(units, NUM_UNITS) for units in (range(4), range(4, NUM_UNITS)))
+PARTS = {"a": FRONT, "b": BACK, "c": FRONT, "d": BACK}
+
+
+def unwind(job: Job, *names: str, step: int = 6, **changes) -> None:
+    """Have members report that they are idle, with the part that each has."""
+    for name in names:
+        job.acknowledge(name, step=step, part=PARTS[name], **changes)
+
+
+def test_survivors_that_have_the_state_between_them_go_on_at_its_step():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d", copied=snapshot(6, "abcd").id)
+    new = job.generation
+    assert (new.phase, new.change, new.is_state_in_parts) == (
+        GenerationPhase.FORM,
+        WorldChange.SHRINK,
+        True,
+    ), "no snapshot is waited for"
+    assert (new.step, new.snapshot, new.sources, new.receivers) == (6, None, (), ())
+
+
+def test_a_unit_that_no_survivor_has_is_read_from_a_snapshot():
+    job = sharded("abcd", parity=2)
+    for name in "bd":
+        job.give(HostLeft(HostName(name)))
+    unwind(job, "a", "c")
+    assert not job.generation.is_state_in_parts
+    assert job.generation.snapshot is not None
+    assert job.generation.step == 5
+
+
+@pytest.mark.parametrize(("behind", "is_in_parts"), [(1, True), (2, False)])
+def test_members_may_be_a_step_apart(behind: int, is_in_parts: bool):
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", step=7 - behind)
+    unwind(job, "c", "d", step=7)
+    assert job.generation.is_state_in_parts == is_in_parts
+    assert job.generation.step == (7 if is_in_parts else 5)
+
+
+def test_a_snapshot_of_a_later_step_wins():
+    job = sharded("abcd")
+    keep(job, "abcd", snapshot(5, "abcd"), snapshot(8, "abcd"))
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d", step=6)
+    assert job.generation.snapshot is not None
+    assert job.generation.step == 8
+
+
+def test_a_host_that_joins_is_sent_its_part():
+    job = sharded("abcd", spare_seats=2)
+    job.worker("d", exit_code=-9)
+    unwind(job, "a", "b", "c")
+    job.form()
+    for name in "abc":
+        job.report(name, has_finished_step=True, step=7)
+    job.restart("d")
+    job.take_seat("d")
+    for name in "abc":
+        job.report(name, part=PARTS[name])  # as it is idle at the boundary, where all of them are at once
+    stop_at_boundary(job, 8)
+    assert job.generation.change is WorldChange.GROW
+    assert job.generation.is_state_in_parts
+    assert (job.generation.step, job.generation.receivers) == (8, ("d",))
+
+
+def test_members_that_must_leave_their_world_read_a_snapshot():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    job.change("a", services=())
+    unwind(job, "a", "c", "d")
+    job.serve("c")
+    assert job.generation.change is WorldChange.REFORM
+    assert not job.generation.is_state_in_parts
+    assert job.generation.snapshot is not None
+
+
+def test_after_a_failure_that_no_death_explains_a_snapshot_is_read():
+    job = sharded("abcd")
+    failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="a unit did not come")
+    job.report("a", failure=failure)
+    unwind(job, "a", "b", "c", "d")
+    job.serve("c")
+    assert not job.generation.is_state_in_parts
+    assert job.generation.snapshot is not None
+
+
+def test_the_flag_is_gone_in_a_generation_with_another_origin():
+    job = sharded("abcd", parity=2)
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d")
+    assert job.generation.is_state_in_parts
+    job.give(HostLeft(HostName("d")))
+    job.acknowledge("a", "c", step=6, part=FRONT)
+    assert job.generation.snapshot is not None
+    assert not job.generation.is_state_in_parts
