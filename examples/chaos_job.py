@@ -7,6 +7,7 @@ The job trains up to the step in the file that RESILIENT_JAX_CHAOS_STOP_STEP nam
 """
 
 import argparse
+import functools
 import os
 import time
 from pathlib import Path
@@ -52,6 +53,11 @@ def init_state() -> State:
     return {"params": params, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
 
 
+def draw(num_rows: int, step: int, index: int) -> np.ndarray:
+    """Return the rows of a microbatch."""
+    return np.random.default_rng((step, index)).standard_normal((num_rows, SIZE), np.float32)
+
+
 def loss_of(params: Arrays, rows: jax.Array) -> jax.Array:
     """Return the loss of a microbatch, whose target is each row shifted by one."""
     return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
@@ -89,12 +95,10 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
         params = sharded.gather(state["params"]) if sharded else state["params"]
 
         def compute(microbatch: rj.Microbatch, params: Arrays = params) -> Total:
-            key = (microbatch.step, microbatch.index)
-            rows = np.random.default_rng(key).standard_normal((options.rows, SIZE), np.float32)
             replica = microbatch.replica
-            return differentiate(replica.to_replica(params), replica.place_batch(rows))
+            return differentiate(replica.to_replica(params), replica.place_batch(microbatch.batch))
 
-        loss, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros)
+        loss, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros, data=options.draw)
         state = sharded.update(update, state, gradients) if sharded else update(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         if sharded or options.snapshots:
@@ -113,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="examples of a microbatch")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
     options = parser.parse_args(namespace=argparse.Namespace(most_hosts=0))
+    options.draw = functools.partial(draw, options.rows)
     rj.run(lambda world: train(world, options))
 
 

@@ -14,6 +14,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowInput,
     SlowProcess,
     UserException,
     fault_kind,
@@ -23,6 +24,7 @@ from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.chaos.manifest import Incident, TargetPart
 from resilient_jax.errors import ChecksumMismatch
 from resilient_jax.events import Event, EventKind
+from resilient_jax.health.finding import FindingKind
 
 NOTICEABLE_STOP_S = 1.0
 """Shorter stops need no event: a busy machine has such pauses without a fault."""
@@ -127,8 +129,8 @@ def check_expected_events(
 def check_findings(records: Sequence[IncidentRecord], events: Sequence[Event]) -> list[Violation]:
     """Return a violation for each finding about a host that no incident before it explains.
 
-    A hang may be a process that hangs, is stopped or is slow, or a link; a slow host is one of which a process was; a
-    quarantine follows any fault. In a campaign without such incidents nothing may be found.
+    A hang may be a process that hangs, is stopped or is slow, or a link; a slow host is one of which a process was, or
+    its input; a quarantine follows any fault. In a campaign without such incidents nothing may be found.
     """
     return [
         Violation(
@@ -152,7 +154,12 @@ def _explains(record: IncidentRecord, event: Event) -> bool:
         case EventKind.HANG_NAMED:
             return isinstance(fault, TEMPORARY_FAULTS)
         case EventKind.HOST_SLOW:
-            return isinstance(fault, SlowProcess) and event.detail["slow"] in record.hosts
+            is_known = (
+                event.detail["part"] == FindingKind.INPUT
+                if isinstance(fault, SlowInput)
+                else isinstance(fault, SlowProcess)
+            )
+            return is_known and event.detail["slow"] in record.hosts
         case _:
             return True
 

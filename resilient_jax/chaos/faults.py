@@ -58,6 +58,13 @@ class MainThreadHang(_Fault, frozen=True, tag="hang"):
     duration_s: Seconds
 
 
+class SlowInput(_Fault, frozen=True, tag="slow_input"):
+    """An input that takes `delay_s` longer for each microbatch, for `duration_s`; at the failpoint `before_input`."""
+
+    delay_s: Seconds
+    duration_s: Seconds
+
+
 class NanGradients(_Fault, frozen=True, tag="nan"):
     """NaN in the host's accumulator after a microbatch: in the gradient and all else that is accumulated."""
 
@@ -150,6 +157,7 @@ Fault = (
     | ProcessExit
     | UserException
     | MainThreadHang
+    | SlowInput
     | NanGradients
     | SilentCorruption
     | NetworkPartition
@@ -161,7 +169,7 @@ Fault = (
     | NoDescriptors
     | ClockJump
 )
-WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients, SilentCorruption)
+WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, SlowInput, NanGradients, SilentCorruption)
 """Faults that a worker injects into itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
 STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *NETWORK_FAULTS)
@@ -170,6 +178,7 @@ TEMPORARY_FAULTS = (
     ProcessStop,
     SlowProcess,
     MainThreadHang,
+    SlowInput,
     NetworkPartition,
     SlowLink,
     LossyLink,

@@ -16,6 +16,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowInput,
     UserException,
 )
 from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
@@ -102,9 +103,14 @@ class IncidentInjector:
             record = dataclasses.replace(record, started_s=time.monotonic())
             return self._inject_from_outside(record, self._monitor.poll() or report)
         finally:
-            is_lasting = isinstance(incident.fault, SilentCorruption) and incident.fault.is_repeated
-            if not is_lasting:
-                self._job.failpoints.release(_order_name(record))
+            release = functools.partial(self._job.failpoints.release, _order_name(record))
+            match incident.fault:
+                case SilentCorruption(is_repeated=True):
+                    pass
+                case SlowInput(duration_s=duration_s):
+                    self._active_faults.add(release, after_s=duration_s)
+                case _:
+                    release()
 
     def _order(self, record: IncidentRecord, hosts: tuple[str, ...], action: FailPointAction) -> None:
         """Order workers to hold or fail at the incident's failpoint, and wait until they have reached the failpoint."""

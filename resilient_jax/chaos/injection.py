@@ -26,6 +26,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowInput,
     SlowLink,
     SlowProcess,
     UserException,
@@ -69,6 +70,8 @@ def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
             return failpoints.RaiseAction(message="an error in a step, injected by the chaos campaign")
         case MainThreadHang(duration_s=duration_s):
             return failpoints.HangAction(duration_s=duration_s)
+        case SlowInput(delay_s=delay_s):
+            return failpoints.DelayAction(delay_s=delay_s)
         case SilentCorruption(is_repeated=is_repeated):
             return failpoints.FlipBitAction(is_repeated=is_repeated)
         case NanGradients() | BitFlip(region="message"):
@@ -131,7 +134,14 @@ def _inject(
             return _disturb_links(fault, hosts, environment.network)
         case ClockJump(jump_s=jump_s):
             return [wall_clock.jump_clock(jump_s)], f"the wall clock of this machine jumps by {jump_s:g} s"
-        case ProcessExit() | UserException() | MainThreadHang() | NanGradients() | SilentCorruption():
+        case (
+            ProcessExit()
+            | UserException()
+            | MainThreadHang()
+            | SlowInput()
+            | NanGradients()
+            | SilentCorruption()
+        ):
             raise AssertionError("made by the worker itself")
         case _:
             assert_never(fault)

@@ -8,6 +8,7 @@ is read. This is the only place where a fault is injected from inside a process.
 import contextlib
 import enum
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,8 @@ ANY_INDEX = -1
 class FailPoint(enum.StrEnum):
     """A place in the code where a worker can be held or broken."""
 
+    BEFORE_INPUT = "before_input"
+    """The data of a microbatch is about to be read, or waited for; not in a pipeline."""
     BEFORE_MICROBATCH = "before_microbatch"
     """A microbatch is about to be computed."""
     AFTER_MICROBATCH = "after_microbatch"
@@ -47,6 +50,8 @@ class FailPoint(enum.StrEnum):
     """The reduction is done, the update is not."""
     BEFORE_COMMIT = "before_commit"
     """The update was handed to the devices; the committed state is the one before it."""
+    BEFORE_CHECKPOINT = "before_checkpoint"
+    """The trainer is about to gather the state for a checkpoint, and to hand it to the process that writes it."""
     AFTER_COMMIT = "after_commit"
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
@@ -101,6 +106,12 @@ class HangAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     duration_s: float
 
 
+class DelayAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Wait for `delay_s` at every hit, until the order is gone."""
+
+    delay_s: float
+
+
 class Corruption(enum.IntEnum):
     """What becomes of what was computed at a failpoint."""
 
@@ -124,7 +135,9 @@ class CorruptAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Replace the elements that were computed here by NaN; of bytes that are sent flip one bit."""
 
 
-FailPointAction = HoldAction | ExitAction | RaiseAction | HangAction | CorruptAction | FlipBitAction
+FailPointAction = (
+    HoldAction | ExitAction | RaiseAction | HangAction | DelayAction | CorruptAction | FlipBitAction
+)
 
 
 class InjectedFault(RuntimeError):
@@ -134,7 +147,7 @@ class InjectedFault(RuntimeError):
 class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What these hosts do when they hit this failpoint in this step.
 
-    A host carries out every action once, but `HoldAction` and a repeated `FlipBitAction`.
+    A host carries out every action once, but `HoldAction`, `DelayAction` and a repeated `FlipBitAction`.
     """
 
     failpoint: FailPoint
@@ -148,7 +161,7 @@ class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     def is_repeated(self) -> bool:
         """Whether a host carries it out at every hit."""
         match self.action:
-            case HoldAction():
+            case HoldAction() | DelayAction():
                 return True
             case FlipBitAction(is_repeated=is_repeated):
                 return is_repeated
@@ -216,7 +229,7 @@ class FailPoints:
                 os._exit(code)
             case RaiseAction(message=text):
                 raise InjectedFault(text)
-            case HangAction(duration_s=seconds):
+            case HangAction(duration_s=seconds) | DelayAction(delay_s=seconds):
                 time.sleep(seconds)
             case CorruptAction():
                 return Corruption.NAN
@@ -226,11 +239,12 @@ class FailPoints:
 
 
 class FailPointController:
-    """The controller's side. Orders have names; an order replaces one of the same name."""
+    """The controller's side, safe to share between threads. An order replaces one of the same name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
         self._orders: dict[str, FailPointOrder] = {}
 
     def hold(
@@ -241,9 +255,10 @@ class FailPointController:
 
     def set_order(self, order: FailPointOrder) -> None:
         """Set an order until `release`."""
-        self._forget(order.name)
-        self._orders[order.name] = order
-        self._write()
+        with self._lock:
+            self._forget(order.name)
+            self._orders[order.name] = order
+            self._write()
 
     def list_held_hosts(self, name: str = "hold") -> frozenset[str]:
         """Return the hosts that have hit the failpoint of an order."""
@@ -252,8 +267,9 @@ class FailPointController:
 
     def release(self, name: str = "hold") -> None:
         """Withdraw the order of this name: hosts that it holds continue. Without such an order, do nothing."""
-        self._forget(name)
-        self._write()
+        with self._lock:
+            self._forget(name)
+            self._write()
 
     def _forget(self, name: str) -> None:
         if self._orders.pop(name, None) is not None:

@@ -234,6 +234,7 @@ class MicrobatchAccumulator:
         if self._data is not None:
             started_s = time.monotonic()
             with worker_activity.task(WorkerTask.INPUT):
+                self._hooks.hit_failpoint(FailPoint.BEFORE_INPUT, index)
                 batch = self._data.get(step, index, replica.data_shard)
             waited_s = time.monotonic() - started_s
             self.inputs.append(MicrobatchInput(waited_s, self._data.lengths(step, index)))

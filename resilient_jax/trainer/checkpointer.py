@@ -3,6 +3,7 @@
 import numpy as np
 
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
@@ -48,6 +49,7 @@ class Checkpointer:
         self._start(layout, state, step)
 
     def _start(self, layout: StateLayout, state: State, step: int) -> None:
+        layout.world.step_services.hit_failpoint(FailPoint.BEFORE_CHECKPOINT)
         replicated = layout.gather_state(state)
         if layout.world.host_index == 0:
             world = layout.world

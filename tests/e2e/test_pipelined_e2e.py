@@ -59,7 +59,9 @@ def test_what_survivors_had_done_of_the_step_is_kept(broken: PipelinedJob) -> No
 
 
 @pytest.mark.timeout(600)
-def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage(broken: PipelinedJob) -> None:
+def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage(
+    broken: PipelinedJob,
+) -> None:
     for process, rows in broken.logs().items():
         steps = [row["step"] for row in rows]
         assert steps == sorted(set(steps)), process

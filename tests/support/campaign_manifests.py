@@ -51,6 +51,7 @@ INNER = st.one_of(
     st.builds(faults.ProcessExit, code=st.integers(0, 255)),
     st.just(faults.UserException()),
     st.builds(faults.MainThreadHang, duration_s=SECONDS),
+    st.builds(faults.SlowInput, delay_s=SECONDS, duration_s=SECONDS),
     st.just(faults.NanGradients()),
     st.builds(faults.SilentCorruption, is_repeated=st.booleans()),
 )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
-from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop, SlowProcess
+from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop, SlowInput, SlowProcess
 from resilient_jax.chaos.invariants import Invariant, format_timeline
 from resilient_jax.chaos.ledger_invariants import (
     ReferenceStep,
@@ -28,6 +28,7 @@ from resilient_jax.chaos.resource_growth import (
     measure_growth,
 )
 from resilient_jax.events import Event, EventKind
+from resilient_jax.health.finding import FindingKind
 from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
 
 HOSTS = ("host-0", "host-1")
@@ -302,7 +303,7 @@ KILL = ProcessKill()
 
 def killed(
     part: TargetPart,
-    fault: ProcessKill | ProcessStop | SlowProcess | BitFlip = KILL,
+    fault: ProcessKill | ProcessStop | SlowProcess | SlowInput | BitFlip = KILL,
     needs: tuple[str, ...] = (),
 ) -> IncidentRecord:
     incident = Incident(
@@ -340,10 +341,19 @@ def test_a_finding_that_no_fault_explains_is_a_violation() -> None:
 def test_only_a_host_that_was_made_slow_may_be_found_slow() -> None:
     slowed = killed(TargetPart.WORKER, SlowProcess(share=0.3, duration_s=3.0))
     assert slowed.hosts == ("host-1",)
-    named, another = (happened(EventKind.HOST_SLOW, "host-0", slow=host) for host in ("host-1", "host-2"))
+    named, another = (
+        happened(EventKind.HOST_SLOW, "host-0", slow=host, part="compute") for host in ("host-1", "host-2")
+    )
     assert check_findings([slowed], [named]) == []
     assert len(check_findings([slowed], [another])) == 1
     assert len(check_findings([killed(TargetPart.WORKER)], [named])) == 1
+
+
+def test_only_the_input_of_a_host_whose_input_was_made_slow_may_be_found_slow() -> None:
+    slowed = killed(TargetPart.WORKER, SlowInput(delay_s=0.1, duration_s=3.0))
+    parts = {part: happened(EventKind.HOST_SLOW, "host-0", slow="host-1", part=part) for part in FindingKind}
+    found = {part for part, event in parts.items() if check_findings([slowed], [event])}
+    assert found == set(FindingKind) - {FindingKind.INPUT}
 
 
 def test_a_short_stop_needs_no_event() -> None:

@@ -12,6 +12,7 @@ from resilient_jax.protocol.failpoints import (
     ANY_STEP,
     CorruptAction,
     Corruption,
+    DelayAction,
     FailPoint,
     FailPointAction,
     FailPointController,
@@ -84,6 +85,19 @@ def test_a_hang_lasts_for_its_duration(tmp_path: Path) -> None:
     began_s = time.monotonic()
     points.hit(FailPoint.BEFORE_REDUCE, 0)
     assert time.monotonic() - began_s >= 0.2
+
+
+def test_a_delay_is_made_at_every_hit_until_the_order_is_gone(tmp_path: Path) -> None:
+    controller, points = FailPointController(tmp_path), FailPoints(tmp_path, "host-0")
+    controller.set_order(order(DelayAction(delay_s=0.1), "a"))
+    began_s = time.monotonic()
+    for step in range(3):
+        points.hit(FailPoint.BEFORE_REDUCE, step)
+    assert time.monotonic() - began_s >= 0.3
+    controller.release("a")
+    controller.set_order(order(DelayAction(delay_s=3600.0), "a"))
+    controller.release("a")
+    points.hit(FailPoint.BEFORE_REDUCE, 3)
 
 
 def test_without_a_controller_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
