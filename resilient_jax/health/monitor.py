@@ -2,8 +2,9 @@
 
 A step is judged when all hosts have told of it, because they tell at different times. A host is compared with itself
 (what its own past predicts for the lengths of its documents) and with its peers (the median of observed over predicted
-in the same step): what slows all hosts alike is no host's fault. A host that was slow from its first step on is
-compared with the fits of its peers. What is found:
+in the same step): what slows all hosts alike is no host's fault. A host that was slow from its first step on, or
+becomes so little by little, with fits that follow, is found where its fits are compared with those of its peers. What
+is found:
 
     microbatches slow, half of it a wait for data        input
     microbatches slow                                    compute
@@ -88,8 +89,8 @@ class _Watched(msgspec.Struct):
     usual_input_s: collections.deque[float] = msgspec.field(
         default_factory=lambda: collections.deque(maxlen=USUAL_INPUT_STEPS)
     )
-    num_judged: int = 0
-    """Steps since its first fit, which is compared with those of peers once."""
+    compared_step: int | None = None
+    """When its fit was last compared with those of peers, and was like theirs."""
 
 
 class _Measured(msgspec.Struct):
@@ -219,7 +220,6 @@ class HealthMonitor:
     def _conclude(self, step: int, one: _Measured, state: SeriesState) -> Iterator[FindingChange]:
         watched = one.watched
         self._add_excess(one, state)
-        watched.num_judged += 1
         if watched.finding is not None:
             if state.is_healthy:
                 closed, watched.finding = watched.finding, None
@@ -227,8 +227,9 @@ class HealthMonitor:
             return
         if state.is_slow:
             watched.finding = self._judge_change(one, state)
-        elif watched.num_judged == COMPARED_AFTER_STEPS:
+        elif watched.series.steps_since_fit == COMPARED_AFTER_STEPS:
             watched.finding = self._judge_fit(one)
+            watched.compared_step = step
         if watched.finding is not None:
             yield FindingOpened(watched.finding)
 
@@ -297,7 +298,7 @@ class HealthMonitor:
         return part.slot if len(slots) > 1 else None
 
     def _judge_fit(self, one: _Measured) -> Finding | None:
-        """Return a finding about a host that was slow from its first step on, judging by the fits of its peers."""
+        """Return a finding about a host that is slow by its own fit, judging by the fits of its peers."""
         own = one.watched.series.model
         if one.part.name != "work" or own is None:
             return None
@@ -311,16 +312,19 @@ class HealthMonitor:
         noise = NOISE_SPREADS * max(own.spread, peer.spread)
         if own_s * (1 - noise) <= SUSPECT_RATIO * peer_s or own_s - peer_s < MIN_EXCESS_S:
             return None
-        one.watched.series.replace_model(peer)
+        watched = one.watched
+        watched.series.replace_model(peer)
+        since_step, when = watched.compared_step, "little by little"
+        if since_step is None:
+            since_step, when = watched.first_step, "from its first step on"
         return Finding(
             host=one.part.host,
             device=self._find_device(one.part),
             kind=FindingKind.COMPUTE,
             factor=own_s / peer_s,
-            since_step=one.watched.first_step,
+            since_step=since_step,
             evidence=(
-                f"from its first step on {_describe(one.part)} took {own_s:.3g} s for what takes the median of its "
-                f"peers {peer_s:.3g} s"
+                f"{when} {_describe(one.part)} took {own_s:.3g} s for what takes the median of its peers {peer_s:.3g} s"
             ),
         )
 

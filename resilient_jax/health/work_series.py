@@ -83,12 +83,14 @@ class WorkSeries:
     Attributes:
         model: the fit; None in the warm-up.
         newest_ratio: of the last step; 1 in the warm-up.
+        steps_since_fit: how many steps were judged by the present fit.
     """
 
     def __init__(self, rate: SuspicionRate) -> None:
         self._rate = rate
         self.model: DurationModel | None = None
         self.newest_ratio = 1.0
+        self.steps_since_fit = 0
         self._samples: collections.deque[WorkSample] = collections.deque(maxlen=MAX_SAMPLES)
         self._num_steps = 0
         self._next_fit = WARM_UP_STEPS
@@ -128,6 +130,7 @@ class WorkSeries:
             samples: as measured.
         """
         assert self._detector is not None, "what is measured has a model"
+        self.steps_since_fit += 1
         ratio = self.newest_ratio = measured / max(usual, 1.0)
         value = math.log(ratio)
         change = self._detector.update(value)
@@ -162,7 +165,7 @@ class WorkSeries:
         self._num_steps += 1
         if self._num_steps >= self._next_fit:
             self._next_fit = self._num_steps + min(self._num_steps, MAX_REFIT_INTERVAL)
-            self.model = fit_durations(self._samples)
+            self.model, self.steps_since_fit = fit_durations(self._samples), 0
             if self._detector is None:
                 self._detector = _make_detector(self.model)
 

@@ -164,6 +164,29 @@ def test_a_host_that_was_slow_from_its_first_step_is_compared_with_its_peers():
     assert finding.factor == pytest.approx(1.8, rel=0.1)
 
 
+@pytest.mark.parametrize("percent_per_step", [0.1, 0.3, 1.0])
+def test_a_host_that_becomes_slow_little_by_little_is_found(percent_per_step):
+    """So slowly that no step looks suspicious, and its own fits follow."""
+
+    def drift(host: str, step: int, timing: StepTiming) -> StepTiming:
+        is_slowing = host == "host-2" and step >= SLOW_FROM
+        return scale_work(timing, 1 + is_slowing * percent_per_step / 100 * (step - SLOW_FROM))
+
+    found, _ = watch(drift, steps=range(1000))
+    finding = found[0].finding
+    assert {one.finding.host for one in found} == {"host-2"}
+    assert finding.kind is FindingKind.COMPUTE
+    assert finding.factor > 1.2
+    assert finding.since_step <= SLOW_FROM + 125 / percent_per_step
+
+
+def test_hosts_that_all_become_slow_little_by_little_are_not_found():
+    found, _ = watch(
+        lambda _, step, timing: scale_work(timing, 1 + max(0, step - SLOW_FROM) / 300), steps=range(1000)
+    )
+    assert found == []
+
+
 @pytest.mark.parametrize("since", [0, SLOW_FROM])
 def test_a_finding_ends_when_the_host_is_healthy_again(since):
     def change(host: str, step: int, timing: StepTiming) -> StepTiming:
