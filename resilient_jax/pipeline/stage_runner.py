@@ -123,6 +123,7 @@ class StageRunner:
 
         Raises:
             PeerUnreachable: a value does not come. Finished tasks stay finished.
+            Exception: of a program; the microbatch is computed again from the first task of this host on.
         """
         for task in order:
             if task in self.done:
@@ -131,8 +132,13 @@ class StageRunner:
             route = routes[task.microbatch]
             with worker_activity.task(WorkerTask.SUM):  # a wait for another host, as in a sum
                 received = self._receive(task, route, mail)
-            with worker_activity.task(WorkerTask.COMPUTE):
-                sent = self._execute(task, received, weights, read)
+            try:
+                with worker_activity.task(WorkerTask.COMPUTE):
+                    sent = self._execute(task, received, weights, read)
+            except BaseException:
+                # A backward pass uses up what the forward pass has left, also where it fails.
+                self.done -= {Task(kind, task.microbatch, task.hop) for kind in TaskKind}
+                raise
             # Finished before it is sent: if the receiver is dead, the value is in the log for the one that takes over.
             self.done.add(task)
             if sent is not None:

@@ -333,8 +333,10 @@ class PipelinedSteps:
         """Run one block of each kind, and the updates of this host's units, on zeros."""
         worker = self._require_worker()
         worker.replace_state(worker.step, placement.read_held(state))
-        worker.rehearse()
-        worker.drop_state()
+        try:
+            worker.rehearse()
+        finally:
+            worker.drop_state()  # it is no part of the job's state
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"

@@ -17,7 +17,7 @@ import optax
 from small_decoders import make_batch, make_nnx
 
 from resilient_jax.blocks.cut_model import CutModel, cut_model
-from resilient_jax.errors import PeerUnreachable, ResilientJaxError
+from resilient_jax.errors import CallerError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.commit_table import CommitTable
@@ -87,6 +87,8 @@ class Host:
                 return {}
             case "run":
                 routes = msgspec.convert(words["routes"], tuple[Route, ...])
+                if "fail_in" in words:
+                    self.fail_once(*words["fail_in"])
                 return self.run(lambda before: pipeline.begin_step(routes, before), words.get("die_before"))
             case "agree":
                 return {"step": pipeline.agree_on_step()}
@@ -101,6 +103,20 @@ class Host:
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
                 return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
         raise ValueError(do)
+
+    def fail_once(self, block: int, microbatch: int) -> None:
+        """Have the task fail that gives the gradients of a block for a microbatch, after it has computed them."""
+        assert self.pipeline is not None
+        sums = self.pipeline._sums
+        add = sums.add
+
+        def fail(*args: Any) -> None:
+            if args[:2] == (block, microbatch):
+                sums.add = add
+                raise CallerError("a program has failed")
+            add(*args)
+
+        sums.add = fail
 
     def move(self, wanted: dict[HostName, set[int]]) -> dict:
         """Have the units that this host wants, of which others send those that it has not."""

@@ -173,3 +173,15 @@ def test_a_host_that_is_behind_goes_on_with_one_that_has_begun_the_next_step(rep
     assert pipeline.recover() == 2
     pipeline.resume()
     assert pipeline.commit() == undisturbed[2]
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "whole_backward"])
+def test_a_task_that_fails_in_its_middle_is_run_again_with_all_that_it_needs(replicas, undisturbed, schedule):
+    pipeline = replicas(schedule=schedule, wait_timeout_s=2.0)
+    routes = msgspec.to_builtins(pipeline.routes)
+    for host in pipeline.hosts:
+        fault = {"fail_in": (0, 1)} if host.name == "a" else {}
+        host.tell("run", routes=routes, **fault)
+    found = {host.name: host.answer() for host in pipeline.hosts}
+    assert found["a"]["error"] == "CallerError"
+    go_on(pipeline, undisturbed)
