@@ -44,7 +44,7 @@ def decide_to_wait(
     """
     if waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners, config):
         return Rendezvous.WAITING
-    kept_in = origin.snapshot
+    kept_in = None if origin.part_holders else origin.snapshot
     if kept_in and waited_s <= config.snapshot_grace_s and is_snapshot_settling(state, kept_in):
         return Rendezvous.WAITING
     present = len(kept) + len(joiners)

@@ -44,7 +44,7 @@ class StateOrigin:
         step: of the state; 0 if there is none.
         sources: all members that have the complete state.
         part_holders: the members that have it together, each a part.
-        snapshot: that has the state, if the members have it not.
+        snapshot: that has the state, if the members have it not; with parts, the one to go back to.
     """
 
     step: int = 0
@@ -70,7 +70,7 @@ def find_state_origin(
     parts_step = max(parts.values(), default=0)
     # At the same step the workers' wins: it is in device memory, and a snapshot must be read first.
     if parts and parts_step >= max(step, snapshot.id.step if snapshot is not None else 0):
-        return StateOrigin(step=parts_step, part_holders=tuple(parts))
+        return StateOrigin(step=parts_step, part_holders=tuple(parts), snapshot=snapshot)
     if snapshot is not None and (not holders or snapshot.id.step > step):
         return StateOrigin(step=snapshot.id.step, snapshot=snapshot)
     return StateOrigin(
@@ -194,7 +194,8 @@ def form_next_generation(
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
         receivers=receivers,
         is_state_in_parts=bool(origin.part_holders),
-        snapshot=origin.snapshot,
+        fallback=origin.snapshot.id if origin.part_holders and origin.snapshot is not None else None,
+        snapshot=None if origin.part_holders else origin.snapshot,
         state_loss=None
         if origin.exists
         else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too
@@ -211,6 +212,8 @@ def _find_progress(generation: Generation, origin: StateOrigin) -> int:
     """Return the steps that are done from now on: fewer than before if newer states are in doubt."""
     if not origin.exists:
         return 0
+    if origin.part_holders:  # which a second loss may end: a snapshot shows that there is a state to rely on
+        return generation.progress
     return origin.step if generation.trusted_step is not None else max(generation.progress, origin.step)
 
 

@@ -47,7 +47,7 @@ class BlockState:
         self.units = units
         self.states: dict[int, UnitState] = {}
         self._units_of_step: dict[int, UnitState] = {}
-        """Units that were here when the step began: what was begun with their weights is finished with them."""
+        """Units that leave. What was begun with their weights is finished with them, also on another host."""
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._updates: dict[int, tuple[Any, Any]] = {}
         """Program and structure of the result, by unit."""
@@ -75,20 +75,25 @@ class BlockState:
 
         Args:
             states: by number.
-            in_step: they are of the step that is under way, in which those that leave are still used.
+            in_step: they are of the same step, in which those that leave may still be used.
         """
-        self._units_of_step = {**self._units_of_step, **self.states} if in_step else {}
+        self._units_of_step = self.all_states if in_step else {}
         self.states = dict(states)
+
+    @property
+    def all_states(self) -> dict[int, UnitState]:
+        """All units that are here, by number; also those that leave when the step under way is committed."""
+        return {**self._units_of_step, **self.states}
 
     def list_complete_blocks(self) -> tuple[int, ...]:
         """Return the blocks of which all weights are here, ascending."""
-        return find_complete_blocks(self.units, self._units_of_step.keys() | self.states.keys())
+        return find_complete_blocks(self.units, self.all_states)
 
     def list_weights(self, block: int) -> dict[str, Any]:
         """Return the weights of a block, by name, from all units that have some."""
         return {
             name: value
-            for number, state in {**self._units_of_step, **self.states}.items()
+            for number, state in self.all_states.items()
             if block in self.units[number].blocks
             for name, value in state.weights.items()
         }

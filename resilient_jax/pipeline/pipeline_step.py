@@ -182,6 +182,19 @@ class PipelineWorker:
             self.drop_step()
         self.state.replace(states, in_step=self._routed_in > 0)
 
+    def hold_units(self, states: Mapping[int, UnitState]) -> None:
+        """Hold these units of the present state from now on; others are kept until the step is committed.
+
+        Until then a host may be given tasks of theirs, or need them, because it has not received them yet.
+        """
+        self.state.replace(states, in_step=True)
+
+    @property
+    def kept_units(self) -> tuple[int, ...]:
+        """The units that this host has, and will have in the step that the hosts agree on."""
+        # With all sums here another host may have committed the step; then this one commits it, too.
+        return tuple(sorted(self.state.all_states if self._gradients is None else self.state.states))
+
     def drop_state(self) -> None:
         """Drop every array: this host has nothing any more that the others could use."""
         self.step, self._table = 0, None
@@ -210,12 +223,13 @@ class PipelineWorker:
         host without a state agrees to whatever the others have.
 
         Raises:
-            PeerUnreachable: a host is lost, or late.
+            PeerUnreachable: a host is lost, or late; or has what this one cannot catch up with.
         """
         mine = TaskProgress(
             step=self.step,
             table=self._table,
-            units=tuple(sorted(self.state.states)),
+            units=tuple(sorted(self.state.all_states)),
+            held=tuple(sorted(self.state.states)),
             blocks=self.state.list_complete_blocks(),
             routed_in=self._routed_in,
             routes=self._routes if self._routed_in else (),
@@ -223,14 +237,15 @@ class PipelineWorker:
             forgotten=tuple(sorted(self._log.forgotten)),
         )
         found = exchange_progress(self.make_mail(), self._require_generation().hosts, self._host, mine)
-        newest = max(found.values(), key=lambda one: one.step)
+        # Of those that are furthest: one that has just been sent its state may not know the table.
+        newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
         if not self.state.states:
-            self.step = newest.step
+            self.step, self._table = newest.step, newest.table
         elif self.step < newest.step:
             if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
-                raise InternalError(
+                raise PeerUnreachable(
                     f"step: found a host that has committed step {newest.step - 1}, and {self._host} without sums of "
-                    f"step {self.step}; expected that no host commits before all have their sums"
+                    f"step {self.step}, with which it could commit it, too; a snapshot is needed"
                 )
             self._commit(newest.table, self._gradients)
         self._progress = {
@@ -238,7 +253,11 @@ class PipelineWorker:
             for host, one in found.items()
         }
         self.unit_holders = tuple(
-            frozenset(host for host, one in found.items() if number in one.units)
+            frozenset(
+                host
+                for host, one in found.items()
+                if number in (one.units if one.step == newest.step else one.held)
+            )
             for number in range(len(self._units))
         )
         return self.step

@@ -40,8 +40,9 @@ class TaskProgress(msgspec.Struct, frozen=True):
     Attributes:
         step: the next one that it commits; 0 with no state at all.
         table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
-        units: which it has, and updates.
-        blocks: whose weights it has; also of units that it has only until the step is committed.
+        units: which it has; also those that it has only until the step is committed.
+        held: which it updates, and has afterwards.
+        blocks: whose weights it has.
         routed_in: the generation of its routes; 0: it has begun nothing of the step.
         routes: of the step.
         done: finished tasks of the step.
@@ -51,6 +52,7 @@ class TaskProgress(msgspec.Struct, frozen=True):
     step: int
     table: CommitTable | None
     units: tuple[int, ...]
+    held: tuple[int, ...]
     blocks: tuple[int, ...]
     routed_in: int = 0
     routes: Routes = ()
@@ -89,8 +91,9 @@ def exchange_progress(
 
 def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> TaskProgress:
     """Return what a host that was behind says when it has committed what the others have: nothing of `step` is done."""
+    held = progress.held
     return TaskProgress(
-        step=step, table=None, units=progress.units, blocks=find_complete_blocks(units, progress.units)
+        step=step, table=None, units=held, held=held, blocks=find_complete_blocks(units, held)
     )
 
 

@@ -45,9 +45,11 @@ def exchange_units(
 
     Raises:
         PeerUnreachable: a host is lost, or late; or nobody has a unit.
+        Exception: of `mail.check`.
     """
     received: dict[int, HostName] = {}
     for unit, having in enumerate(holders):
+        mail.check()  # to pack all of a model takes a while
         receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
         if receivers and not having:
             raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")

@@ -119,7 +119,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
-            more, as they find out. Receivers have no part yet; there are no sources.
+            more or less, as they find out. Receivers have no part yet; there are no sources.
+        fallback: of a state in parts, the snapshot that they would go back to; None: there is none.
         snapshot: the snapshot that has the state of `step`, if the members have it not; then there are no sources.
             None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
@@ -159,6 +160,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()
     is_state_in_parts: bool = False
+    fallback: SnapshotId | None = None
     snapshot: SnapshotPlan | None = None
     state_loss: StateLoss | None = None
     trusted_step: int | None = None

@@ -152,23 +152,28 @@ class Snapshotter:
         self._opened: _Opened | None = None
         self._schedule: ProtectionSchedule | None = None
         self._restored: SnapshotId | None = None
-        """The snapshot that the present generation resumed from, if any."""
+        """The snapshot that the present generation resumed from, or goes back to."""
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
         self._first_offset = FIRST_OFFSET
         """Steps after the first of this generation until its first automatic snapshot."""
 
-    def begin_generation(self, *, is_last_copy: bool, keeps_workers: bool) -> None:
+    def begin_generation(
+        self, *, is_last_copy: bool, keeps_workers: bool, fallback: SnapshotId | None = None
+    ) -> None:
         """Begin a generation.
 
         Args:
             is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
             keeps_workers: workers outlive the loss of another; else nothing but snapshots does, and a replicated state
                 is in one from the first step on.
+            fallback: the snapshot to go back to if this generation comes to nothing, although it does not begin with
+                it. Servers keep it, as one that it begins with.
         """
         self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
         self._first_offset = FIRST_OFFSET if keeps_workers else 0
+        self._restored = fallback
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.

@@ -146,7 +146,7 @@ class PipelinedSteps:
         world.step_services.hit_failpoint(FailPoint.DURING_RESTORE, step=step)
         # Every host has that of early stopping, as if it were a unit that all of them hold.
         common = len(shapes)
-        kept = {**worker.state.states, common: self._early_stopping.get(step)}
+        kept = {**worker.state.all_states, common: self._early_stopping.get(step)}
         found = self._exchange(
             placement,
             [*worker.unit_holders, frozenset().union(*worker.unit_holders)],
@@ -160,7 +160,7 @@ class PipelinedSteps:
         # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
         found |= jax.tree.map(lambda leaf: jax.numpy.array(leaf, copy=True), received)
         self._early_stopping = {step: found.pop(common)}
-        worker.replace_state(step, found)
+        worker.hold_units(found)
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
         state = placement.make_state(step, worker.state.states, early_stopping)
         world.step_services.resume_from_parts(step, state)
@@ -266,7 +266,8 @@ class PipelinedSteps:
         # A barrier: no host leaves before all have what it sent.
         placement.world.all_reduce(np.zeros(1, np.int32))
         step, early_stopping = placement.read_local((state.step, state.early_stopping))
-        return units.join(*jax.tree.map(np.array, (step, found, early_stopping)))
+        # What has arrived is in host memory, and not copied again.
+        return units.join(*jax.tree.map(np.asarray, (step, found, early_stopping)))
 
     def _exchange(
         self,
@@ -285,9 +286,9 @@ class PipelinedSteps:
 
     @property
     def part(self) -> StatePart | None:
-        """The units of this host, if it has any."""
-        held = self._worker.state.states if self._worker is not None else {}
-        return StatePart.from_units(held, len(self._require_units().units)) if held else None
+        """The units that this host could give the others, if there are any."""
+        kept = self._worker.kept_units if self._worker is not None else ()
+        return StatePart.from_units(kept, len(self._require_units().units)) if kept else None
 
     def drop(self) -> None:
         """Drop every array: the devices are going away, or the others have another state."""

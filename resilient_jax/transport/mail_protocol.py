@@ -62,7 +62,7 @@ class MailKind(enum.StrEnum):
     PROGRESS = "progress"
     """What a host says about its tasks when a step goes on in another generation."""
     STATE = "state"
-    """Weights and optimizer state, for a host that puts the whole model together."""
+    """Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):

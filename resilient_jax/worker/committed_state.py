@@ -96,15 +96,16 @@ class CommittedState:
         """Copy all contributions to host memory, before the devices' backend is destroyed."""
         for contributions in self.contributions.values():
             contributions.move_to_host()
-        self._drop_kept()
+        self.drop_kept()
 
     def clear(self) -> None:
         """Drop everything: the valid state is on other hosts, or there is none."""
         self.state, self.snapshot_plan, self.parts_step = None, None, None
         self.contributions.clear()
-        self._drop_kept()
+        self.drop_kept()
         self.first_step = 0
 
-    def _drop_kept(self) -> None:
+    def drop_kept(self) -> None:
+        """Drop the arrays that train functions keep by themselves."""
         for kept in self.kept:
             kept.drop()

@@ -96,6 +96,7 @@ class StateHandover:
             committed.contributions.clear()
         elif committed.state is not None or committed.parts_step is not None:
             committed.clear()
+        committed.drop_kept()
 
     def _copy_to_host(self, state: FlatState) -> FlatState:
         started_s = time.monotonic()

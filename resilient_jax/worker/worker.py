@@ -231,7 +231,9 @@ class Worker:
             with worker_activity.task(WorkerTask.FORMING):
                 self._form_world(order)
             self._snapshotter.begin_generation(
-                is_last_copy=order.generation.losses_left == 0, keeps_workers=order.generation.keeps_workers
+                is_last_copy=order.generation.losses_left == 0,
+                keeps_workers=order.generation.keeps_workers,
+                fallback=order.generation.fallback,
             )
             world, reducer = self._make_world(order)
             try:

@@ -238,7 +238,10 @@ def try_take_order(
         return state, form, answers
     if (seat_order := state.take_seat) is not None:
         state = dataclasses.replace(state, take_seat=None, is_interrupted=False)
-        state, answers = _report(state, state=WorkerState.PREPARING, seat=get_seat(seat_order), failure=None)
+        # What it has is on the devices of the world that it leaves.
+        state, answers = _report(
+            state, state=WorkerState.PREPARING, seat=get_seat(seat_order), part=None, failure=None
+        )
         return state, seat_order, answers
     return state, None, ()
 

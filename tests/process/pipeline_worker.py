@@ -129,12 +129,12 @@ class Host:
             self.name,
             pipeline.unit_holders,
             wanted,
-            pipeline.state.states,
+            pipeline.state.all_states,
             [whole.states[number] for number in sorted(whole.states)],
             0,
         )
-        moved = found.keys() - pipeline.state.states.keys()
-        pipeline.replace_state(pipeline.step, found)
+        moved = found.keys() - pipeline.state.all_states.keys()
+        pipeline.hold_units(found)
         return {"moved": len(moved)}
 
     def run(self, call: Callable[..., None], die_before: Any) -> dict:

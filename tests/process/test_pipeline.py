@@ -185,3 +185,33 @@ def test_a_task_that_fails_in_its_middle_is_run_again_with_all_that_it_needs(rep
     found = {host.name: host.answer() for host in pipeline.hosts}
     assert found["a"]["error"] == "CallerError"
     go_on(pipeline, undisturbed)
+
+
+@pytest.mark.parametrize("ahead", ["a", "c"])
+def test_blocks_move_also_where_some_hosts_have_not_begun_the_step(replicas, undisturbed, ahead):
+    """What was begun elsewhere may be given to a host that is about to lose the block."""
+    pipeline = replicas(wait_timeout_s=2.0)
+    (begun,) = (host for host in pipeline.hosts if host.name == ahead)
+    routes = msgspec.to_builtins(pipeline.routes)
+    assert pipeline.ask([begun], "run", routes=routes)[begun]["error"] == "PeerUnreachable"
+    victim = next(host for host in pipeline.hosts if host.name == "b")
+    victim.process.kill()
+    victim.process.wait()
+    pipeline.cut_anew([[("a", 1), ("d", 4)], [("c", 5)]], [2, 2])
+    pipeline.resume()
+    assert pipeline.commit() == undisturbed[1]
+
+
+def test_units_that_move_are_kept_until_the_step_is_committed(replicas, undisturbed):
+    """d has sent c what c is to have; c dies before it has any of it."""
+    pipeline = replicas()
+    victim = next(host for host in pipeline.hosts if host.name == "b")
+    victim.process.kill()
+    victim.process.wait()
+    pipeline.cut_anew([[("a", 2), ("d", 1), ("c", 2)]], [4])
+    victim = next(host for host in pipeline.hosts if host.name == "c")
+    victim.process.kill()
+    victim.process.wait()
+    assert pipeline.cut_anew([[("a", 2), ("d", 3)]], [4]) >= 0
+    pipeline.run()
+    assert pipeline.commit() == undisturbed[1]

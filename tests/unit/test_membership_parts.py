@@ -30,6 +30,19 @@ def test_survivors_that_have_the_state_between_them_go_on_at_its_step():
         True,
     ), "no snapshot is waited for"
     assert (new.step, new.snapshot, new.sources, new.receivers) == (6, None, (), ())
+    assert new.fallback == snapshot(5, "abcd").id, "servers keep it"
+
+
+def test_without_a_snapshot_no_state_counts_as_one_to_rely_on():
+    job = Job("a", "b", "c", "d")
+    job.serve()
+    job.form()
+    for name in "abcd":
+        job.report(name, has_finished_step=True, step=2)
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d", step=2)
+    assert job.generation.is_state_in_parts
+    assert (job.generation.fallback, job.generation.progress) == (None, 0)
 
 
 def test_a_unit_that_no_survivor_has_is_read_from_a_snapshot():
