@@ -36,8 +36,8 @@ from resilient_jax.pipeline.step_progress import (
 from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
-from resilient_jax.pipeline_schedule.task_orders import order_tasks
-from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, PipelineSchedule, Task, TaskKind
+from resilient_jax.pipeline_schedule.task_orders import order_tasks, take_equal_time
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, PipelineSchedule, Task
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
 from resilient_jax.transport.mail_service import MailService
@@ -283,9 +283,9 @@ class PipelineWorker:
         self._routes, self._routed_in = found.routes, self._require_generation().number
         self._runner.forget(found.redone)
         mail = self.make_mail()
-        for boundary, sender, receiver in found.resends:
-            if sender == self._host:
-                self._runner.send_again(boundary, receiver, mail)
+        for resend in found.resends:
+            if resend.sender == self._host:
+                self._runner.send_again(resend.boundary, resend.receiver, mail)
         self._run(before_task, found.done)
 
     def rehearse(self) -> None:
@@ -381,8 +381,3 @@ class PipelineWorker:
     def _require_generation(self) -> PipelineGeneration:
         assert self._generation is not None, "begin_generation comes first"
         return self._generation
-
-
-def take_equal_time(host: HostName, kind: TaskKind, block: int) -> float:
-    """Return the time of a task if all blocks and hosts are equal: no measured times reach the orders yet."""
-    return 2.0 if kind is TaskKind.BACKWARD else 1.0

@@ -6,7 +6,7 @@ its sender no longer has is computed again, and so is what that needs.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -16,22 +16,18 @@ from resilient_jax.pipeline.block_state import find_complete_blocks
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline.step_mail import StepMail
-from resilient_jax.pipeline_schedule.rerouting import reroute
-from resilient_jax.pipeline_schedule.routes import Route, Routes
+from resilient_jax.pipeline_schedule.rerouting import BACKWARD_KINDS, Resend, find_resends, reroute
+from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.tasks import (
     Boundary,
     PipelineSchedule,
     Task,
     TaskKind,
-    find_ends,
-    find_output,
 )
 from resilient_jax.transport.mail_protocol import MailKind
 
 PROGRESS_STEP: Final = 2**62
 """In the keys of progress, in place of a step: hosts may differ in theirs, and no finished step is as high."""
-BACKWARD_KINDS: Final = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
-"""The tasks that send a gradient."""
 
 
 class TaskProgress(msgspec.Struct, frozen=True):
@@ -68,13 +64,13 @@ class Continuation(msgspec.Struct, frozen=True):
         done: the finished tasks, for orders: of a hop that is redone in part none, as a task is done after those that
             it needs. Hosts skip what they have.
         redone: tasks that were finished, and are run again for the values that they send.
-        resends: values that are sent again, each with the host that has it and the one that needs it.
+        resends: values that are sent again.
     """
 
     routes: Routes
     done: frozenset[Task]
     redone: frozenset[Task]
-    resends: tuple[tuple[Boundary, HostName, HostName], ...]
+    resends: tuple[Resend, ...]
 
 
 def exchange_progress(
@@ -134,43 +130,22 @@ def plan_continuation(
         emptied=set(progress).difference(current),
     )
     forgotten = {boundary for host in current.values() for boundary in host.forgotten}
-    done, by_microbatch = set(found.done), {route.microbatch: route for route in found.routes}
-    redone: set[Task] = set()
-    while again := _find_redone(by_microbatch, done, forgotten):
+    done, redone = set(found.done), set[Task]()
+    while again := _find_redone(resends := find_resends(found.routes, done), forgotten):
         done -= again  # what these need is missing now, too
         redone |= again
-    resends = (
-        (boundary, task.hop.host, receiver) for task, boundary, receiver in _find_missing(by_microbatch, done)
-    )
     in_part = {(task.microbatch, task.hop) for task in redone}
     return Continuation(
         routes=found.routes,
         done=frozenset(task for task in done if (task.microbatch, task.hop) not in in_part),
         redone=frozenset(redone),
-        resends=tuple(sorted(resends)),
+        resends=tuple(sorted(resends.values())),
     )
 
 
-def _find_missing(
-    routes: Mapping[int, Route], done: Collection[Task]
-) -> Iterator[tuple[Task, Boundary, HostName]]:
-    """Yield what finished tasks have sent and no finished task has used, and the host that needs it."""
-    for task in done:
-        route = routes[task.microbatch]
-        boundary = find_output(task, route.num_blocks)
-        if boundary is None:
-            continue
-        _, receiver = find_ends(boundary, route)
-        kinds = BACKWARD_KINDS if task.kind in BACKWARD_KINDS else (TaskKind.FORWARD,)
-        if not any(Task(kind, task.microbatch, receiver) in done for kind in kinds):
-            yield task, boundary, receiver.host
-
-
-def _find_redone(
-    routes: Mapping[int, Route], done: Collection[Task], forgotten: Collection[Boundary]
-) -> set[Task]:
+def _find_redone(resends: Mapping[Task, Resend], forgotten: Collection[Boundary]) -> set[Task]:
     """Return finished tasks that are run again because a value of theirs is missing and forgotten."""
-    again = {task for task, boundary, _ in _find_missing(routes, done) if boundary in forgotten}
+    again = {task for task, resend in resends.items() if resend.boundary in forgotten}
     # A backward pass uses up the residuals of the forward pass.
     again |= {
         Task(TaskKind.FORWARD, task.microbatch, task.hop) for task in again if task.kind in BACKWARD_KINDS

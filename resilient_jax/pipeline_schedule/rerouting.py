@@ -12,13 +12,14 @@ Only what the dead hosts had computed is computed again. Each survivor computes 
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.errors import HoldersLost
 from resilient_jax.pipeline_schedule.routes import Hop, Route, Routes, validate_routes
-from resilient_jax.pipeline_schedule.task_orders import BlockSeconds
+from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import (
     KINDS,
     Boundary,
@@ -31,6 +32,10 @@ from resilient_jax.pipeline_schedule.tasks import (
 
 Holders = Sequence[Collection[HostName]]
 """For each block the hosts that have its state, dead ones, too."""
+
+
+BACKWARD_KINDS: Final = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+"""The tasks that send a gradient."""
 
 
 class Resend(msgspec.Struct, frozen=True, order=True):
@@ -53,12 +58,10 @@ class Rerouting(msgspec.Struct, frozen=True):
     Attributes:
         routes: the new routes.
         done: the finished tasks that count, those of living hosts.
-        resends: values to send again, before anything else; see `list_resends`.
     """
 
     routes: Routes
     done: frozenset[Task]
-    resends: tuple[Resend, ...]
 
 
 def reroute(
@@ -68,7 +71,7 @@ def reroute(
     dead: Collection[HostName],
     *,
     schedule: PipelineSchedule,
-    seconds: BlockSeconds | None = None,
+    seconds: BlockSeconds = take_equal_time,
     emptied: Collection[HostName] = (),
 ) -> Rerouting:
     """Return the routes with every hop on a living host.
@@ -79,7 +82,7 @@ def reroute(
         holders: of each block.
         dead: hosts that compute nothing any more.
         schedule: which tasks a hop has.
-        seconds: of a block's task on a host; None: all are equal.
+        seconds: of a block's task on a host.
         emptied: living hosts that have nothing of the step any more, such as one that was started again: their hops
             are redone as those of the dead, and may go to them.
 
@@ -89,7 +92,7 @@ def reroute(
     living = find_living_holders(holders, frozenset(dead))
     gone = frozenset(dead).union(emptied)
     kept = frozenset(task for task in done if task.hop.host not in gone)
-    loads = _HostLoads(schedule, seconds or _take_equal_time)
+    loads = _HostLoads(schedule, seconds)
     for host in sorted(set().union(*living)):
         loads.add_host(host)
     for route in routes:
@@ -99,7 +102,7 @@ def reroute(
     found = validate_routes(
         Route(route.microbatch, tuple(_replace_dead(route, gone, living, loads))) for route in routes
     )
-    return Rerouting(routes=found, done=kept, resends=list_resends(found, kept))
+    return Rerouting(routes=found, done=kept)
 
 
 def find_living_holders(
@@ -122,29 +125,26 @@ def find_living_holders(
     return living
 
 
-def list_resends(routes: Routes, done: Collection[Task]) -> tuple[Resend, ...]:
-    """Return the values that a finished task has sent and no finished task has used, sorted.
+def find_resends(routes: Routes, done: Collection[Task]) -> dict[Task, Resend]:
+    """Return what finished tasks have sent and no finished task has used, by the task that has sent it.
 
     Args:
         routes: of the step.
         done: finished tasks of hops of these routes.
     """
-    found, finished = [], frozenset(done)
+    found: dict[Task, Resend] = {}
+    finished = frozenset(done)
     routes_by_microbatch = {route.microbatch: route for route in routes}
     for task in finished:
         route = routes_by_microbatch[task.microbatch]
         boundary = find_output(task, route.num_blocks)
         if boundary is None:
             continue
-        # F sends to F, and B to B.
         _, receiver = find_ends(boundary, route)
-        if Task(task.kind, task.microbatch, receiver) not in finished:
-            found.append(Resend(boundary, task.hop.host, receiver.host))
-    return tuple(sorted(found))
-
-
-def _take_equal_time(_host: HostName, kind: TaskKind, _block: int) -> float:
-    return 2.0 if kind is TaskKind.BACKWARD else 1.0
+        kinds = BACKWARD_KINDS if task.kind in BACKWARD_KINDS else (TaskKind.FORWARD,)
+        if not any(Task(kind, task.microbatch, receiver) in finished for kind in kinds):
+            found[task] = Resend(boundary, task.hop.host, receiver.host)
+    return found
 
 
 class _HostLoads:

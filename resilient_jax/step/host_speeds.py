@@ -60,8 +60,8 @@ class HostSpeeds:
         measured: what this host has measured; it outlives the generation.
 
     Attributes:
-        new_shares: by host, how many microbatches it gets from the last accumulation on, and the seconds of one; () if
-            shares have not changed.
+        new_shares: by host, how many microbatches it gets from now on, and the seconds of one; () if shares have not
+            changed since they were taken.
     """
 
     def __init__(self, measured: dict[str, MeasuredSpeed]) -> None:
@@ -95,7 +95,6 @@ class HostSpeeds:
         # A generation begins with equal ones: a host that joins does not know by which the others were assigned.
         present = self._chosen.setdefault(spec.name, np.ones(len(seconds)))
         speeds = self._chosen[spec.name] = choose_speeds(present, seconds, locations, spec.num_microbatches)
-        self.new_shares = ()
         if speeds is not present:
             shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))
             counts = count_by_host(locations, shares, len(speeds))

@@ -176,10 +176,10 @@ class Reducer:
         """Whether any accumulation used a replica on several hosts, whose programs wait for other hosts."""
         return any(shape.hosts > 1 for shape in self._replicas)
 
-    @property
-    def new_shares(self) -> tuple[tuple[int, float], ...]:
-        """See `HostSpeeds.new_shares`."""
-        return self._speeds.new_shares
+    def take_new_shares(self) -> tuple[tuple[int, float], ...]:
+        """Return `HostSpeeds.new_shares`, once: a sum that is made again knows no news."""
+        found, self._speeds.new_shares = self._speeds.new_shares, ()
+        return found
 
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:

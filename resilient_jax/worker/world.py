@@ -299,12 +299,12 @@ class World:
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
             lone_microbatch=self._reducer.lone_microbatch,
         )
-        if self.host == self.hosts[0] and self._reducer.new_shares:
+        if (new_shares := self._reducer.take_new_shares()) and self.host == self.hosts[0]:
             self.record_event(
                 EventKind.MICROBATCHES_REBALANCED,
                 step=spec.step,
                 name=name,
-                shares=_describe_shares(self.hosts, self._reducer.new_shares),
+                shares=_describe_shares(self.hosts, new_shares),
             )
         owners = tuple(self.hosts[index] for index in self._reducer.owners)
         self._session.finish_accumulation(call, owners, total)

@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.step.assignment import ReplicaLocation, count_by_host, replica_speeds
-from resilient_jax.step.host_speeds import MIN_GAIN, MIN_MEASURED, WINDOW, MeasuredSpeed, choose_speeds
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, count_by_host, replica_speeds
+from resilient_jax.step.host_speeds import (
+    MIN_GAIN,
+    MIN_MEASURED,
+    WINDOW,
+    HostSpeeds,
+    MeasuredSpeed,
+    choose_speeds,
+)
 from resilient_jax.step.quotas import apportion_microbatches
 
 some_seconds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
@@ -96,3 +103,12 @@ def test_a_host_that_gets_no_microbatch_is_tried_again() -> None:
     for _ in range(MIN_MEASURED):
         speed.add(1.0)
     assert speed.estimate() == pytest.approx(1)
+
+
+def test_a_change_of_shares_is_news_until_it_is_taken():
+    """A sum that did not fit is made again, and chooses by no new measurements."""
+    speeds = HostSpeeds({})
+    spec = AccumulationSpec(name="train", step=16, num_microbatches=8, reduction="exact")
+    speeds.choose(spec, np.array([1.0, 3.0]), locate(2))
+    speeds.choose(spec, np.zeros(2), locate(2))
+    assert [count for count, _ in speeds.new_shares] == [6, 2]

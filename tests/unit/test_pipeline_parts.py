@@ -22,6 +22,7 @@ from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_progress import TaskProgress, plan_continuation
 from resilient_jax.pipeline.sum_pieces import list_sum_pieces
+from resilient_jax.pipeline_schedule.rerouting import Resend
 from resilient_jax.pipeline_schedule.routes import Hop, Route, find_holders, make_routes
 from resilient_jax.pipeline_schedule.tasks import (
     Boundary,
@@ -181,12 +182,12 @@ def plan(done, forgotten, dead=(B,)):
 
 def test_a_value_that_no_finished_task_has_used_is_sent_again():
     first = Task(FORWARD, 0, Hop(A, 0, 1))
-    assert plan([first], []).resends == ((activation(0), A, C),)
+    assert plan([first], []).resends == (Resend(activation(0), A, C),)
     used = Task(FORWARD, 0, Hop(B, 1, 3))
     assert plan([first, used], [], dead=()).resends == ()
     gradient = Boundary(BoundaryKind.GRADIENT, 0, 1)
     done = [first, used, Task(INPUT, 0, Hop(B, 1, 3))]
-    assert plan(done, [], dead=()).resends == ((gradient, B, A),)
+    assert plan(done, [], dead=()).resends == (Resend(gradient, B, A),)
 
 
 def test_a_value_that_was_forgotten_is_computed_again_and_nothing_else():
@@ -203,7 +204,7 @@ def test_a_gradient_that_was_forgotten_needs_the_forward_pass_again():
     done = [Task(FORWARD, 0, Hop(A, 0, 1)), Task(FORWARD, 0, hop), Task(INPUT, 0, hop), Task(WEIGHT, 0, hop)]
     found = plan(done, [Boundary(BoundaryKind.GRADIENT, 0, 1)], dead=())
     assert found.redone == {Task(FORWARD, 0, hop), Task(INPUT, 0, hop)}
-    assert found.resends == ((activation(0), A, B),)
+    assert found.resends == (Resend(activation(0), A, B),)
 
 
 def test_a_host_that_was_started_again_does_again_what_it_had_done():
@@ -212,7 +213,7 @@ def test_a_host_that_was_started_again_does_again_what_it_had_done():
     progress[B] = TaskProgress(step=0, table=None, units=(1, 2), held=(1, 2), blocks=(1, 2))
     found = plan_continuation(progress, 3, SCHEDULE)
     assert found.done == {done[0]}
-    assert [boundary for boundary, _, _ in found.resends] == [activation(0)]
+    assert [resend.boundary for resend in found.resends] == [activation(0)]
     assert found.routes[0].hops[0] == Hop(A, 0, 1)
 
 
