@@ -263,13 +263,12 @@ class Session:
     def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshotter is not None, "a snapshot is ordered by an agent only"
         started_s = time.monotonic()
+
+        def hit(place: FailPoint, step: int) -> None:
+            self.hit_failpoint(place, step=step)
+
         with contextlib.closing(self._snapshotter.open_reader(plan)) as reader:
-            _, state = restore_snapshot(
-                abstract,
-                reader,
-                sharding,
-                failpoint=lambda place, step: self.hit_failpoint(place, step=step),
-            )
+            _, state = restore_snapshot(abstract, reader, sharding, failpoint=hit)
             self._control.record_event(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,

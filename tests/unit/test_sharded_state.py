@@ -110,7 +110,7 @@ def test_what_was_committed_is_restored_in_the_next_generation(eight_devices):
     init, update = make_update(ELEMENTWISE["adamw"])
     world, sharded, state = train_sharded(init, update)
     expected = to_numpy(sharded.gather(state))
-    again = ShardedState(make_world(committed=world._session._committed), init)
+    again = ShardedState(make_world(committed=world._session.committed), init)
     jax.tree.map(np.testing.assert_array_equal, expected, to_numpy(again.gather(again.restore_or_init())))
 
 
