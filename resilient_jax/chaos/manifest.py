@@ -19,6 +19,7 @@ from resilient_jax.chaos.faults import (
     ClockJump,
     Fault,
     FullDisk,
+    SlowInput,
     fault_kind,
     is_message_flip,
 )
@@ -264,6 +265,8 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     found += _store_misfits(incident, job)
     if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
         found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
+    if isinstance(fault, SlowInput) and at.failpoint is not FailPoint.BEFORE_INPUT:
+        found.append(("trigger.failpoint", str(at.failpoint), f"{FailPoint.BEFORE_INPUT} for slow_input"))
     if isinstance(fault, NETWORK_FAULTS) and (
         target.part not in (TargetPart.LINK, TargetPart.STORE_MEMBER) or job.network != "namespaces"
     ):

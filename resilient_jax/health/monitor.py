@@ -189,7 +189,12 @@ class HealthMonitor:
         ]
         self._compare(measured)
         # All ratios first: what kind of finding one is depends on the others of its host.
-        states = [one.watched.series.judge(step, one.ratio, one.usual, one.samples) for one in measured]
+        states = [
+            one.watched.series.judge(
+                step, one.ratio, one.usual, one.samples, is_found=one.watched.finding is not None
+            )
+            for one in measured
+        ]
         for one, state in zip(measured, states, strict=True):
             yield from self._conclude(step, one, state)
 
@@ -228,8 +233,7 @@ class HealthMonitor:
         if state.is_slow:
             watched.finding = self._judge_change(one, state)
         elif watched.series.steps_since_fit == COMPARED_AFTER_STEPS:
-            watched.finding = self._judge_fit(one)
-            watched.compared_step = step
+            watched.finding = self._judge_fit(step, one)
         if watched.finding is not None:
             yield FindingOpened(watched.finding)
 
@@ -297,7 +301,7 @@ class HealthMonitor:
         slots = [p.slot for p in self._watched if p.host == part.host and p.name == part.name]
         return part.slot if len(slots) > 1 else None
 
-    def _judge_fit(self, one: _Measured) -> Finding | None:
+    def _judge_fit(self, step: int, one: _Measured) -> Finding | None:
         """Return a finding about a host that is slow by its own fit, judging by the fits of its peers."""
         own = one.watched.series.model
         if one.part.name != "work" or own is None:
@@ -311,6 +315,7 @@ class HealthMonitor:
         # By more than single steps of either vary: on a busy machine hosts differ for a while, by turns.
         noise = NOISE_SPREADS * max(own.spread, peer.spread)
         if own_s * (1 - noise) <= SUSPECT_RATIO * peer_s or own_s - peer_s < MIN_EXCESS_S:
+            one.watched.compared_step = step
             return None
         watched = one.watched
         watched.series.replace_model(peer)

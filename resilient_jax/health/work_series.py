@@ -101,7 +101,7 @@ class WorkSeries:
         self._num_healthy = 0
 
     def replace_model(self, model: DurationModel) -> None:
-        """Predict by this model from now on, that of peers: its own samples were slow from the start."""
+        """Predict by this model from now on, that of peers: its own samples were slow."""
         self.model = model
         self._detector = _make_detector(model)
         self._samples.clear()
@@ -120,7 +120,15 @@ class WorkSeries:
         # The median: of several microbatches that are measured one by one, one may take long for no lasting reason.
         return statistics.median(s.seconds / model.predict_s(s.tokens, s.squares) for s in samples)
 
-    def judge(self, step: int, measured: float, usual: float, samples: Sequence[WorkSample]) -> SeriesState:
+    def judge(
+        self,
+        step: int,
+        measured: float,
+        usual: float,
+        samples: Sequence[WorkSample],
+        *,
+        is_found: bool = False,
+    ) -> SeriesState:
         """Take in a step that was measured.
 
         Args:
@@ -128,6 +136,7 @@ class WorkSeries:
             measured: observed over predicted.
             usual: the median of that of its peers in this step; what is below 1 counts as 1.
             samples: as measured.
+            is_found: it is known to be slow: then it learns from healthy steps alone, not from the best of the slow.
         """
         assert self._detector is not None, "what is measured has a model"
         self.steps_since_fit += 1
@@ -145,7 +154,7 @@ class WorkSeries:
         else:
             self._streak.clear()
         # Not from steps in which all are slow: each would learn at another time, and then differ from the others.
-        if measured < SUSPECT_RATIO:
+        if measured < (SHIFT if is_found else SUSPECT_RATIO):
             self._learn(samples)
         self._num_healthy = self._num_healthy + 1 if ratio < SHIFT else 0
         mean = math.fsum(self._streak) / len(self._streak) if self._streak else value

@@ -194,8 +194,7 @@ def form_next_generation(
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
         receivers=receivers,
         is_state_in_parts=bool(origin.part_holders),
-        fallback=origin.snapshot.id if origin.part_holders and origin.snapshot is not None else None,
-        snapshot=None if origin.part_holders else origin.snapshot,
+        snapshot=origin.snapshot,
         state_loss=None
         if origin.exists
         else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too

@@ -46,8 +46,9 @@ class BlockState:
     def __init__(self, units: Sequence[StateUnit], optimizer: optax.GradientTransformation) -> None:
         self.units = units
         self.states: dict[int, UnitState] = {}
-        self._units_of_step: dict[int, UnitState] = {}
-        """Units that leave. What was begun with their weights is finished with them, also on another host."""
+        self._units_until_commit: dict[int, UnitState] = {}
+        """Those that were here before the last change, also those that leave: what was begun with their weights is
+        finished with them, by whichever host."""
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._updates: dict[int, tuple[Any, Any]] = {}
         """Program and structure of the result, by unit."""
@@ -77,13 +78,13 @@ class BlockState:
             states: by number.
             in_step: they are of the same step, in which those that leave may still be used.
         """
-        self._units_of_step = self.all_states if in_step else {}
+        self._units_until_commit = self.all_states if in_step else {}
         self.states = dict(states)
 
     @property
     def all_states(self) -> dict[int, UnitState]:
         """All units that are here, by number; also those that leave when the step under way is committed."""
-        return {**self._units_of_step, **self.states}
+        return {**self._units_until_commit, **self.states}
 
     def list_complete_blocks(self) -> tuple[int, ...]:
         """Return the blocks of which all weights are here, ascending."""
@@ -122,7 +123,7 @@ class BlockState:
             if self.units[number].trained_names
         }
         self.states.update(jax.block_until_ready(found))
-        self._units_of_step = {}
+        self._units_until_commit = {}
 
     def digest(self, block: int) -> str:
         """Return a digest of all bits of a block's weights."""

@@ -96,7 +96,7 @@ class BlockSums:
     def has(self, block: int, microbatch: int) -> bool:
         """Return whether the gradients of a block for a microbatch are in the sums of this host."""
         return all(
-            any(microbatch in contribution.microbatches for contribution in part.parts.values())
+            _has_microbatch(part, microbatch)
             for piece, part in zip(self._pieces, self._parts, strict=True)
             if piece.block == block
         )
@@ -104,9 +104,9 @@ class BlockSums:
     def add(
         self, block: int, microbatch: int, gradients: Mapping[str, Any], results: Mapping[str, Any]
     ) -> None:
-        """Add the gradients and results of a block for a microbatch."""
+        """Add the gradients and results of a block for a microbatch, where they are not in the sums yet."""
         for piece, part in zip(self._pieces, self._parts, strict=True):
-            if piece.block == block:
+            if piece.block == block and not _has_microbatch(part, microbatch):
                 self._add(piece, part, microbatch, piece.select(gradients, results))
 
     def finish(self, mail: StepMail, layout: SumLayout) -> StepSums:
@@ -199,6 +199,10 @@ class BlockSums:
             num_microbatches=self._num_microbatches,
             reduction=self._reduction,
         )
+
+
+def _has_microbatch(part: Contributions, microbatch: int) -> bool:
+    return any(microbatch in contribution.microbatches for contribution in part.parts.values())
 
 
 @jax.jit

@@ -190,7 +190,7 @@ class PipelineWorker:
         self.state.replace(states, in_step=True)
 
     @property
-    def kept_units(self) -> tuple[int, ...]:
+    def offered_units(self) -> tuple[int, ...]:
         """The units that this host has, and will have in the step that the hosts agree on."""
         # With all sums here another host may have committed the step; then this one commits it, too.
         return tuple(sorted(self.state.all_states if self._gradients is None else self.state.states))
@@ -228,8 +228,8 @@ class PipelineWorker:
         mine = TaskProgress(
             step=self.step,
             table=self._table,
-            units=tuple(sorted(self.state.all_states)),
-            held=tuple(sorted(self.state.states)),
+            units_here=tuple(sorted(self.state.all_states)),
+            units_after=tuple(sorted(self.state.states)),
             blocks=self.state.list_complete_blocks(),
             routed_in=self._routed_in,
             routes=self._routes if self._routed_in else (),
@@ -256,10 +256,11 @@ class PipelineWorker:
             frozenset(
                 host
                 for host, one in found.items()
-                if number in (one.units if one.step == newest.step else one.held)
+                if number in (one.units_here if one.step == newest.step else one.units_after)
             )
             for number in range(len(self._units))
         )
+        self._gradients = None  # with these no host has committed the step, and none will
         return self.step
 
     def resume_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:

@@ -123,7 +123,7 @@ class StageRunner:
 
         Raises:
             PeerUnreachable: a value does not come. Finished tasks stay finished.
-            Exception: of a program; the microbatch is computed again from the first task of this host on.
+            Exception: of a program; the microbatch is computed again from the first task of its hop on.
         """
         for task in order:
             if task in self.done:

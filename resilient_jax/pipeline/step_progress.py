@@ -36,8 +36,8 @@ class TaskProgress(msgspec.Struct, frozen=True):
     Attributes:
         step: the next one that it commits; 0 with no state at all.
         table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
-        units: which it has; also those that it has only until the step is committed.
-        held: which it updates, and has afterwards.
+        units_here: which it has; also those that it has only until the step is committed.
+        units_after: which it updates, and has afterwards.
         blocks: whose weights it has.
         routed_in: the generation of its routes; 0: it has begun nothing of the step.
         routes: of the step.
@@ -47,8 +47,8 @@ class TaskProgress(msgspec.Struct, frozen=True):
 
     step: int
     table: CommitTable | None
-    units: tuple[int, ...]
-    held: tuple[int, ...]
+    units_here: tuple[int, ...]
+    units_after: tuple[int, ...]
     blocks: tuple[int, ...]
     routed_in: int = 0
     routes: Routes = ()
@@ -87,9 +87,9 @@ def exchange_progress(
 
 def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> TaskProgress:
     """Return what a host that was behind says when it has committed what the others have: nothing of `step` is done."""
-    held = progress.held
+    after = progress.units_after
     return TaskProgress(
-        step=step, table=None, units=held, held=held, blocks=find_complete_blocks(units, held)
+        step=step, table=None, units_here=after, units_after=after, blocks=find_complete_blocks(units, after)
     )
 
 

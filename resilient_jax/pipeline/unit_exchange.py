@@ -4,7 +4,6 @@ Where hosts are lost or come, blocks move to others. For a checkpoint, an evalua
 of the model, which must then fit its memory.
 """
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ def exchange_units(
         wanted: what each host wants, its own units included.
         held: the units of this host.
         shapes: of all units.
-        number: of this exchange, another one each time in a step.
+        number: of this exchange in the generation.
 
     Raises:
         PeerUnreachable: a host is lost, or late; or nobody has a unit.
@@ -53,12 +52,19 @@ def exchange_units(
         receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
         if receivers and not having:
             raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")
-        key = mail.make_key(MailKind.STATE, number, unit)
-        for sender, receiver in zip(itertools.cycle(sorted(having)), receivers, strict=False):
+        senders = sorted(having)
+        mine: list[HostName] = []
+        for turn, receiver in enumerate(receivers, unit):
+            sender = senders[turn % len(senders)]
             if receiver == own:
                 received[unit] = sender
-            elif sender == own and (arrays := jax.tree.leaves(held[unit])):
-                mail.send(receiver, key, pack_arrays(arrays))
+            elif sender == own:
+                mine.append(receiver)
+        arrays = jax.tree.leaves(held[unit]) if mine else []
+        if arrays:
+            data, key = pack_arrays(arrays), mail.make_key(MailKind.STATE, number, unit)
+            for receiver in mine:
+                mail.send(receiver, key, data)
     found = {unit: held[unit] for unit in wanted[own] if own in holders[unit]}
     for unit, sender in received.items():
         leaves, structure = jax.tree.flatten(shapes[unit])

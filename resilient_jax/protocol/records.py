@@ -120,9 +120,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         receivers: the members that must fetch that state from a source first.
         is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
             more or less, as they find out. Receivers have no part yet; there are no sources.
-        fallback: of a state in parts, the snapshot that they would go back to; None: there is none.
         snapshot: the snapshot that has the state of `step`, if the members have it not; then there are no sources.
-            None again once all members have resumed from it.
+            With a state in parts, the one to go back to. None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
         trusted_step: states of more steps are in doubt; None again once all members have resumed from another.
         unreadable_snapshots: the snapshots that turned out to be corrupt beyond their parity.
@@ -160,7 +159,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()
     is_state_in_parts: bool = False
-    fallback: SnapshotId | None = None
     snapshot: SnapshotPlan | None = None
     state_loss: StateLoss | None = None
     trusted_step: int | None = None

@@ -75,7 +75,7 @@ class LocalServerClient:
 
         Args:
             layout: the same on every host.
-            restored: the snapshot that the generation resumes from, the same on every host. It counts as committed
+            restored: the snapshot that the generation resumes from, or would go back to. It counts as committed
                 from now on, and newer ones of older generations are dropped. None if it is unknown.
             check: called several times a second meanwhile; an exception that it raises ends the wait.
 

@@ -75,7 +75,7 @@ class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Open a layout for all later snapshots. Reply: `SlotsReady`, with a descriptor of each.
 
     Attributes:
-        restored: the snapshot that the generation resumes from, the same on every host.
+        restored: the snapshot that the generation resumes from, or would go back to, the same on every host.
     """
 
     request_id: int

@@ -67,7 +67,8 @@ class SnapshotSlots:
 
         Args:
             layout: of a newer generation than any before, or the newest layout again.
-            restored: the snapshot that the generation resumes from, the same on every host; None if it is unknown.
+            restored: the snapshot that the generation resumes from, or would go back to, the same on every host; None:
+                unknown.
 
         Raises:
             SnapshotRefused: the host has too little memory, or the generation already has another layout.
@@ -255,7 +256,7 @@ class SnapshotSlots:
                 reason = f"generation {generation} began before the snapshot was complete"
                 self.drop(contents.id, reason, known_to_root=True)
             elif restored is not None and contents.id > restored:
-                reason = f"generation {generation} resumes from {format_snapshot_id(restored)}"
+                reason = f"generation {generation} counts on {format_snapshot_id(restored)}"
                 self._drop_complete(contents, reason)
             elif contents.id == restored and contents.phase is SlotPhase.COMPLETE:
                 self.advance(contents, SlotPhase.COMMITTED)

@@ -151,7 +151,7 @@ class Snapshotter:
         self._capture = SnapshotCapture(self._server, host, agent.record_event, failpoint=failpoint)
         self._opened: _Opened | None = None
         self._schedule: ProtectionSchedule | None = None
-        self._restored: SnapshotId | None = None
+        self._base: SnapshotId | None = None
         """The snapshot that the present generation resumed from, or goes back to."""
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
@@ -160,7 +160,7 @@ class Snapshotter:
         """Steps after the first of this generation until its first automatic snapshot."""
 
     def begin_generation(
-        self, *, is_last_copy: bool, keeps_workers: bool, fallback: SnapshotId | None = None
+        self, *, is_last_copy: bool, keeps_workers: bool, base: SnapshotId | None = None
     ) -> None:
         """Begin a generation.
 
@@ -168,12 +168,11 @@ class Snapshotter:
             is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
             keeps_workers: workers outlive the loss of another; else nothing but snapshots does, and a replicated state
                 is in one from the first step on.
-            fallback: the snapshot to go back to if this generation comes to nothing, although it does not begin with
-                it. Servers keep it, as one that it begins with.
+            base: the snapshot that it resumes from, or goes back to if it comes to nothing; servers keep it.
         """
         self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
         self._first_offset = FIRST_OFFSET if keeps_workers else 0
-        self._restored = fallback
+        self._base = base
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
@@ -322,13 +321,12 @@ class Snapshotter:
         self._capture.cancel("its generation has ended")
         self._capture.wait_until_copied(COPY_TIMEOUT_S)
         opened, newest = self._opened, self._capture.newest_finished
-        self._opened = self._restored = None
+        self._opened = self._base = None
         is_ours = opened is not None and newest is not None and newest.generation == opened.layout.generation
         return newest if is_ours else None
 
     def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
         """Return a reader of the snapshot of `plan`, which reads from this host's memory where possible."""
-        self._restored = plan.id
         here = any(source.host == self._host for source in plan.sources)
         return SnapshotReader(
             plan,
@@ -359,7 +357,7 @@ class Snapshotter:
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open_layout(layout, restored=self._restored, check=self._line.raise_if_ended)
+        self._server.open_layout(layout, restored=self._base, check=self._line.raise_if_ended)
         self._line.record_event(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],

@@ -124,7 +124,7 @@ class PipelinedSteps:
     def restore(self, placement: UnitPlacement, init: Any, load: Any) -> PipelinedState:  # noqa: ANN401 - see below
         """Return the state to go on with; see `StateLayout.restore`."""
         world = placement.world
-        if world.step_services.is_state_in_parts:
+        if world.step_services.must_resume_from_parts:
             with worker_activity.task(WorkerTask.RESTORE):
                 return self._restore_from_parts(placement)
         if world.is_fresh and (found := load(placement.place_whole)) is not None:
@@ -141,8 +141,7 @@ class PipelinedSteps:
         """Return the state that the hosts have kept; units that this host is to hold, and has not, come from others."""
         worker, world, shapes = self._require_worker(), placement.world, self._require_units().abstract
         started_s = time.monotonic()
-        step = worker.agree_on_step()
-        self._has_agreed = True
+        step = self._agree(worker)
         world.step_services.hit_failpoint(FailPoint.DURING_RESTORE, step=step)
         # Every host has that of early stopping, as if it were a unit that all of them hold.
         common = len(shapes)
@@ -158,7 +157,8 @@ class PipelinedSteps:
             number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
         }
         # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
-        found |= jax.tree.map(lambda leaf: jax.numpy.array(leaf, copy=True), received)
+        device = world.local_devices[0]
+        found |= jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), device), received)
         self._early_stopping = {step: found.pop(common)}
         worker.hold_units(found)
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
@@ -211,7 +211,7 @@ class PipelinedSteps:
     ) -> None:
         """Run the first step of a generation: what is done of it, is done."""
         if not self._has_agreed:
-            worker.agree_on_step()
+            self._agree(worker)
         kept = worker.num_finished_tasks
         started_s = time.monotonic()
         worker.resume_step(placement.routes, before)
@@ -223,6 +223,13 @@ class PipelinedSteps:
                 kept=kept,
                 seconds=time.monotonic() - started_s,
             )
+
+    def _agree(self, worker: PipelineWorker) -> int:
+        """Return the step in which the hosts go on, when all have said what they have done of it."""
+        with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts, as in a sum
+            step = worker.agree_on_step()
+        self._has_agreed = True
+        return step
 
     def _before_task(self, world: World, task: Task) -> None:
         world.raise_if_ended()
@@ -280,14 +287,15 @@ class PipelinedSteps:
         """Return the units of the present state that this host wants; see `exchange_units`."""
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         mail = self._require_worker().make_mail()
-        return exchange_units(mail, placement.world.host, holders, wanted, held, shapes, number)
+        with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts
+            return exchange_units(mail, placement.world.host, holders, wanted, held, shapes, number)
 
     # Between generations.
 
     @property
     def part(self) -> StatePart | None:
         """The units that this host could give the others, if there are any."""
-        kept = self._worker.kept_units if self._worker is not None else ()
+        kept = self._worker.offered_units if self._worker is not None else ()
         return StatePart.from_units(kept, len(self._require_units().units)) if kept else None
 
     def drop(self) -> None:

@@ -73,7 +73,7 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
         step: of the state from which the value was computed.
         kind: what the value is.
         microbatch: its index in the step; of a part of a sum, the first of those that are in it; of rows and progress,
-            the number of the host that says it; of state, the number of the gathering in the step.
+            the number of the host that says it; of state, the number of the exchange in the generation.
         block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
             of the unit.
     """
@@ -148,7 +148,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class MailWelcome(msgspec.Struct, frozen=True, tag=True):
-    """The receiver's proof that it belongs to the job; mail follows at once."""
+    """The receiver's proof that it belongs to the job; the sender's mail may follow at once."""
 
     proof: bytes
 

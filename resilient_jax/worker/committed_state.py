@@ -89,7 +89,7 @@ class CommittedState:
         self.state, self.snapshot_plan, self.parts_step = None, plan, None
 
     def set_parts(self, step: int) -> None:
-        """Make what the members have in their kept arrays the committed state, after `step` steps or one more."""
+        """Make what the members have in their kept arrays the committed state, after about `step` steps."""
         self.state, self.snapshot_plan, self.parts_step = None, None, step
 
     def move_contributions_to_host(self) -> None:

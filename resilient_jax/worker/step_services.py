@@ -47,7 +47,7 @@ class StepServices:
             kept.append(arrays)
 
     @property
-    def is_state_in_parts(self) -> bool:
+    def must_resume_from_parts(self) -> bool:
         """Whether this generation resumes from what members have in arrays that they keep, and has not yet."""
         return self._session.committed.parts_step is not None
 

@@ -233,7 +233,7 @@ class Worker:
             self._snapshotter.begin_generation(
                 is_last_copy=order.generation.losses_left == 0,
                 keeps_workers=order.generation.keeps_workers,
-                fallback=order.generation.fallback,
+                base=order.generation.snapshot.id if order.generation.snapshot is not None else None,
             )
             world, reducer = self._make_world(order)
             try:

@@ -68,6 +68,8 @@ def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
             part, fault = TargetPart.LINK, draw(LINKS)
         case "inner":
             part, fault = TargetPart.WORKER, draw(INNER)
+            if isinstance(fault, faults.SlowInput):
+                place = FailPoint.BEFORE_INPUT
         case "sent":
             part, fault, place = TargetPart.SNAPSHOTS, faults.BitFlip(region="message"), FailPoint.BEFORE_SEND
         case _:

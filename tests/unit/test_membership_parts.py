@@ -1,11 +1,13 @@
 """Members that together have the state go on with it, each with its part, and read no snapshot."""
 
+import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, stop_at_boundary
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import GenerationPhase, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.protocol.state_records import StatePart
 
 NUM_UNITS = 7
@@ -29,8 +31,9 @@ def test_survivors_that_have_the_state_between_them_go_on_at_its_step():
         WorldChange.SHRINK,
         True,
     ), "no snapshot is waited for"
-    assert (new.step, new.snapshot, new.sources, new.receivers) == (6, None, (), ())
-    assert new.fallback == snapshot(5, "abcd").id, "servers keep it"
+    assert (new.step, new.sources, new.receivers) == (6, (), ())
+    assert new.snapshot is not None, "to go back to"
+    assert new.snapshot.id.step == 5
 
 
 def test_without_a_snapshot_no_state_counts_as_one_to_rely_on():
@@ -42,7 +45,7 @@ def test_without_a_snapshot_no_state_counts_as_one_to_rely_on():
     job.give(HostLeft(HostName("b")))
     unwind(job, "a", "c", "d", step=2)
     assert job.generation.is_state_in_parts
-    assert (job.generation.fallback, job.generation.progress) == (None, 0)
+    assert (job.generation.snapshot, job.generation.progress) == (None, 0)
 
 
 def test_a_unit_that_no_survivor_has_is_read_from_a_snapshot():
@@ -89,6 +92,22 @@ def test_a_host_that_joins_is_sent_its_part():
     assert job.generation.change is WorldChange.GROW
     assert job.generation.is_state_in_parts
     assert (job.generation.step, job.generation.receivers) == (8, ("d",))
+
+
+def test_a_host_that_leaves_stays_registered_with_its_part_of_the_snapshot_until_there_is_another():
+    job = sharded("abcd")
+    for name in "abcd":
+        job.report(name, part=PARTS[name])
+    job.change("d", is_draining=True)
+    stop_at_boundary(job, 6)
+    assert (job.members, job.generation.is_state_in_parts) == (["a", "b", "c"], True)
+    job.form()
+    for name in "abc":
+        job.report(name, has_finished_step=True, step=7)
+    assert job.generation.snapshot is not None, "it leaves when this is None"
+    newer = snapshot(7, "abc", generation=job.generation.number)
+    keep(job, "abc", snapshot(5, "abcd"), msgspec.structs.replace(newer, phase=SnapshotPhase.COMMITTED))
+    assert job.generation.snapshot is None
 
 
 def test_members_that_must_leave_their_world_read_a_snapshot():

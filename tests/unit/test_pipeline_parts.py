@@ -163,8 +163,8 @@ def make_progress(done, forgotten=(), dead=(B,)):
         host: TaskProgress(
             step=0,
             table=None,
-            units=(),
-            held=(),
+            units_here=(),
+            units_after=(),
             blocks=tuple(block for block, having in enumerate(holders) if host in having),
             routed_in=1,
             routes=make_routes(TEAMS, [1, 0]),
@@ -210,7 +210,7 @@ def test_a_gradient_that_was_forgotten_needs_the_forward_pass_again():
 def test_a_host_that_was_started_again_does_again_what_it_had_done():
     done = [Task(FORWARD, 0, Hop(A, 0, 1)), Task(FORWARD, 0, Hop(B, 1, 3))]
     progress = make_progress(done, dead=())
-    progress[B] = TaskProgress(step=0, table=None, units=(1, 2), held=(1, 2), blocks=(1, 2))
+    progress[B] = TaskProgress(step=0, table=None, units_here=(1, 2), units_after=(1, 2), blocks=(1, 2))
     found = plan_continuation(progress, 3, SCHEDULE)
     assert found.done == {done[0]}
     assert [resend.boundary for resend in found.resends] == [activation(0)]
