@@ -71,15 +71,16 @@ class BlockState:
                 own = {weight.name: jnp.asarray(weights[weight.name]) for weight in unit.weights}
                 self.states[number] = UnitState(own, self._optimizer.init(unit.join(own)))
 
-    def replace(self, states: Mapping[int, UnitState], *, in_step: bool) -> None:
-        """Replace the units that are here.
+    def replace(self, states: Mapping[int, UnitState]) -> None:
+        """Replace the units that are here by others, maybe of another step; by number."""
+        self._units_until_commit, self.states = {}, dict(states)
 
-        Args:
-            states: by number.
-            in_step: they are of the same step, in which those that leave may still be used.
+    def hold(self, states: Mapping[int, UnitState]) -> None:
+        """Hold these units of the same step from now on, by number; others are kept until it is committed.
+
+        Until then a host may be given tasks of theirs, or need them, because it has not received them yet.
         """
-        self._units_until_commit = self.all_states if in_step else {}
-        self.states = dict(states)
+        self._units_until_commit, self.states = self.all_states, dict(states)
 
     @property
     def all_states(self) -> dict[int, UnitState]:

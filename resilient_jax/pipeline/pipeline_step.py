@@ -180,14 +180,10 @@ class PipelineWorker:
         if step != self.step:
             self.step, self._table = step, None
             self.drop_step()
-        self.state.replace(states, in_step=self._routed_in > 0)
-
-    def hold_units(self, states: Mapping[int, UnitState]) -> None:
-        """Hold these units of the present state from now on; others are kept until the step is committed.
-
-        Until then a host may be given tasks of theirs, or need them, because it has not received them yet.
-        """
-        self.state.replace(states, in_step=True)
+        if self._routed_in:
+            self.state.hold(states)  # of the step under way
+        else:
+            self.state.replace(states)
 
     @property
     def offered_units(self) -> tuple[int, ...]:
@@ -199,7 +195,7 @@ class PipelineWorker:
         """Drop every array: this host has nothing any more that the others could use."""
         self.step, self._table = 0, None
         self.drop_step()
-        self.state.replace({}, in_step=False)
+        self.state.replace({})
 
     def drop_step(self) -> None:
         """Drop all that was done of the step, with every array that it needs."""

@@ -160,7 +160,7 @@ class PipelinedSteps:
         device = world.local_devices[0]
         found |= jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), device), received)
         self._early_stopping = {step: found.pop(common)}
-        worker.hold_units(found)
+        worker.state.hold(found)
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
         state = placement.make_state(step, worker.state.states, early_stopping)
         world.step_services.resume_from_parts(step, state)
@@ -196,7 +196,7 @@ class PipelinedSteps:
             self._resume(worker, placement, step, before)
         world.step_services.hit_failpoint(FailPoint.BEFORE_REDUCE)
         with worker_activity.task(WorkerTask.SUM):
-            table = worker.finish_step(functools.partial(self._before_update, world, step))
+            table = worker.finish_step(functools.partial(_pass_before_update, world, self._recipe, step))
         self._early_stopping.pop(step, None)
         new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
         metrics = {name: float(value) for name, value in table.results.items()}
@@ -234,17 +234,6 @@ class PipelinedSteps:
     def _before_task(self, world: World, task: Task) -> None:
         world.raise_if_ended()
         world.step_services.hit_failpoint(FAILPOINTS[task.kind], task.microbatch)
-
-    def _before_update(self, world: World, step: int, table: CommitTable) -> None:
-        world.step_services.hit_failpoint(FailPoint.AFTER_REDUCE)
-        is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
-        if not is_finite and self._recipe.numerics.non_finite == NonFinitePolicy.STOP:
-            raise NonFiniteError(
-                f"step {step}: found a loss of {table.loss} and a gradient norm of {table.norm}, expected finite "
-                "numbers. Nothing of this step was committed. Lower the learning rate, or clip: "
-                "Numerics(clip_norm=)",
-                step=step,
-            )
 
     def _expect_data(self, placement: UnitPlacement, step: int) -> None:
         mine = [
@@ -358,6 +347,19 @@ class PipelinedSteps:
     def _require_units(self) -> UnitStates:
         assert self._units is not None, "begin_generation comes first"
         return self._units
+
+
+def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTable) -> None:
+    """Refuse numbers that are not finite, if that is the policy, before the state is updated."""
+    world.step_services.hit_failpoint(FailPoint.AFTER_REDUCE)
+    is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
+    if not is_finite and recipe.numerics.non_finite == NonFinitePolicy.STOP:
+        raise NonFiniteError(
+            f"step {step}: found a loss of {table.loss} and a gradient norm of {table.norm}, expected finite "
+            "numbers. Nothing of this step was committed. Lower the learning rate, or clip: "
+            "Numerics(clip_norm=)",
+            step=step,
+        )
 
 
 def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:

@@ -134,7 +134,7 @@ class Host:
             0,
         )
         moved = found.keys() - pipeline.state.all_states.keys()
-        pipeline.hold_units(found)
+        pipeline.state.hold(found)
         return {"moved": len(moved)}
 
     def run(self, call: Callable[..., None], die_before: Any) -> dict:
