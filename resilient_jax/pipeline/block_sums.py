@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from resilient_jax.errors import CallerError, ResilientJaxError
@@ -109,6 +108,18 @@ class BlockSums:
             if piece.block == block and not _has_microbatch(part, microbatch):
                 self._add(piece, part, microbatch, piece.select(gradients, results))
 
+    def rehearse(self, block: int, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+        """Run the programs of a block's sums, as for two microbatches and two hosts, and keep nothing."""
+        for microbatch in range(FIRST_MICROBATCH, FIRST_MICROBATCH + 2):
+            self.add(block, microbatch, gradients, results)
+        for piece, part in zip(self._pieces, self._parts, strict=True):
+            if piece.block == block:
+                assert part.limits is not None, "those of the first microbatch are known"
+                total = part.parts[RUNNING_PART].total
+                received = jax.device_put(jax.tree.map(np.asarray, total), jax.local_devices()[0])
+                jax.block_until_ready(_read(merge_totals([total, received]), part.limits))
+        self.begin_step(0)
+
     def finish(self, mail: StepMail, layout: SumLayout) -> StepSums:
         """Return the sums that this host needs, when all hosts have sent their parts.
 
@@ -187,7 +198,8 @@ class BlockSums:
                 continue
             key = mail.make_key(MailKind.TOTAL, first, piece.number)
             *leaves, share = mail.take_arrays(host, key, shapes)
-            totals.append(jax.tree.unflatten(jax.tree.structure(like), map(jnp.asarray, leaves)))
+            received = jax.tree.unflatten(jax.tree.structure(like), leaves)
+            totals.append(jax.device_put(received, jax.local_devices()[0]))  # as this host's own
             shares.append(share)
         misfits = find_misfits(np.sum(np.array(shares, np.int64), axis=0))
         return PieceSum(piece, _read(merge_totals(totals), part.limits), bool(misfits.any()))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+import jax
 import numpy as np
 import optax
 
@@ -33,11 +34,12 @@ from resilient_jax.pipeline.step_progress import (
     find_newest_routing,
     plan_continuation,
 )
+from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks, take_equal_time
-from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, PipelineSchedule, Task
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, PipelineSchedule, Task
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
 from resilient_jax.transport.mail_service import MailService
@@ -287,17 +289,25 @@ class PipelineWorker:
 
     def rehearse(self) -> None:
         """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros."""
+        config, device = self._config, jax.local_devices()[0]
+
+        def make_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:  # noqa: ANN401 - a dtype
+            # On a device as those of a step are: with another placement a program is loaded again.
+            return jax.device_put(np.zeros(shape, dtype), device)
+
         for kind in self._cut.kinds:
             block = self._cut.blocks[kind.kind.blocks[0]]
-            weights = {weight.name: np.zeros(weight.shape, weight.dtype) for weight in block.weights}
-            self._runner.rehearse(block, weights, self._read(self.step, FIRST_MICROBATCH))
+            weights = {weight.name: make_zeros(weight.shape, weight.dtype) for weight in block.weights}
+            data = self._read(self.step, FIRST_MICROBATCH)
+            gradients, results = self._runner.rehearse(block, weights, data, KINDS[config.schedule])
+            self._sums.rehearse(block.number, gradients, results)
         sums = {
             number: {
-                w.name: np.zeros(w.shape, np.float32) for w in self._units[number].weights if w.is_trained
+                w.name: make_zeros(w.shape, np.float32) for w in self._units[number].weights if w.is_trained
             }
             for number in self.state.states
         }
-        config = self._config
+        make_rows(StepSums({}), sums, config.num_microbatches)
         self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
 
     def finish_step(self, before_update: BeforeUpdate = lambda table: None) -> CommitTable:

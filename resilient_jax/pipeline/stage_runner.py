@@ -5,7 +5,7 @@ cannot deadlock. A failure leaves what is finished in place; `run` goes on with 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, assert_never
 
@@ -59,9 +59,13 @@ LOSS = "loss"
 """The name of the loss among the results of the last block."""
 
 
-def place_on_default_device(arrays: Sequence[np.ndarray]) -> BoundaryValues:
-    """Copy values to JAX's default device: backward takes the memory of a gradient, so it must not be the mail's."""
-    return tuple(jnp.array(array, copy=True) for array in arrays)
+def place_on_first_device(arrays: Sequence[np.ndarray]) -> BoundaryValues:
+    """Copy values to this host's first device: backward takes the memory of a gradient, so it must not be the mail's.
+
+    They are committed to it, as what programs return is: else each program would be loaded once for either.
+    """
+    device = jax.local_devices()[0]
+    return tuple(jax.device_put(jnp.array(array, copy=True), device) for array in arrays)
 
 
 class StageRunner:
@@ -78,7 +82,7 @@ class StageRunner:
         log: BoundaryLog,
         sink: GradientSink,
         *,
-        place: PlaceValues = place_on_default_device,
+        place: PlaceValues = place_on_first_device,
     ) -> None:
         self.done: set[Task] = set()
         self._host = host
@@ -144,14 +148,22 @@ class StageRunner:
             if sent is not None:
                 self._send(task, sent, route, mail)
 
-    def rehearse(self, block: Block, weights: Weights, data: tuple[Any, Any]) -> None:
-        """Run the programs of a block on zeros, and keep nothing."""
+    def rehearse(
+        self, block: Block, weights: Weights, data: tuple[Any, Any], kinds: Collection[TaskKind]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run a block's programs of these kinds of tasks on zeros; return gradients and results as a sink gets them."""
         batch, key = data
         zeros = [np.zeros(shape.shape, shape.dtype) for shape in block.x]
-        y, _, residuals = block.programs.forward(weights, self._place(zeros), batch, key)
+        y, results, residuals = block.programs.forward(weights, self._place(zeros), batch, key)
+        if block.number + 1 == self._cut.num_blocks:
+            results = {**results, LOSS: y[0]}
         g = self._place([np.zeros(v.shape, v.dtype) for v in y if jnp.issubdtype(v.dtype, jnp.inexact)])
-        _, kept = block.programs.backward_input(weights, residuals, g)
-        jax.block_until_ready(block.programs.backward_weights(weights, kept))
+        if TaskKind.BACKWARD in kinds:
+            gradients, _ = block.programs.backward(weights, residuals, g)
+        else:
+            _, kept = block.programs.backward_input(weights, residuals, g)
+            gradients = block.programs.backward_weights(weights, kept)
+        return jax.block_until_ready(gradients), results
 
     def send_again(self, boundary: Boundary, to: HostName, mail: StepMail) -> None:
         """Send a value out of the log.
