@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_service import MailService
 
 SEED = 3
+SEND_TIMEOUT_S = 60.0
 running_total.MIN_FIXED_POINT_SIZE = 200  # else all leaves of so small a model would be summed in bins
 
 
@@ -154,6 +156,10 @@ class Host:
         """Return what happens between the table and the update."""
 
         def act(_: CommitTable) -> None:
+            if fault == "die once all is sent":
+                assert self.service is not None
+                self.service.wait_sent(time.monotonic() + SEND_TIMEOUT_S)
+                self.die()
             if fault == "die":
                 self.die()
             if fault == "interrupt":

@@ -124,7 +124,7 @@ def test_a_host_that_was_interrupted_before_its_update_commits_what_another_has_
 ):
     pipeline = replicas()
     assert all("ran" in one for one in pipeline.run().values())
-    found = pipeline.finish({"b": "interrupt", "d": "die"})
+    found = pipeline.finish({"b": "interrupt", "d": "die once all is sent"})
     assert any("norm" in one for one in found.values())
     assert pipeline.recover() == 2
     assert pipeline.read_digests() == undisturbed[1]
@@ -164,7 +164,7 @@ def test_a_second_host_that_dies_while_blocks_move_changes_no_bit(replicas, undi
 def test_a_host_that_is_behind_goes_on_with_one_that_has_begun_the_next_step(replicas, undisturbed):
     pipeline = replicas(wait_timeout_s=2.0)
     assert all("ran" in one for one in pipeline.run().values())
-    pipeline.finish({"b": "interrupt", "d": "die"})
+    pipeline.finish({"b": "interrupt", "d": "die once all is sent"})
     (ahead,) = (host for host in pipeline.hosts if host.name == "a")
     found = pipeline.ask([ahead], "run", routes=msgspec.to_builtins(pipeline.routes), die_before=None)
     assert found[ahead]["error"] == "PeerUnreachable", (
