@@ -375,12 +375,12 @@ class PipelineWorker:
     def _make_layout(self) -> SumLayout:
         return SumLayout(self._routes, self._require_generation().living_holders, self._units)
 
-    def make_mail(self, step: int | None = None) -> StepMail:
-        """Return the mail of a step; None: of the one under way."""
+    def make_mail(self) -> StepMail:
+        """Return the mail of the step under way."""
         return StepMail(
             service=self._service,
             generation=self._require_generation().number,
-            step=self.step if step is None else step,
+            step=self.step,
             wait_timeout_s=self._config.wait_timeout_s,
             check=self._check,
         )

@@ -153,9 +153,7 @@ def test_a_second_host_that_dies_while_blocks_move_changes_no_bit(replicas, undi
     pipeline = replicas()
     pipeline.run(die_before=FAULTS["forward"])
     pipeline.cut_anew(CUT_ANEW, [2, 2])
-    victim = next(host for host in pipeline.hosts if host.name == "d")
-    victim.process.kill()
-    victim.process.wait()
+    pipeline.kill("d")
     assert pipeline.cut_anew([[("a", 2), ("c", 3)]], [4]) >= 0
     pipeline.resume()
     assert pipeline.commit() == undisturbed[1]
@@ -193,9 +191,7 @@ def test_blocks_move_also_where_some_hosts_have_not_begun_the_step(replicas, und
     (begun,) = (host for host in pipeline.hosts if host.name == "c")
     routes = msgspec.to_builtins(pipeline.routes)
     assert pipeline.ask([begun], "run", routes=routes)[begun]["error"] == "PeerUnreachable"
-    victim = next(host for host in pipeline.hosts if host.name == "b")
-    victim.process.kill()
-    victim.process.wait()
+    pipeline.kill("b")
     pipeline.cut_anew([[("a", 1), ("d", 4)], [("c", 5)]], [2, 2])
     pipeline.resume()
     assert pipeline.commit() == undisturbed[1]
@@ -204,13 +200,9 @@ def test_blocks_move_also_where_some_hosts_have_not_begun_the_step(replicas, und
 def test_units_that_move_are_kept_until_the_step_is_committed(replicas, undisturbed):
     """d has sent c what c is to have; c dies before it has any of it."""
     pipeline = replicas()
-    victim = next(host for host in pipeline.hosts if host.name == "b")
-    victim.process.kill()
-    victim.process.wait()
+    pipeline.kill("b")
     pipeline.cut_anew([[("a", 2), ("d", 1), ("c", 2)]], [4])
-    victim = next(host for host in pipeline.hosts if host.name == "c")
-    victim.process.kill()
-    victim.process.wait()
+    pipeline.kill("c")
     assert pipeline.cut_anew([[("a", 2), ("d", 3)]], [4]) >= 0
     pipeline.run()
     assert pipeline.commit() == undisturbed[1]

@@ -165,6 +165,12 @@ class Pipeline:
         assert len(seen) == 1
         return self.read_digests()
 
+    def kill(self, name: str) -> None:
+        """Kill a host between two orders."""
+        victim = next(host for host in self.hosts if host.name == name)
+        victim.process.kill()
+        victim.process.wait(WAIT_S)
+
     def recover(self) -> int:
         """Begin a generation without dead hosts; return the step that the others go on with."""
         self.begin_generation()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member, SeatId, WorkerState, is_busy
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
@@ -71,6 +72,25 @@ def go_idle(protocol: WorkerProtocol) -> WorkerProtocol:
         done=False,
         failure=None,
     )[0]
+
+
+def test_a_worker_that_leaves_its_world_for_a_seat_has_no_part_of_the_state_any_more():
+    protocol = make_training(1)
+    part = StatePart.from_units(range(3), 7)
+    protocol, _ = worker_protocol.report_idle(
+        protocol,
+        step=5,
+        holds_state=False,
+        part=part,
+        snapshot=None,
+        copied=None,
+        done=False,
+        failure=None,
+    )
+    assert protocol.report.part == part
+    protocol, order, _ = try_take_order(handle_order(protocol, take_seat(2))[0])
+    assert isinstance(order, TakeSeat)
+    assert protocol.report.part is None
 
 
 def test_a_world_that_is_ordered_again_while_it_trains_is_not_entered_again_after_the_boundary():
