@@ -131,8 +131,8 @@ def check_expected_events(
 def check_findings(records: Sequence[IncidentRecord], events: Sequence[Event]) -> list[Violation]:
     """Return a violation for each finding about a host that no incident before it explains.
 
-    A hang may be a process that hangs, is stopped or is slow, or a link; a slow host is one of which a process, its
-    input or its link was slow; a quarantine follows any fault. In a campaign without such incidents nothing may be found.
+    A hang may be a process that hangs, is stopped or is slow, or a link; of a slow host a process, its input or its
+    link was slow; a quarantine follows any fault. In a campaign without such incidents nothing may be found.
     """
     return [
         Violation(

@@ -25,25 +25,32 @@ class DeviceRatios(msgspec.Struct, frozen=True):
     Attributes:
         compute: for a matrix product.
         memory: for a pass over memory.
+        disk: for a read of the input's files; None: this host or its peers have none on a disk.
     """
 
     compute: float
     memory: float
+    disk: float | None = None
 
 
-def compare_devices(host: int, compute_s: Sequence[float], memory_s: Sequence[float]) -> DeviceRatios:
+def compare_devices(
+    host: int, compute_s: Sequence[float], memory_s: Sequence[float], disk_s: Sequence[float]
+) -> DeviceRatios:
     """Return what the devices of one host take over those of the others.
 
     Args:
         host: its index.
         compute_s: seconds of a matrix product, by host.
         memory_s: seconds of a pass over memory, by host.
+        disk_s: seconds of a read of the input's files, by host; 0: it has none.
     """
-    compute, memory = (
-        seconds[host] / statistics.median([*seconds[:host], *seconds[host + 1 :]])
-        for seconds in (compute_s, memory_s)
+    compute, memory, disk = (
+        seconds[host] / usual
+        if (usual := statistics.median([*seconds[:host], *seconds[host + 1 :]]))
+        else 0.0
+        for seconds in (compute_s, memory_s, disk_s)
     )
-    return DeviceRatios(compute, memory)
+    return DeviceRatios(compute, memory, disk or None)
 
 
 def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int) -> Finding | None:
@@ -70,6 +77,8 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         f"a matrix product takes {ratios.compute:.2f} times and a pass over memory {ratios.memory:.2f} times what the "
         "median of its peers takes at the same time"
     )
+    if kind is FindingKind.INPUT and ratios.disk is not None:
+        measured += f"; a read of its input's files, past the page cache, takes {ratios.disk:.2f} times"
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
 
 

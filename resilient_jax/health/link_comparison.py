@@ -16,7 +16,7 @@ MAX_ROUNDS: Final = 3
 """Enough to tell a host's own link from that of a partner, also if one of its partners has a slow link, too."""
 
 
-class SlowLink(msgspec.Struct, frozen=True, kw_only=True):
+class SlowestLink(msgspec.Struct, frozen=True, kw_only=True):
     """A link that is slower than others.
 
     Attributes:
@@ -62,7 +62,7 @@ def pair_hosts(num_hosts: int) -> tuple[Pairs, ...]:
 
 def find_slow_link(
     rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]], min_ratio: float
-) -> SlowLink | None:
+) -> SlowestLink | None:
     """Return the slowest link that takes more than `min_ratio` times what others take; None: all are alike, or unknown.
 
     Args:
@@ -84,12 +84,12 @@ def find_slow_link(
     ]
     slowest = max(range(len(seconds)), key=fastest.__getitem__)
     others = fastest[:slowest] + fastest[slowest + 1 :]
-    found = SlowLink(host=slowest, peer=None, seconds=fastest[slowest], usual_s=statistics.median(others))
+    found = SlowestLink(host=slowest, peer=None, seconds=fastest[slowest], usual_s=statistics.median(others))
     if found.ratio > min_ratio:
         return found
     worst = max(by_pair, key=by_pair.__getitem__)
     rest = [taken for pair, taken in by_pair.items() if pair != worst]
     if not rest:
         return None
-    found = SlowLink(host=worst[0], peer=worst[1], seconds=by_pair[worst], usual_s=statistics.median(rest))
+    found = SlowestLink(host=worst[0], peer=worst[1], seconds=by_pair[worst], usual_s=statistics.median(rest))
     return found if found.ratio > min_ratio else None

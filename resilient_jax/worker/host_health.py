@@ -138,9 +138,9 @@ class HostHealth:
             self._note_measurement(spec)
             if UNKNOWN_SECONDS in measured:
                 return
-            compute_s, memory_s = zip(*measured, strict=True)
+            seconds = tuple(zip(*measured, strict=True))
             for finding in self._list_suspicions(spec.name):
-                ratios = compare_devices(self._hosts.index(finding.host), compute_s, memory_s)
+                ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 num_unconfirmed = self._record.unconfirmed.get(finding, 0)
                 self._settle(spec, finding, confirm_finding(finding, ratios, num_unconfirmed))
             self._report()

@@ -61,7 +61,9 @@ def test_the_work_of_replicas_is_that_of_one_at_a_time() -> None:
 
 def test_devices_are_measured() -> None:
     speed = DeviceSpeed(jax.local_devices)
-    assert all(seconds > 0 for seconds in speed.measure())
+    found = speed.measure()
+    assert min(found.compute_s, found.memory_s) > 0
+    assert found.disk_s >= 0
 
 
 class RecordingControl(StandaloneControl):
@@ -226,6 +228,16 @@ def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> N
     job.run(range(64, 98))
     ((_, detail),) = control.found
     assert (detail["slow"], detail["part"]) == ("host-3", "input")
+    assert "input's files" not in str(detail["why"]), "no host has any on a disk"
+
+
+def test_a_slow_disk_is_in_the_evidence_of_a_wait_for_data(job: Job, control: RecordingControl) -> None:
+    job.seconds["host-3"] *= 2
+    job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
+    job.devices = {name: SOUND._replace(disk_s=0.01 if name == "host-3" else 0.002) for name in job.names}
+    job.run(range(64, 98))
+    ((_, detail),) = control.found
+    assert "a read of its input's files, past the page cache, takes 5.00 times" in str(detail["why"])
 
 
 def test_a_host_with_long_documents_is_not_slow_and_one_with_short_ones_may_be(
