@@ -89,6 +89,12 @@ def test_a_host_that_becomes_slow_is_named_and_no_other(
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (incidents, 0, 0), told
 
 
+def test_a_host_that_comes_and_goes_is_quarantined_and_no_other(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "flapping", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (3, 0, 0), told
+
+
 def write_manifest(path: Path, *incidents: str) -> Path:
     path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
     return path
