@@ -2,7 +2,7 @@
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import MembershipState, list_live_workers
 from resilient_jax.protocol.records import Generation, WorkerReport
 from resilient_jax.protocol.snapshots import VoidSnapshots
@@ -19,6 +19,15 @@ def find_trusted_step(state: MembershipState) -> int | None:
     acted_on = void[-1].before if void else 0
     steps = [report.trusted_step for report in reports if report.entered >= acted_on]
     return min((s for s in (state.generation.trusted_step, *steps) if s is not None), default=None)
+
+
+def find_corrupt_hosts(state: MembershipState) -> frozenset[HostName]:
+    """Return the hosts that compute wrongly, as any live worker has found. They take no part any more.
+
+    They leave by themselves, too, but may be interrupted before they learn what they are.
+    """
+    named = (worker.report.corrupt_hosts for worker in list_live_workers(state))
+    return frozenset(host for hosts in named for host in hosts)
 
 
 def is_trusted(generation: Generation, report: WorkerReport) -> bool:

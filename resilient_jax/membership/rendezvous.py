@@ -94,11 +94,12 @@ def _count_expected(
     # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
     # If there is a state to continue from, the wait is short.
     patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-    num_hosts = config.num_hosts
+    num_hosts = config.num_hosts - len(state.quarantined)
     if config.replaces_workers and state.generation.progress > 0:
         # Hosts whose workers are replaced stay registered, so no other is waited for, but these for longer.
-        num_hosts = min(num_hosts, len(state.hosts))
-        if any(map(is_on_its_way, state.hosts.values())):
+        here = [status for host, status in state.hosts.items() if host not in state.quarantined]
+        num_hosts = min(num_hosts, len(here))
+        if any(map(is_on_its_way, here)):
             patience_s = max(patience_s, config.forming_timeout_s)
         if origin.exists and can_change_in_place(state, [], joiners):
             # Standbys that stand in the world already; a host without one joins them as one that returns.

@@ -45,7 +45,7 @@ import msgspec
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
-from resilient_jax.membership.doubt import doubt_newer_states
+from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_hosts
 from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
@@ -146,11 +146,13 @@ def decide(
             commands.append(transition)
             break
         transition = msgspec.structs.replace(transition, keeps_workers=not config.replaces_workers)
-        taken_out, taken_out_before = transition.taken_out, state.generation.taken_out
-        state = dataclasses.replace(state, generation=transition, phase_since_s=now)
-        if taken_out is not None and taken_out != taken_out_before:
-            state = dataclasses.replace(state, quarantined=state.quarantined | {taken_out})
-            commands.append(QuarantineHost(taken_out, transition.reason))
+        taken_out = find_corrupt_hosts(state) if transition.trusted_step is not None else frozenset()
+        if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
+            taken_out |= {transition.taken_out}
+        taken_out -= state.quarantined
+        quarantined = state.quarantined | taken_out
+        state = dataclasses.replace(state, generation=transition, phase_since_s=now, quarantined=quarantined)
+        commands += [QuarantineHost(host, transition.reason) for host in sorted(taken_out)]
         measured = msgspec.structs.replace(transition, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))

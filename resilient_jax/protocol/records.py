@@ -234,11 +234,13 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         kind: what the error means.
         text: the traceback.
         trusted_step: of a corruption: states of more steps are in doubt.
+        corrupt_hosts: of a corruption: the hosts that compute wrongly.
     """
 
     kind: WorkerFailureKind
     text: str
     trusted_step: int | None = None
+    corrupt_hosts: tuple[HostName, ...] = ()
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +269,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         failure: the error that ended its last attempt; None: there was none.
         overdue: the task that takes longer than its deadline; None: none does.
         trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
+        corrupt_hosts: the hosts because of which they are, and which must take no part any more.
         entered: the generation in which it has trained last, or trains.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
     """
@@ -290,6 +293,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     failure: WorkerFailure | None = None
     overdue: OverdueTask | None = None
     trusted_step: int | None = None
+    corrupt_hosts: tuple[HostName, ...] = ()
     entered: GenerationNumber = GenerationNumber(0)
     slow_hosts: tuple[tuple[HostName, str], ...] = ()
     endpoint: str = ""

@@ -92,15 +92,15 @@ class AuditResponse:
             return
         verified_steps = self.list_verified_steps()
         trusted = max(0, min(int(verified_steps[index]) for index in corrupt))
-        names = ", ".join(self._hosts[index] for index in corrupt)
+        hosts = tuple(self._hosts[index] for index in corrupt)
         why = (
-            f"{names} computes wrongly: audits of step {step} found another result of microbatch "
+            f"{', '.join(hosts)} computes wrongly: audits of step {step} found another result of microbatch "
             f"{findings[0].microbatch} on it than on two other hosts; {findings[0].why}"
         )
-        is_this_host = self._host in names.split(", ")
+        is_this_host = self._host in hosts
         if trusted < step:
             text = f"{why}. States of more than {trusted} steps are in doubt"
-            raise CorruptionFound(text, trusted_step=trusted, is_this_host=is_this_host)
+            raise CorruptionFound(text, trusted_step=trusted, corrupt_hosts=hosts, is_this_host=is_this_host)
         if is_this_host:
             leave_as_corrupt(self._control, why)
 

@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 
 
 class GenerationEnded(BaseException):
@@ -15,15 +17,28 @@ class GenerationEnded(BaseException):
 class CorruptionFound(GenerationEnded):
     """Unwinds the user's train function: a host has computed wrongly, and states that were committed are in doubt.
 
+    Args:
+        message: what was found.
+        trusted_step: states of at most so many steps are not in doubt.
+        corrupt_hosts: the hosts that have computed wrongly.
+        is_this_host: whether this host is one of them.
+
     Attributes:
-        trusted_step: states of at most so many steps are not.
-        is_this_host: whether this host is the one.
+        failure: what this worker reports.
     """
 
-    def __init__(self, message: str, *, trusted_step: int, is_this_host: bool) -> None:
+    def __init__(
+        self, message: str, *, trusted_step: int, corrupt_hosts: tuple[HostName, ...], is_this_host: bool
+    ) -> None:
         super().__init__(message)
         self.trusted_step = trusted_step
         self.is_this_host = is_this_host
+        self.failure = WorkerFailure(
+            kind=WorkerFailureKind.CORRUPTION,
+            text=message,
+            trusted_step=trusted_step,
+            corrupt_hosts=corrupt_hosts,
+        )
 
 
 class TrainingControl(Protocol):

@@ -244,14 +244,11 @@ class Worker:
             return True, None
         except CorruptionFound as found:
             # Also if this host is interrupted by now: its report is what others must not go on without.
-            failure = WorkerFailure(
-                kind=WorkerFailureKind.CORRUPTION, text=str(found), trusted_step=found.trusted_step
-            )
             if found.is_this_host:
-                self._agent.report_failure(failure, step=self._committed.step)
+                self._agent.report_failure(found.failure, step=self._committed.step)
                 time.sleep(REPORTING_S)
                 leave_as_corrupt(self._agent, str(found))
-            return False, failure
+            return False, found.failure
         except GenerationEnded:
             return False, None
         except Exception as error:

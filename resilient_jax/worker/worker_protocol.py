@@ -233,6 +233,7 @@ def try_take_order(
             failure=None,
             overdue=None,
             trusted_step=None,
+            corrupt_hosts=(),
             entered=form.generation.number,
         )
         return state, form, answers
@@ -305,12 +306,14 @@ def report_idle(
         overdue=None,
         # Also if it is answered: only this worker may know it.
         trusted_step=failure.trusted_step if failure is not None else None,
+        corrupt_hosts=failure.corrupt_hosts if failure is not None else (),
     )
 
 
 def report_failure(state: WorkerProtocol, failure: WorkerFailure, *, step: int) -> Transition:
     """This process is about to end, for this reason."""
-    return _report(state, failure=failure, trusted_step=failure.trusted_step, step=step)
+    found = {"trusted_step": failure.trusted_step, "corrupt_hosts": failure.corrupt_hosts}
+    return _report(state, failure=failure, step=step, **found)
 
 
 def report_world_left(state: WorkerProtocol) -> Transition:

@@ -59,18 +59,23 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("abort", ["interrupt", "replace"])
 def test_a_host_that_computes_wrongly_is_taken_out_and_the_job_goes_back_to_what_it_has_not_touched(
-    undisturbed, tmp_path
+    undisturbed, tmp_path, abort
 ):
-    with launch(tmp_path, 3, 0.25) as job:
+    with launch(tmp_path, 3, 0.25, f'abort = "{abort}"\n') as job:
         flip_bits_after(job, tmp_path, 5, is_repeated=True)
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events, output = job.read_events(), job.read_output()
     failed = [event for event in events if event.kind is EventKind.AUDIT_FAILED]
     assert {(event.detail["step"], event.detail["corrupt"]) for event in failed} == {(7, CORRUPT)}
-    (corrupt,) = [event for event in events if event.kind is EventKind.HOST_CORRUPT]
-    assert corrupt.host == CORRUPT
-    assert "States of more than 6 steps are in doubt" in str(corrupt.detail["why"])
+    out = [event.detail for event in events if event.kind is EventKind.HOST_QUARANTINED]
+    assert [detail["quarantined"] for detail in out] == [CORRUPT]
+    assert "host-1 computes wrongly: audits of step 7 found another result" in str(out[0]["reason"])
+    # With "replace" its agent may end its worker before that has learned that it is the one.
+    corrupt = [event for event in events if event.kind is EventKind.HOST_CORRUPT]
+    assert [event.host for event in corrupt] == [CORRUPT] or abort == "replace"
+    assert all("States of more than 6 steps are in doubt" in str(event.detail["why"]) for event in corrupt)
     restoring = (EventKind.CHECKPOINT_RESTORED, EventKind.SNAPSHOT_RESTORED)
     resumed = [int(event.detail["step"]) for event in events if event.kind in restoring]
     assert 0 < max(resumed) <= 6, "from before what it may have touched"

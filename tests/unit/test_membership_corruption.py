@@ -133,6 +133,21 @@ def test_a_finding_counts_although_all_workers_are_replaced():
     assert job.generation.snapshot.id.step == 5
 
 
+@pytest.mark.parametrize("replaces_workers", [False, True])
+def test_the_host_that_was_named_takes_no_part_though_it_did_not_learn_it_itself(replaces_workers):
+    job = training("a", "b", "c", step=9, replaces_workers=replaces_workers)
+    keep(job, "abc", snapshot(5, "abc"), snapshot(8, "abc"))
+    named = (HostName("b"),)
+    job.report("a", state="idle", failure=failure(), trusted_step=TRUSTED, corrupt_hosts=named)
+    assert job.quarantined == ["b"], "once"
+    for name in "abc":
+        job.restart(name)
+    job.serve()
+    assert job.phase is GenerationPhase.FORM
+    assert job.members == ["a", "c"]
+    assert job.quarantined == ["b"]
+
+
 def test_what_was_computed_since_the_job_went_back_is_not_in_doubt():
     job = found_corrupt("a")
     job.serve()
