@@ -41,6 +41,7 @@ class Evidence(enum.StrEnum):
     ALL_WORKERS_HANG = "no worker makes progress"
     WORKER_DIED = "a worker's process ended, or could not be started"
     USER_ERROR = "the script raised an error"
+    GPU_FAILED = "a GPU must not train any more"
 
 
 class Tries(enum.StrEnum):
@@ -72,6 +73,7 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.ALL_WORKERS_HANG: _OF_A_WORKER,
     Evidence.WORKER_DIED: _OF_A_WORKER,
     Evidence.USER_ERROR: (Level(Action.STOP_JOB),),
+    Evidence.GPU_FAILED: (Level(Action.TAKE_HOST_OUT),),
 }
 """A worker that hangs is ended, and so a worker that died: both count against the budget of its host."""
 
