@@ -102,7 +102,7 @@ class Agent:
             on_leave=self._leave,
             on_generation=self._on_generation,
         )
-        self._gpus = GpuWatch(self._context, self._supervisor.kill, self._mark_changed)
+        self._gpus = GpuWatch(self._context, self._supervisor, self._mark_changed)
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
         self._combiner = StatusCombiner(self._context, self._server)
         self._forwarder = StatusForwarder(settings.credentials, self._relay)

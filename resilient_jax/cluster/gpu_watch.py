@@ -8,7 +8,6 @@ where its work is lost. It stays out for as long as the readings say so, and at 
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -19,12 +18,15 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.nvml_reader import VISIBLE, NvmlReader, uses_gpus
 from resilient_jax.cluster.quarantine import quarantine_host
+from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import GpusUnreadable, GpuUnfit, PeerError
 from resilient_jax.events import EventKind
+from resilient_jax.health.gpu_exclusion import NO_EXCLUSION, judge_exclusion
 from resilient_jax.health.gpu_health import GpuFinding, GpuSeverity
 from resilient_jax.health.gpu_monitor import GpuChange, GpuMonitor, ThrottlingBegan, ThrottlingEnded
 from resilient_jax.health.gpu_reading import GpuReading, GpuXid
 from resilient_jax.membership.severities import Action, Evidence, choose_action
+from resilient_jax.protocol.records import WorkerState
 
 READ_INTERVAL_S: Final = 5.0
 """A reading takes some ms of the driver; what must be quick comes as an XID."""
@@ -44,33 +46,20 @@ class _Observation(msgspec.Struct, frozen=True, kw_only=True):
     xid_problem: str = ""
 
 
-@dataclasses.dataclass(slots=True)
-class _Out:
-    """That this host takes no part: why, until which monotonic time, and what becomes of its worker.
-
-    The worker is ended once in that time: the one that follows waits, and has no part of the GPU.
-    """
-
-    reason: str = ""
-    until_s: float = -math.inf
-    ends_worker: bool = False
-    has_ended_worker: bool = False
-
-
 class GpuWatch:
     """The watch of one host's GPUs; does nothing, and loads nothing, where workers use none.
 
     Args:
         context: of the agent.
-        kill_worker: ends the worker; is told why.
+        supervisor: of the worker.
         on_change: is called when `notes` are other ones.
     """
 
     def __init__(
-        self, context: AgentContext, kill_worker: Callable[[str], None], on_change: Callable[[], None]
+        self, context: AgentContext, supervisor: WorkerSupervisor, on_change: Callable[[], None]
     ) -> None:
         self._context = context
-        self._kill_worker = kill_worker
+        self._supervisor = supervisor
         self._on_change = on_change
         self._monitor = GpuMonitor()
         self._acts = context.settings.config.gpu_health == "act"
@@ -78,8 +67,11 @@ class GpuWatch:
         self._first: asyncio.Future[_Observation] | None = None
         """The first reading; as long as it is awaited, the host has not joined."""
         self._ended: asyncio.Future[None] | None = None
-        self._out = _Out()
-        self._is_out_news = asyncio.Event()
+        self._exclusion = NO_EXCLUSION
+        self._excluded = asyncio.Event()
+        """Set when `_exclusion` has changed."""
+        self._worker_ended_for_s = -math.inf
+        """The beginning of the exclusion for which the worker was ended: the one that follows waits."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,10 +98,12 @@ class GpuWatch:
             # Cancels the future at its timeout: what is read later is judged as while the host trains.
             first = await asyncio.wait_for(self._first, FIRST_READING_TIMEOUT_S)
         except GpusUnreadable as error:
-            self._tell_unwatched(str(error))
+            self._tell_unwatched(f"GPUs are not watched: {error}")
             return
         except TimeoutError:
-            self._tell_unwatched(f"NVML did not answer within {FIRST_READING_TIMEOUT_S:g} s")
+            self._tell_unwatched(
+                f"GPUs are not watched: NVML did not answer within {FIRST_READING_TIMEOUT_S:g} s"
+            )
             return
         self._take_in(first)
         if self._monitor.unfit and self._acts:
@@ -122,13 +116,10 @@ class GpuWatch:
     async def run(self) -> None:
         """Take this host out whenever a GPU must not train, until cancelled."""
         while True:
-            await self._is_out_news.wait()
-            self._is_out_news.clear()
+            await self._excluded.wait()
+            self._excluded.clear()
             is_written = await self._try_quarantine()
-            if self._out.ends_worker and not self._out.has_ended_worker:
-                self._out.has_ended_worker = True
-                # After the record, or the worker that follows might join before it is there.
-                self._kill_worker(self._out.reason)
+            self._end_worker()  # after the record, or the worker that follows might join before it is there
             while not is_written:
                 await asyncio.sleep(STORE_TIMEOUT_S)
                 is_written = await self._try_quarantine()
@@ -137,9 +128,17 @@ class GpuWatch:
         """Write why this host takes no part; return whether the store has it."""
         with contextlib.suppress(PeerError, TimeoutError):
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await quarantine_host(self._context, self._context.settings.host, self._out.reason)
+                await quarantine_host(self._context, self._context.settings.host, self._exclusion.reason)
                 return True
         return False
+
+    def _end_worker(self) -> None:
+        exclusion, status = self._exclusion, self._supervisor.status
+        if not exclusion.ends_worker or self._worker_ended_for_s == exclusion.since_s:
+            return
+        self._worker_ended_for_s = exclusion.since_s
+        if status is None or status.report.state is not WorkerState.IDLE:  # one that waits uses no GPU
+            self._supervisor.kill(exclusion.reason)
 
     async def close(self) -> None:
         """End the thread; one that waits for the driver is left behind."""
@@ -161,9 +160,8 @@ class GpuWatch:
                 reader.close()
         except GpusUnreadable as error:
             _call(loop, self._fail, error)
-        except (
-            Exception
-        ) as error:  # of the binding, of which there are many versions; training does not need it
+        except Exception as error:
+            # Of the binding, of which there are many versions. Training does not need it.
             _call(loop, self._fail, GpusUnreadable(f"{type(error).__name__}: {error}"))
         finally:
             _call(loop, self._end)
@@ -206,7 +204,7 @@ class GpuWatch:
         if self._first is not None and not self._first.done():
             self._first.set_exception(error)
         elif not self._stop.is_set():
-            self._tell_unwatched(str(error))
+            self._tell_unwatched(f"GPUs are no longer watched: {error}")
 
     def _end(self) -> None:
         if self._ended is not None and not self._ended.done():
@@ -214,29 +212,29 @@ class GpuWatch:
 
     def _tell_unwatched(self, why: str) -> None:
         self._context.log.record(EventKind.GPU_UNWATCHED, why=why)
-        self._context.print_line(f"{self._context.settings.host}: GPUs are not watched: {why}")
+        self._context.print_line(f"{self._context.settings.host}: {why}")
 
     def _take_in(self, observation: _Observation) -> tuple[GpuChange, ...]:
         """Judge and record an observation; return what it changes."""
         if observation.xid_problem:
-            self._tell_unwatched(f"{observation.xid_problem}; memory, clocks and temperature still are")
+            self._tell_unwatched(f"XIDs of GPUs are not heard: {observation.xid_problem}")
         changes = self._monitor.observe(observation.readings, observation.xids)
         for change in changes:
             self._record(change)
         return changes
 
     def _act(self, new: Sequence[GpuFinding]) -> None:
-        """Have the host taken out for what is new, or for what is still so when its quarantine ends."""
-        unfit = [finding for finding in new if finding.severity >= GpuSeverity.UNFIT]
-        now_s = self._context.clock.monotonic_s()
-        is_out = now_s < self._out.until_s - 2 * READ_INTERVAL_S
-        if not is_out and (wrong := [*unfit, *self._monitor.unfit]):
-            seconds = self._context.settings.config.quarantine_s
-            self._out = _Out(reason=wrong[0].why, until_s=now_s + seconds)
-            self._is_out_news.set()
-        if any(finding.severity is GpuSeverity.FAILED for finding in unfit) and not self._out.ends_worker:
-            self._out.ends_worker = True
-            self._is_out_news.set()
+        """Have the host taken out for what is new, or for what still stands when its quarantine ends."""
+        exclusion = judge_exclusion(
+            self._exclusion,
+            new,
+            self._monitor.unfit,
+            now_s=self._context.clock.monotonic_s(),
+            quarantine_s=self._context.settings.config.quarantine_s,
+        )
+        if exclusion is not self._exclusion:
+            self._exclusion = exclusion
+            self._excluded.set()
 
     def _record(self, change: GpuChange) -> None:
         log = self._context.log

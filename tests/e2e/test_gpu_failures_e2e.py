@@ -3,7 +3,7 @@
 The job computes on CPU. Its agents take their hosts for ones with GPUs, and ask a library in NVML's place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ class GpuPod(Pod):
         self.config = work / "job.toml"
         self.config.write_text(CONFIG)
 
-    def start(self, host: str, words: tuple[str, ...] = ()) -> None:
+    def start(self, host: str, words: Sequence[str] = ()) -> None:
         options = [
             "--host-name",
             host,
@@ -51,8 +51,10 @@ class GpuPod(Pod):
 
 @pytest.fixture
 def pod(tmp_path: Path) -> Iterator[GpuPod]:
-    with served_store() as store, GpuPod(tmp_path, store) as running:
-        yield running
+    with served_store() as store:
+        running = GpuPod(tmp_path, store)
+        with running:
+            yield running
 
 
 @pytest.mark.parametrize("xid", [79, 64], ids=["its work is lost", "it may finish the step"])

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from resilient_jax.cluster.nvml_reader import parse_visible_devices, uses_gpus
+from resilient_jax.health.gpu_exclusion import NO_EXCLUSION, RENEWAL_S, SAME_FAULT_S, judge_exclusion
 from resilient_jax.health.gpu_health import (
     HOT_BITS,
     THROTTLE_REASONS,
@@ -166,6 +167,38 @@ def test_gpus_are_told_apart_and_an_xid_names_its_own() -> None:
     lost = GpuReading(index=5, problem="GPU is lost")
     heard = monitor.observe([HEALTHY, lost], [GpuXid(index=5, code=79), GpuXid(index=3, code=31)])
     assert [change.gpu for change in heard if isinstance(change, GpuFinding)] == ["GPU 5 (GPU-77)", "GPU 5"]
+
+
+LOST = judge_xid(GpuXid(index=3, code=79), HEALTHY.label)
+REMAP_FAILED = judge_xid(GpuXid(index=3, code=64), HEALTHY.label)
+NOTED = judge_xid(GpuXid(index=3, code=63), HEALTHY.label)
+QUARANTINE_S = 600.0
+
+
+def test_a_failure_excludes_the_host_and_what_follows_closely_belongs_to_it() -> None:
+    first = judge_exclusion(NO_EXCLUSION, [NOTED], [], now_s=100.0, quarantine_s=QUARANTINE_S)
+    assert first is NO_EXCLUSION
+    out = judge_exclusion(NO_EXCLUSION, [REMAP_FAILED], [], now_s=100.0, quarantine_s=QUARANTINE_S)
+    assert (out.reason, out.until_s, out.ends_worker) == (REMAP_FAILED.why, 700.0, False)
+    worse = judge_exclusion(out, [LOST], [], now_s=105.0, quarantine_s=QUARANTINE_S)
+    assert worse == msgspec.structs.replace(out, ends_worker=True)
+    assert judge_exclusion(worse, [LOST], [], now_s=110.0, quarantine_s=QUARANTINE_S) is worse
+
+
+def test_a_later_failure_excludes_again_also_if_a_person_had_ended_the_first() -> None:
+    out = judge_exclusion(NO_EXCLUSION, [LOST], [], now_s=100.0, quarantine_s=QUARANTINE_S)
+    again = judge_exclusion(out, [LOST], [], now_s=100.0 + SAME_FAULT_S, quarantine_s=QUARANTINE_S)
+    assert again is not out
+    assert (again.since_s, again.until_s, again.ends_worker) == (130.0, 730.0, True)
+
+
+def test_an_exclusion_is_renewed_before_its_end_only_while_its_reason_stands() -> None:
+    out = judge_exclusion(NO_EXCLUSION, [LOST], [LOST], now_s=0.0, quarantine_s=QUARANTINE_S)
+    end_s = QUARANTINE_S - RENEWAL_S
+    assert judge_exclusion(out, [], [LOST], now_s=end_s - 0.1, quarantine_s=QUARANTINE_S) is out
+    assert judge_exclusion(out, [], [], now_s=end_s, quarantine_s=QUARANTINE_S) is out
+    renewed = judge_exclusion(out, [], [LOST], now_s=end_s, quarantine_s=QUARANTINE_S)
+    assert (renewed.until_s, renewed.ends_worker) == (end_s + QUARANTINE_S, False)
 
 
 @pytest.mark.parametrize(

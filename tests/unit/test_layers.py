@@ -90,6 +90,7 @@ MACHINES = frozenset(
         "resilient_jax.membership.world_formation",
         "resilient_jax.cluster.generation_orders",
         "resilient_jax.worker.worker_protocol",
+        "resilient_jax.health.gpu_exclusion",
         "resilient_jax.health.gpu_health",
         "resilient_jax.health.gpu_monitor",
         "resilient_jax.health.monitor",
