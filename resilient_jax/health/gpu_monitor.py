@@ -132,7 +132,7 @@ def _judge_errors(watched: _Watched, reading: GpuReading) -> list[GpuChange]:
             gpu=watched.label,
             severity=GpuSeverity.FAILED,
             what="uncorrected memory error",
-            why=f"{watched.label}: {now - before} uncorrected memory errors since the last reading",
+            why=f"{watched.label}: uncorrected memory errors since the last reading: {now - before}",
         )
     ]
 

@@ -134,8 +134,8 @@ def test_new_memory_errors_are_told_and_those_of_before_the_first_reading_are_no
     whys = [change.why for changes in told for change in changes if isinstance(change, GpuFinding)]
     assert [len(changes) for changes in told] == [0, 0, 1, 0, 0, 0, 1]
     assert [why.partition(": ")[2] for why in whys] == [
-        "2 uncorrected memory errors since the last reading",
-        "1 uncorrected memory errors since the last reading",
+        "uncorrected memory errors since the last reading: 2",
+        "uncorrected memory errors since the last reading: 1",
     ]
     assert monitor.unfit == ()  # the readings allow it to train
 
