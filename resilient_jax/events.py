@@ -205,9 +205,10 @@ class EventKind(enum.StrEnum):
     """Hosts compute other shares of a step's microbatches from now on, by their measured speeds. Detail: `name` of the
     accumulation, `shares` (by host: how many, and the milliseconds of each). The first host's worker records it."""
     HOST_SLOW = "host.slow"
-    """Microbatches of a host take longer than predicted, and more so than those of its peers. Detail: `slow` (the
-    host), `part` (compute, memory, input, or other: its devices are as fast as others), `factor` (how many times as
-    long), `since_step`, `why` (what was measured). The first host's worker records it."""
+    """Microbatches of a host, or reductions because of its link, take longer than predicted, and more so than those of
+    its peers. Detail: `slow` (the host), `part` (compute, memory, input, link, or other: its devices are as fast as
+    others), `factor` (how many times as long), `since_step`, `why` (what was measured). The first host's worker records
+    it."""
     HOST_SLOW_ENDED = "host.slow_ended"
     """A host that was reported as slow is no longer slow, or has left. Detail: `slow`, `part`, `why`. The same worker
     records it; it never comes if another host becomes the first meanwhile."""

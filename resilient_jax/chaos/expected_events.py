@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from resilient_jax.chaos.faults import (
     TEMPORARY_FAULTS,
     BitFlip,
+    LossyLink,
     NanGradients,
     NetworkPartition,
     ProcessExit,
@@ -15,6 +16,7 @@ from resilient_jax.chaos.faults import (
     ProcessStop,
     SilentCorruption,
     SlowInput,
+    SlowLink,
     SlowProcess,
     UserException,
     fault_kind,
@@ -129,8 +131,8 @@ def check_expected_events(
 def check_findings(records: Sequence[IncidentRecord], events: Sequence[Event]) -> list[Violation]:
     """Return a violation for each finding about a host that no incident before it explains.
 
-    A hang may be a process that hangs, is stopped or is slow, or a link; a slow host is one of which a process was, or
-    its input; a quarantine follows any fault. In a campaign without such incidents nothing may be found.
+    A hang may be a process that hangs, is stopped or is slow, or a link; of a slow host a process, its input or its
+    link was slow; a quarantine follows any fault. In a campaign without such incidents nothing may be found.
     """
     return [
         Violation(
@@ -154,11 +156,13 @@ def _explains(record: IncidentRecord, event: Event) -> bool:
         case EventKind.HANG_NAMED:
             return isinstance(fault, TEMPORARY_FAULTS)
         case EventKind.HOST_SLOW:
-            is_known = (
-                event.detail["part"] == FindingKind.INPUT
-                if isinstance(fault, SlowInput)
-                else isinstance(fault, SlowProcess)
-            )
+            match event.detail["part"]:
+                case FindingKind.INPUT:
+                    is_known = isinstance(fault, SlowInput | SlowProcess)
+                case FindingKind.LINK:
+                    is_known = isinstance(fault, SlowLink | LossyLink)
+                case _:
+                    is_known = isinstance(fault, SlowProcess)
             return is_known and event.detail["slow"] in record.hosts
         case _:
             return True

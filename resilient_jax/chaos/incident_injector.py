@@ -31,6 +31,7 @@ from resilient_jax.chaos.targets import (
     resolve_members,
 )
 from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
@@ -46,7 +47,7 @@ class IncidentInjector:
 
     Attributes:
         stopped_hosts: hosts that were stopped without a duration: they are not expected to train again.
-        taken_out_hosts: hosts that compute wrongly: audits take them out for good.
+        taken_out_hosts: hosts that compute wrongly, or that an incident must bring into quarantine: they do not return.
         dead_processes: processes that must not run any more.
     """
 
@@ -155,6 +156,8 @@ class IncidentInjector:
             done = inject_fault(fault, hosts, pids, self._environment, self._active_faults, self._rng)
         except FaultUnsupported as unsupported:
             return dataclasses.replace(record, skip_reason=str(unsupported))
+        if EventKind.HOST_QUARANTINED in incident.required_events:
+            self.taken_out_hosts |= set(hosts)
         self._log(done)
         if (store := self._environment.store) is not None and part is TargetPart.STORE_MEMBER:
             if isinstance(fault, ProcessKill):

@@ -108,6 +108,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 CHAOS_CONFIG: dict[str, float | int | str] = {
     "lease_ttl_s": 2.0,
     "max_restarts": 1000,
+    "max_host_losses": 1000,
     "restart_backoff_s": 0.0,
     "forming_timeout_s": 20.0,
     "store_timeout_s": 30.0,

@@ -14,6 +14,7 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
+from resilient_jax.cluster.host_losses import is_loss_counted, note_host_loss
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
@@ -220,6 +221,9 @@ class _Term:
             # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
+                min_hosts = self._leader._config.min_hosts
+                if isinstance(event, HostLeft) and is_loss_counted(machine.state, event.host, min_hosts):
+                    await note_host_loss(self._leader._context, event.host, self._token)
                 commands = machine.handle(event, self._now())
                 for command in commands:
                     await self._execute(command, machine.state)

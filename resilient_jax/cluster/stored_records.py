@@ -7,7 +7,7 @@ import msgspec
 from resilient_jax.errors import JoinRefused, MessageError
 from resilient_jax.protocol.generation_change import GenerationChange
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.quarantine import QuarantineRecord
+from resilient_jax.protocol.quarantine import HostLosses, QuarantineRecord
 from resilient_jax.protocol.records import Generation, HostStatus, JobRecord, LeaderRecord, ScriptRecord
 from resilient_jax.store.interface import KeyValue
 
@@ -17,6 +17,7 @@ _CHANGE: Final = msgspec.msgpack.Decoder(GenerationChange)
 _HOST_STATUS: Final = msgspec.msgpack.Decoder(HostStatus)
 _LEADER_RECORD: Final = msgspec.msgpack.Decoder(LeaderRecord)
 _JOB_RECORD: Final = msgspec.msgpack.Decoder(JobRecord)
+_HOST_LOSSES: Final = msgspec.msgpack.Decoder(HostLosses)
 _QUARANTINE_RECORD: Final = msgspec.msgpack.Decoder(QuarantineRecord)
 _SCRIPT_RECORD: Final = msgspec.msgpack.Decoder(ScriptRecord)
 
@@ -84,6 +85,15 @@ def decode_quarantine(stored: KeyValue) -> QuarantineRecord:
         JoinRefused: the value is no such record.
     """
     return _decode(_QUARANTINE_RECORD, stored)
+
+
+def decode_host_losses(stored: KeyValue) -> HostLosses:
+    """Return the record of a host that was lost.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_HOST_LOSSES, stored)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[RecordT], stored: KeyValue) -> RecordT:

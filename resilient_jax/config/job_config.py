@@ -65,13 +65,17 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and is quarantined, and
     the others continue without it. Zero: never restart."""
 
+    max_host_losses: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
+    """Losses of one host within `restart_window_s`, without a notice that it leaves; after one more it is quarantined,
+    unless fewer than `min_hosts` would be left."""
+
     quarantine_s: Seconds = 3600.0
-    """Seconds for which a host takes no part whose worker died too often, or which is suspected of failed collectives.
-    `resilient-jax hosts` lists such hosts and ends it."""
+    """Seconds for which a host takes no part that was lost too often, whose worker died too often, or which is
+    suspected of failed collectives. `resilient-jax hosts` lists such hosts and ends it."""
 
     restart_window_s: Seconds = 600.0
-    """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's job is not ended by
-    five crashes spread over it."""
+    """Seconds that a restart counts against `max_restarts`, and a loss against `max_host_losses`. Forgets old failures,
+    so that a month's job is not ended by five crashes spread over it."""
 
     restart_backoff_s: Annotated[float, Meta(ge=0, le=3_600)] = 1.0
     """Seconds before a worker's second restart in a window, doubled for each one after. The first restart is immediate:

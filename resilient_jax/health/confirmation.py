@@ -1,4 +1,4 @@
-"""Confirms the suspicion that a host is slow by a measurement of all hosts' devices."""
+"""Confirms the suspicion that a host or a link is slow by a measurement of all hosts' devices or links."""
 
 import math
 import statistics
@@ -8,11 +8,15 @@ from typing import Final
 import msgspec
 
 from resilient_jax.health.finding import Finding, FindingKind
+from resilient_jax.health.link_comparison import Pairs, find_slow_link
 from resilient_jax.health.work_series import SHIFT
 
 UNCONFIRMED_LIMIT: Final = 2
 """After so many measurements in a row that find its devices sound, a host that is still slow is reported as `OTHER`.
 The first may have come after a busy moment."""
+
+MIN_LINK_RATIO: Final = 1.5
+"""Links of one job differ more than its devices do: by racks, and by what else is sent over them."""
 
 
 class DeviceRatios(msgspec.Struct, frozen=True):
@@ -21,25 +25,32 @@ class DeviceRatios(msgspec.Struct, frozen=True):
     Attributes:
         compute: for a matrix product.
         memory: for a pass over memory.
+        disk: for a read of the input's files; None: this host or its peers have none on a disk.
     """
 
     compute: float
     memory: float
+    disk: float | None = None
 
 
-def compare_devices(host: int, compute_s: Sequence[float], memory_s: Sequence[float]) -> DeviceRatios:
+def compare_devices(
+    host: int, compute_s: Sequence[float], memory_s: Sequence[float], disk_s: Sequence[float]
+) -> DeviceRatios:
     """Return what the devices of one host take over those of the others.
 
     Args:
         host: its index.
         compute_s: seconds of a matrix product, by host.
         memory_s: seconds of a pass over memory, by host.
+        disk_s: seconds of a read of the input's files, by host; 0: it has none.
     """
-    compute, memory = (
-        seconds[host] / statistics.median([*seconds[:host], *seconds[host + 1 :]])
-        for seconds in (compute_s, memory_s)
+    compute, memory, disk = (
+        seconds[host] / usual
+        if (usual := statistics.median([*seconds[:host], *seconds[host + 1 :]]))
+        else 0.0
+        for seconds in (compute_s, memory_s, disk_s)
     )
-    return DeviceRatios(compute, memory)
+    return DeviceRatios(compute, memory, disk or None)
 
 
 def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int) -> Finding | None:
@@ -66,4 +77,28 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         f"a matrix product takes {ratios.compute:.2f} times and a pass over memory {ratios.memory:.2f} times what the "
         "median of its peers takes at the same time"
     )
+    if kind is FindingKind.INPUT and ratios.disk is not None:
+        measured += f"; a read of its input's files, past the page cache, takes {ratios.disk:.2f} times"
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
+
+
+def confirm_link(
+    finding: Finding, hosts: Sequence[str], rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
+) -> Finding | None:
+    """Return the finding about links as one about the host whose link is slow; None: all links are alike, or unknown.
+
+    Args:
+        finding: about the links, from reductions.
+        hosts: names, by index.
+        rounds: of the measurement, as `pair_hosts` returned them.
+        seconds: by host and round, what an exchange took.
+    """
+    slow = find_slow_link(rounds, seconds, max(MIN_LINK_RATIO, math.sqrt(finding.factor)))
+    if slow is None:
+        return None
+    peers = "each of its peers" if slow.peer is None else hosts[slow.peer]
+    measured = (
+        f"an exchange of {hosts[slow.host]} with {peers} takes {slow.seconds:.3g} s, {slow.ratio:.1f} times the median "
+        "of other pairs at the same time"
+    )
+    return msgspec.structs.replace(finding, host=hosts[slow.host], evidence=f"{finding.evidence}; {measured}")

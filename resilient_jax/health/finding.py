@@ -15,7 +15,7 @@ class FindingKind(enum.StrEnum):
     INPUT = "input"
     """The input pipeline: the host waits for its data."""
     LINK = "link"
-    """The reduction takes longer although all hosts have come to it. Which link it is takes a measurement of each."""
+    """The reduction takes longer although all hosts have come to it. A measurement of all links shows which one."""
     OTHER = "other"
     """Something else of the host: its devices are as fast as those of its peers. The script, which does more there, or
     waits for something; or other programs, from time to time."""

@@ -158,7 +158,7 @@ def judge_reading(reading: GpuReading) -> tuple[GpuFinding, ...]:
                 reading,
                 GpuSeverity.UNFIT,
                 "uncorrected memory error",
-                f"rows of its memory had {reading.uncorrected_ecc} uncorrected errors, and are replaced by a reset only",
+                f"rows of its memory had {reading.uncorrected_ecc} uncorrected errors: only a reset replaces them",
             )
         )
     elif reading.is_remap_pending:

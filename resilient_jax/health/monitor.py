@@ -136,13 +136,21 @@ class HealthMonitor:
 
     def set_members(self, hosts: Iterable[str], step: int) -> list[FindingChange]:
         """Take these as the hosts that take part, from a step on; findings about others end."""
-        self._members = frozenset(hosts)
+        before, self._members = self._members, frozenset(hosts)
         self._open.clear()
         self._judged_step = step - 1
+        over = {
+            p: "the host takes no part any more"
+            for p in self._watched
+            if p.host and p.host not in self._members
+        }
+        if before != self._members and LINKS in self._watched:
+            # Between other hosts a reduction takes another time, which is learned anew.
+            over[LINKS] = "other hosts take part"
         changes: list[FindingChange] = []
-        for part in [part for part in self._watched if part.host and part.host not in self._members]:
+        for part, reason in over.items():
             if (finding := self._watched.pop(part).finding) is not None:
-                changes.append(FindingClosed(finding, step, "the host takes no part any more"))
+                changes.append(FindingClosed(finding, step, reason))
         return changes
 
     def observe(self, host: str, timing: StepTiming) -> list[FindingChange]:
@@ -197,6 +205,8 @@ class HealthMonitor:
         ]
         for one, state in zip(measured, states, strict=True):
             yield from self._conclude(step, one, state)
+        for host in [host for host, timing in told.items() if not timing.works]:
+            yield from self._judge_idle(step, host)
 
     def _measure(self, step: int, part: _Part, samples: list[WorkSample], input_s: float) -> _Measured | None:
         watched = self._watched.get(part)
@@ -332,6 +342,18 @@ class HealthMonitor:
                 f"{when} {_describe(one.part)} took {own_s:.3g} s for what takes the median of its peers {peer_s:.3g} s"
             ),
         )
+
+    def _judge_idle(self, step: int, host: str) -> Iterator[FindingOpened]:
+        """Judge a host that gets no microbatches before it has a fit, by the few that it had: it was too slow."""
+        for part, watched in self._watched.items():
+            if part.host != host or part.name != "work" or watched.finding is not None:
+                continue
+            if watched.series.model is None and any(True for _ in self._list_peer_models(part)):
+                samples = watched.series.fit_early()
+                if samples:
+                    watched.finding = self._judge_fit(step, _Measured(part, watched, samples, 0.0, 1.0))
+                if watched.finding is not None:
+                    yield FindingOpened(watched.finding)
 
     def _list_peer_models(self, part: _Part) -> list[DurationModel]:
         """Return the fits of others that do the same work and are not known to be slow, SMALL_GROUP at most."""

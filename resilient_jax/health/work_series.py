@@ -27,6 +27,8 @@ SHIFT: Final = 1.10
 """Of a change, and from the median of peers (ResiHP); and within it a series counts as healthy."""
 CHANGE_PROBABILITY: Final = 0.9
 WARM_UP_STEPS: Final = 20
+MIN_EARLY_STEPS: Final = 4
+"""Of a fit before the warm-up is over."""
 MAX_SAMPLES: Final = 256
 """Kept for fits."""
 MAX_REFIT_INTERVAL: Final = 128
@@ -107,6 +109,13 @@ class WorkSeries:
         self._samples.clear()
         self._num_steps, self._next_fit = 0, WARM_UP_STEPS
 
+    def fit_early(self) -> list[WorkSample]:
+        """Fit the samples of a warm-up that comes to no end, and return them; none, and no fit, if they are too few."""
+        if self._num_steps < MIN_EARLY_STEPS:
+            return []
+        self._fit()
+        return list(self._samples)
+
     def measure(self, samples: Sequence[WorkSample]) -> float | None:
         """Return observed over predicted of a step that nothing disturbed; None, and learn from it, in the warm-up.
 
@@ -173,10 +182,13 @@ class WorkSeries:
         self._samples.extend(samples)
         self._num_steps += 1
         if self._num_steps >= self._next_fit:
-            self._next_fit = self._num_steps + min(self._num_steps, MAX_REFIT_INTERVAL)
-            self.model, self.steps_since_fit = fit_durations(self._samples), 0
-            if self._detector is None:
-                self._detector = _make_detector(self.model)
+            self._fit()
+
+    def _fit(self) -> None:
+        self._next_fit = self._num_steps + min(self._num_steps, MAX_REFIT_INTERVAL)
+        self.model, self.steps_since_fit = fit_durations(self._samples), 0
+        if self._detector is None:
+            self._detector = _make_detector(self.model)
 
 
 def _make_detector(model: DurationModel) -> ChangePointDetector:

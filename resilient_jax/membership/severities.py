@@ -17,7 +17,7 @@ class Action(enum.StrEnum):
     RETRY_IN_PLACE = "retry in place"
     """Severity 3: the same workers train again from the last committed step."""
     RESTART_WORKER = "restart the worker"
-    """Severity 2: its process is ended, and another takes its place."""
+    """Severity 2: its process is ended, and another takes its place; or that of a host that was lost and comes back."""
     TAKE_HOST_OUT = "take the host out"
     """Severity 1: the job goes on without the host, which is quarantined."""
     STOP_JOB = "stop the job"
@@ -40,6 +40,7 @@ class Evidence(enum.StrEnum):
     WORKER_HANGS = "a worker keeps the others waiting"
     ALL_WORKERS_HANG = "no worker makes progress"
     WORKER_DIED = "a worker's process ended, or could not be started"
+    HOST_LOST = "a host was lost without a notice"
     USER_ERROR = "the script raised an error"
     GPU_FAILED = "a GPU must not train any more"
 
@@ -49,6 +50,7 @@ class Tries(enum.StrEnum):
 
     COLLECTIVE = "max_collective_retries"
     RESTARTS = "max_restarts"
+    HOST_LOSSES = "max_host_losses"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.WORKER_HANGS: _OF_A_WORKER,
     Evidence.ALL_WORKERS_HANG: _OF_A_WORKER,
     Evidence.WORKER_DIED: _OF_A_WORKER,
+    Evidence.HOST_LOST: (Level(Action.RESTART_WORKER, Tries.HOST_LOSSES), Level(Action.TAKE_HOST_OUT)),
     Evidence.USER_ERROR: (Level(Action.STOP_JOB),),
     Evidence.GPU_FAILED: (Level(Action.TAKE_HOST_OUT),),
 }

@@ -1,4 +1,4 @@
-"""The record of a host that takes no part in a job for a while, though its agent runs."""
+"""Records of hosts that keep failing, and of those that take no part in a job for a while, though their agents run."""
 
 import msgspec
 
@@ -19,3 +19,15 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     since_wall_s: float
     until_wall_s: float
+
+
+class HostLosses(msgspec.Struct, frozen=True, kw_only=True):
+    """When a host was lost without a notice. Bound to a lease, with which it ends if no loss follows.
+
+    Attributes:
+        host: the host's name.
+        lost_wall_s: in seconds since 1970, by the clocks of the leaders of those times; the oldest first.
+    """
+
+    host: HostName
+    lost_wall_s: tuple[float, ...]

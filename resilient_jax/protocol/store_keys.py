@@ -38,6 +38,11 @@ def make_quarantine_key(job: JobName, host: HostName) -> str:
     return f"{make_quarantine_prefix(job)}{host}"
 
 
+def make_losses_key(job: JobName, host: HostName) -> str:
+    """Return the key of one host's `HostLosses`."""
+    return f"/{job}/losses/{host}"
+
+
 def make_hosts_prefix(job: JobName) -> str:
     """Return the prefix of all `HostStatus` keys."""
     return f"/{job}/hosts/"

@@ -1,4 +1,4 @@
-"""Measures what a host's devices take for a matrix product and for a pass over memory."""
+"""Measures what a host takes for a matrix product, a pass over memory, and a read of its input files."""
 
 import functools
 import time
@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from resilient_jax.data.input_disk import measure_input_disk
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 MEASURE_S: Final = 0.1
@@ -19,15 +20,17 @@ MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure ho
 
 
 class DeviceSeconds(NamedTuple):
-    """What the slowest of a host's devices takes.
+    """What the slowest of a host's devices takes, and its disk.
 
     Attributes:
         compute_s: seconds of a matrix product.
         memory_s: seconds of a pass over memory.
+        disk_s: seconds of a read of its input files; 0: none is on a disk.
     """
 
     compute_s: float
     memory_s: float
+    disk_s: float = 0.0
 
 
 UNKNOWN_SECONDS: Final = DeviceSeconds(0.0, 0.0)
@@ -51,12 +54,13 @@ class DeviceSpeed:
         return tuple(self._list_devices())
 
     def measure(self) -> DeviceSeconds:
-        """Return what both take now; this takes twice `MEASURE_S`, the first time with compilation."""
+        """Return what all take now; this takes twice `MEASURE_S`, the first time with compilation, and the reads."""
         is_cpu = self._devices[0].platform == "cpu"
         sizes = CPU_SIZES if is_cpu else ACCELERATOR_SIZES
         return DeviceSeconds(
             max(self._time(self._multiply, sizes[0], device) for device in self._devices),
             max(self._time(self._pass_over, sizes[1], device) for device in self._devices),
+            measure_input_disk(),
         )
 
     def _time(self, program: Callable[[jax.Array], jax.Array], size: int, device: Device) -> float:

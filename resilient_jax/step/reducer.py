@@ -50,6 +50,7 @@ from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, 
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
+from resilient_jax.step.link_speed import measure_links
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
     ComputeFunction,
@@ -244,7 +245,9 @@ class Reducer:
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
         if self._watch is not None:
-            self._watch.look(spec, found.watched, self._collectives)
+            self._watch.look(
+                spec, found.watched, self._collectives, functools.partial(measure_links, self._live.grid)
+            )
         claims, has_limits = found.microbatches > 0, found.has_limits
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
@@ -265,9 +268,12 @@ class Reducer:
             self._audit(audits, accumulator, spec, assignment, replicas)
         self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
+        began_s = time.monotonic()
         with worker_activity.task(WorkerTask.SUM):
             total, misfits = self._reduce(contributions, zeros)
             jax.block_until_ready(total)
+        if self._watch is not None:
+            self._watch.add_wait(spec, time.monotonic() - began_s)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         if not misfits.any():

@@ -1,17 +1,21 @@
-"""Watches how long hosts take for their microbatches, in band, and has devices measured if one seems to be slow.
+"""Watches how long steps take, in band, and has devices or links measured if one of them seems to be slow.
 
 Every few steps, beside their claims, hosts tell each other what their last steps took. The first host judges that,
-beside the training. If it suspects a host it says so in the next exchange, upon which all hosts measure their devices
-at the same time, and it concludes what is slow. So hosts take part in a collective by what all of them were told.
+beside the training. If it suspects a host, or the links between hosts, it says so in the next exchange, upon which all
+hosts measure their devices, or exchange some bytes in pairs, at the same time. It concludes from that what is slow. So
+hosts take part in a collective by what all of them were told.
 """
 
 import collections
+import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 
+from resilient_jax.health.link_comparison import Pairs, pair_hosts
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -22,26 +26,42 @@ from resilient_jax.step.row_exchange import exchange_rows
 
 logger = logging.getLogger(__name__)
 
-WORDS_PER_STEP: Final = 6
+WORDS_PER_STEP: Final = 7
 WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
-"""Of what one host tells: the timings of all steps since the last exchange, and whether devices are to be measured."""
+"""Of what one host tells: the timings of all steps since the last exchange, and what is to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
+LinkMeasure = Callable[[Sequence[Pairs]], Sequence[float]]
+_NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
+
+
+class Measurement(enum.IntEnum):
+    """What all hosts measure at once."""
+
+    NOTHING = 0
+    DEVICES = 1
+    LINKS = 2
 
 
 class SlownessJudge(Protocol):
-    """Judges which hosts are slow. Hosts are given by their indexes, as positions in sequences."""
+    """Judges what is slow. Hosts are given by their indexes, as positions in sequences."""
 
     def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Take in what the last steps took, by host and in the order of steps; return before they are judged."""
         ...
 
-    def is_measurement_due(self, spec: AccumulationSpec) -> bool:
-        """Return whether the devices of all hosts are to be measured before this accumulation."""
+    def choose_measurement(self, spec: AccumulationSpec) -> Measurement:
+        """Return what all hosts are to measure before this accumulation."""
         ...
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Say what is slow, by what all hosts' devices take; nothing if one host's are `UNKNOWN_SECONDS`."""
+        """Say which host is slow, by what all hosts' devices take; nothing if one host's are `UNKNOWN_SECONDS`."""
+        ...
+
+    def conclude_links(
+        self, spec: AccumulationSpec, rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
+    ) -> None:
+        """Say which link is slow, by what exchanges took, by host and round; see `measure_links`."""
         ...
 
 
@@ -67,7 +87,7 @@ class SlowHostWatch:
 
         Args:
             spec: of the accumulation.
-            counts: how many each replica of this host computed.
+            counts: how many each replica of this host computed; all may be 0.
             seconds: from the first's begin to the last's end.
             inputs: of all of them; none: the accumulation reads no data.
         """
@@ -75,31 +95,48 @@ class SlowHostWatch:
         # A step that is done again has begun with what was done of it before.
         is_repeated = self._last_step.get(spec.name) == spec.step
         self._last_step[spec.name] = spec.step
-        if is_repeated or self._num_seen[spec.name] <= UNUSUAL_ACCUMULATIONS or not any(counts):
+        if is_repeated or self._num_seen[spec.name] <= UNUSUAL_ACCUMULATIONS:
             return
+        works = (describe_work(counts, seconds, inputs),) if any(counts) else ()
         timings = self._timings.setdefault(spec.name, collections.deque(maxlen=EXCHANGE_INTERVAL_STEPS))
-        timings.append(StepTiming(step=spec.step, works=(describe_work(counts, seconds, inputs),)))
+        timings.append(StepTiming(step=spec.step, works=works))
+
+    def add_wait(self, spec: AccumulationSpec, seconds: float) -> None:
+        """Note what the reduction took after the microbatches that were noted last, with its wait for other hosts."""
+        timings = self._timings.get(spec.name)
+        if timings and timings[-1].step == spec.step:
+            timings[-1] = msgspec.structs.replace(timings[-1], wait_s=seconds)
 
     def take_row(self, spec: AccumulationSpec) -> np.ndarray:
         """Return int32[WATCH_WORDS], what this host tells the others before an accumulation."""
-        is_due = self._judge is not None and self._judge.is_measurement_due(spec)
-        return np.append(encode_timings(self._timings.pop(spec.name, ())), np.int32(is_due))
+        due = Measurement.NOTHING if self._judge is None else self._judge.choose_measurement(spec)
+        return np.append(encode_timings(self._timings.pop(spec.name, ())), np.int32(due))
 
-    def look(self, spec: AccumulationSpec, rows: np.ndarray, hosts: HostCollectives) -> None:
-        """Have judged what hosts have told each other, and measure their devices if that is due. For all hosts at once.
+    def look(
+        self, spec: AccumulationSpec, rows: np.ndarray, hosts: HostCollectives, measure_links: LinkMeasure
+    ) -> None:
+        """Have judged what hosts have told each other, and measure what is to be measured. For all hosts at once.
 
         Args:
             spec: of the accumulation that begins.
             rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
             hosts: exchange integers.
+            measure_links: `link_speed.measure_links` on these hosts.
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
-        if rows[:, -1].any():
-            own = np.array(self._try_measure(), np.float32).view(np.int32)
-            found = np.ascontiguousarray(exchange_rows(own, *hosts)).view(np.float32)
-            if self._judge is not None:
-                self._judge.conclude(spec, [DeviceSeconds(*row) for row in found.tolist()])
+        match Measurement(int(rows[:, -1].max())):
+            case Measurement.NOTHING:
+                pass
+            case Measurement.DEVICES:
+                found = _exchange_floats(self._try_measure(), hosts)
+                if self._judge is not None:
+                    self._judge.conclude(spec, [DeviceSeconds(*row) for row in found])
+            case Measurement.LINKS:
+                rounds = pair_hosts(hosts.num_hosts)
+                found = _exchange_floats(measure_links(rounds), hosts)
+                if self._judge is not None:
+                    self._judge.conclude_links(spec, rounds, found)
         if self._judge is not None:
             self._judge.observe(spec, [decode_timings(row[:-1]) for row in rows])
 
@@ -110,6 +147,12 @@ class SlowHostWatch:
         except Exception:  # a device without free memory, for example
             logger.exception("the devices of this host could not be measured; training goes on")
             return UNKNOWN_SECONDS
+
+
+def _exchange_floats(own: Sequence[float], hosts: HostCollectives) -> list[list[float]]:
+    """Return the numbers of each host, to the precision of float32; every host gives as many."""
+    row = np.array(own, np.float32).view(np.int32)
+    return np.ascontiguousarray(exchange_rows(row, *hosts)).view(np.float32).tolist()
 
 
 def make_empty_row() -> np.ndarray:
@@ -146,9 +189,10 @@ def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
     """Return int32[words], of at most `EXCHANGE_INTERVAL_STEPS` steps; zeros behind them."""
     row = np.zeros((EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP), np.int32)
     for place, timing in enumerate(timings):
-        (work,) = timing.works
-        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s], np.float32)
-        row[place] = [timing.step, work.microbatches, *numbers.view(np.int32)]
+        work = timing.works[0] if timing.works else _NO_WORK
+        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s, timing.wait_s], np.float32)
+        # Counted from 1: a row of zeros is no step.
+        row[place] = [timing.step + 1, work.microbatches, *numbers.view(np.int32)]
     return row.reshape(-1)
 
 
@@ -157,7 +201,11 @@ def decode_timings(row: np.ndarray) -> list[StepTiming]:
     words = row.reshape(EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP)
     numbers = np.ascontiguousarray(words[:, 2:]).view(np.float32).tolist()
     return [
-        StepTiming(step=int(step), works=(ReplicaWork(0, int(microbatches), *work),))
-        for (step, microbatches), work in zip(words[:, :2], numbers, strict=True)
-        if microbatches
+        StepTiming(
+            step=int(number) - 1,
+            works=(ReplicaWork(0, int(microbatches), *work),) if microbatches else (),
+            wait_s=wait_s,
+        )
+        for (number, microbatches), (*work, wait_s) in zip(words[:, :2], numbers, strict=True)
+        if number
     ]

@@ -1,7 +1,8 @@
 """Which hosts are slow: judged by the first host of a generation from what all tell of their steps, and reported there.
 
-A finding of the monitor is a suspicion only. It is reported if a measurement of the devices of all hosts, at the same
-time, confirms it: on a busy machine a host is behind its peers for a while without anything being wrong with it.
+A finding of the monitor is a suspicion only. It is reported if a measurement of all hosts' devices, or of the links
+between them, at the same time, confirms it: on a busy machine a host is behind its peers for a while without anything
+being wrong with it.
 """
 
 import concurrent.futures
@@ -13,14 +14,21 @@ from typing import Final
 
 from resilient_jax.clock import Clock
 from resilient_jax.events import EventKind
-from resilient_jax.health.confirmation import compare_devices, confirm_finding
+from resilient_jax.health.confirmation import (
+    UNCONFIRMED_LIMIT,
+    compare_devices,
+    confirm_finding,
+    confirm_link,
+)
 from resilient_jax.health.finding import Finding
+from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import MEASURE_S, UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.slow_host_watch import Measurement
 from resilient_jax.threads import start_thread_pool
 
 logger = logging.getLogger(__name__)
@@ -28,7 +36,7 @@ logger = logging.getLogger(__name__)
 SlowHosts = tuple[tuple[HostName, str], ...]
 """Hosts that are slow, each with what of it is."""
 MEASURING_SHARE: Final = 0.01
-"""Of a job's time, at most, in which devices are measured."""
+"""Of a job's time, at most, in which devices or links are measured."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +49,7 @@ class HealthRecord:
         monitors: by the name of an accumulation, whose microbatches are compared with each other only.
         unconfirmed: of open findings, how many measurements in a row have shown nothing.
         reported: of open findings that are confirmed, what was reported.
-        next_measurement_s: the monotonic time before which no device is measured.
+        next_measurement_s: the monotonic time before which nothing is measured.
         next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
         thread: judges, beside the training.
     """
@@ -101,49 +109,74 @@ class HostHealth:
         """Take in what the last steps took; return before they are judged."""
         self._record.thread.submit(self._judge, spec.name, timings)
 
-    def is_measurement_due(self, spec: AccumulationSpec) -> bool:
-        """Return whether the devices of all hosts are to be measured before this accumulation."""
+    def choose_measurement(self, spec: AccumulationSpec) -> Measurement:
+        """Return what all hosts are to measure before this accumulation."""
         if not self._record.lock.acquire(blocking=False):
-            return False  # it is still judging
+            return Measurement.NOTHING  # it is still judging
         try:
             self._asked_s = self._clock.monotonic_s()
             is_late = self._asked_s >= self._record.next_measurement_s
             is_news = spec.step >= self._record.next_measurement_step
-            if not (is_late and is_news and self._list_suspicions(spec.name)):
-                return False
+            if not (is_late and is_news):
+                return Measurement.NOTHING
+            # A slow host first: a link may seem to be slow because the host at its end is.
+            if self._list_suspicions(spec.name):
+                due = Measurement.DEVICES
+            elif self._find_link_suspicion(spec.name) is not None:
+                due = Measurement.LINKS
+            else:
+                return Measurement.NOTHING
             # Until it is known what it takes: the generation may end before that.
             self._record.next_measurement_s = self._asked_s + 2 * MEASURE_S / MEASURING_SHARE
-            return True
+            return due
         finally:
             self._record.lock.release()
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
-        """Report what is slow, by what the devices of all hosts take; nothing if one host's are unknown."""
+        """Report which hosts are slow, by what the devices of all hosts take; none if one host's are unknown."""
         with self._record.lock:
-            now_s = self._clock.monotonic_s()
-            self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
-            self._record.next_measurement_step = spec.step + 2 * EXCHANGE_INTERVAL_STEPS
+            self._note_measurement(spec)
             if UNKNOWN_SECONDS in measured:
                 return
-            compute_s, memory_s = zip(*measured, strict=True)
+            seconds = tuple(zip(*measured, strict=True))
             for finding in self._list_suspicions(spec.name):
-                ratios = compare_devices(self._hosts.index(finding.host), compute_s, memory_s)
-                num_unconfirmed = self._record.unconfirmed.pop(finding, 0)
-                confirmed = confirm_finding(finding, ratios, num_unconfirmed)
-                if confirmed is None:
-                    self._record.unconfirmed[finding] = num_unconfirmed + 1
-                    continue
-                self._record.reported[finding] = confirmed
-                self._record_event(
-                    EventKind.HOST_SLOW,
-                    step=spec.step,
-                    slow=confirmed.host,
-                    part=confirmed.kind,
-                    factor=round(confirmed.factor, 2),
-                    since_step=confirmed.since_step,
-                    why=confirmed.evidence,
-                )
+                ratios = compare_devices(self._hosts.index(finding.host), *seconds)
+                num_unconfirmed = self._record.unconfirmed.get(finding, 0)
+                self._settle(spec, finding, confirm_finding(finding, ratios, num_unconfirmed))
             self._report()
+
+    def conclude_links(
+        self, spec: AccumulationSpec, rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
+    ) -> None:
+        """Report whose link is slow, by what exchanges between hosts took; none if all links are alike."""
+        with self._record.lock:
+            self._note_measurement(spec)
+            if (finding := self._find_link_suspicion(spec.name)) is not None:
+                self._settle(spec, finding, confirm_link(finding, self._hosts, rounds, seconds))
+            self._report()
+
+    def _note_measurement(self, spec: AccumulationSpec) -> None:
+        """Set when the next measurement may be."""
+        now_s = self._clock.monotonic_s()
+        self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
+        self._record.next_measurement_step = spec.step + 2 * EXCHANGE_INTERVAL_STEPS
+
+    def _settle(self, spec: AccumulationSpec, finding: Finding, confirmed: Finding | None) -> None:
+        """Report a suspicion as it was confirmed; None: it was not."""
+        if confirmed is None:
+            self._record.unconfirmed[finding] = self._record.unconfirmed.get(finding, 0) + 1
+            return
+        self._record.unconfirmed.pop(finding, None)
+        self._record.reported[finding] = confirmed
+        self._record_event(
+            EventKind.HOST_SLOW,
+            step=spec.step,
+            slow=confirmed.host,
+            part=confirmed.kind,
+            factor=round(confirmed.factor, 2),
+            since_step=confirmed.since_step,
+            why=confirmed.evidence,
+        )
 
     def _judge(self, name: str, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Give a monitor the timings in the order of steps, which is the order in which it judges."""
@@ -164,9 +197,20 @@ class HostHealth:
 
     def _list_suspicions(self, name: str) -> list[Finding]:
         """Return the open findings about hosts that are not reported."""
+        return [finding for finding in self._list_unreported(name) if finding.host]
+
+    def _find_link_suspicion(self, name: str) -> Finding | None:
+        """Return the open finding about links, if it is worth another measurement."""
+        for finding in self._list_unreported(name):
+            # What slows all links alike, or a busy machine, would be measured for ever.
+            if not finding.host and self._record.unconfirmed.get(finding, 0) < UNCONFIRMED_LIMIT:
+                return finding
+        return None
+
+    def _list_unreported(self, name: str) -> list[Finding]:
         monitor = self._record.monitors.get(name)
         findings = monitor.findings if monitor is not None else ()
-        return [finding for finding in findings if finding.host and finding not in self._record.reported]
+        return [finding for finding in findings if finding not in self._record.reported]
 
     def _note(self, changes: Iterable[FindingChange]) -> None:
         """Forget findings that are over, and report that of those that were reported."""

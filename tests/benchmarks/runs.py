@@ -71,7 +71,7 @@ def run_job(
     """
     work.mkdir(parents=True, exist_ok=True)
     config_file = work / "job.toml"
-    config_file.write_text(f"max_restarts = 1000\nrestart_backoff_s = 0.0\n{config}")
+    config_file.write_text(f"max_restarts = 1000\nmax_host_losses = 1000\nrestart_backoff_s = 0.0\n{config}")
     with LocalJob(
         command,
         num_hosts=num_hosts,

@@ -78,13 +78,21 @@ def test_training_resumes_from_the_newest_checkpoint_that_is_not_corrupt(tmp_pat
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (5, 0, 0), told
 
 
-@pytest.mark.parametrize(("campaign", "incidents"), [("slow", 2), ("slow_input", 1)])
+@pytest.mark.parametrize(("campaign", "incidents"), [("slow", 2), ("slow_input", 1), ("slow_link", 1)])
 def test_a_host_that_becomes_slow_is_named_and_no_other(
     campaign: str, incidents: int, tmp_path: Path
 ) -> None:
+    if campaign == "slow_link" and (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
     code, figures, told = run_chaos("--campaign", campaign, "--run-dir", str(tmp_path))
     assert code == 0, told
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (incidents, 0, 0), told
+
+
+def test_a_host_that_comes_and_goes_is_quarantined_and_no_other(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "flapping", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (3, 0, 0), told
 
 
 def write_manifest(path: Path, *incidents: str) -> Path:

@@ -35,6 +35,7 @@ WITHOUT_PROTECTION = 'replicated_snapshot_interval_steps = "off"\n'
 CONFIG = f"""
 lease_ttl_s = 2.0
 max_restarts = 1000
+max_host_losses = 1000
 restart_backoff_s = 0.0
 forming_timeout_s = 20.0
 store_timeout_s = 30.0

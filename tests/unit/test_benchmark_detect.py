@@ -12,11 +12,15 @@ from benchmarks.detect.corrupt_hosts import (
     judge_corrupt_hosts,
 )
 from benchmarks.detect.figures import JobVerdict, make_detect_figures
+from benchmarks.detect.quiet_jobs import JOB_HOURS, judge_quiet_jobs
+from benchmarks.detect.real_work import make_real_work_figures
 from benchmarks.detect.slow_host import SETTLING_STEPS, find_median_step_s, make_slow_host_figures
 from benchmarks.detect.verdicts import judge_job
 from benchmarks.step_times import StepTime
 
+from resilient_jax.config import JobConfig
 from resilient_jax.errors import CallerError
+from resilient_jax.health.duration_model import WorkSample
 
 
 def verdict(*, is_slow: bool, delay: int | None = None, false_alarms: int = 0, plain: int = 0) -> JobVerdict:
@@ -114,3 +118,19 @@ def test_steps_before_speeds_are_settled_do_not_count():
     ]
     steps = [StepTime(process=1, step=step, generation=1, at_s=at_s) for step, at_s in enumerate(ends)]
     assert find_median_step_s(steps) == 1
+
+
+def test_jobs_in_which_nothing_hangs_lose_no_host_unless_deadlines_are_too_short():
+    calm = judge_quiet_jobs(JOB_HOURS, "test")
+    assert (calm.job_hours, calm.false_kills) == (JOB_HOURS, 0)
+    assert calm.longest_s > 5
+    hasty = judge_quiet_jobs(JOB_HOURS, "test", JobConfig(hang_timeout_s=1.0, user_code_timeout_s=2.0))
+    assert hasty.false_kills > 0
+
+
+def test_real_microbatches_are_predicted_by_lengths():
+    lengths = [(100.0, 1e4), (100.0, 2e3), (80.0, 6e3)] * 8
+    samples = [WorkSample(tokens=n, squares=s, seconds=1e-3 * n + 1e-4 * s) for n, s in lengths]
+    figures = make_real_work_figures(samples[:12], samples[12:])
+    assert figures.error_microbatch_real == pytest.approx(0, abs=1e-6)
+    assert figures.error_without_lengths > 0.3

@@ -263,3 +263,23 @@ def test_an_update_that_is_long_for_once_does_not_make_a_slow_processor_a_slow_m
         return scale(scale_work(timing, 2.0 if is_slow else 1.0), update=0.02 * (9.0 if is_slow else 1.0))
 
     assert the_finding(watch(change, steps=range(SLOW_FROM + 3))[0]).kind is FindingKind.COMPUTE
+
+
+def test_a_host_too_slow_to_get_microbatches_is_named_by_the_few_that_it_had():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        if host != "host-3":
+            return timing
+        # Slow from the first step on, so that after an exchange it has no share any more, and no fit of its own.
+        return scale_work(timing, 10.0) if step < 14 else StepTiming(step, wait_s=timing.wait_s)
+
+    finding = the_finding(watch(change)[0])
+    assert (finding.host, finding.kind) == ("host-3", FindingKind.COMPUTE)
+    assert finding.factor == pytest.approx(10.0, rel=0.1)
+    assert finding.since_step == 0
+
+
+def test_a_healthy_host_without_microbatches_is_not_named():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        return timing if host != "host-3" or step < 14 else StepTiming(step, wait_s=timing.wait_s)
+
+    assert watch(change)[0] == []

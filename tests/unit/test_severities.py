@@ -12,7 +12,7 @@ from resilient_jax.membership.severities import (
     choose_action,
 )
 
-SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1}
+SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1, Tries.HOST_LOSSES: 3}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1}
             [Action.RETRY_IN_PLACE, Action.RETRY_IN_PLACE, Action.TAKE_HOST_OUT, *[Action.STOP_JOB] * 2],
         ),
         (Evidence.WORKER_HANGS, [Action.RESTART_WORKER, *[Action.TAKE_HOST_OUT] * 4]),
+        (Evidence.HOST_LOST, [*[Action.RESTART_WORKER] * 3, *[Action.TAKE_HOST_OUT] * 2]),
         (Evidence.USER_ERROR, [Action.STOP_JOB] * 5),
     ],
 )

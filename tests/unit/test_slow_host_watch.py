@@ -1,5 +1,7 @@
 """Slow hosts are named by the first host, of what all tell each other, when their devices have been measured."""
 
+import collections
+import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
+from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
@@ -25,6 +28,8 @@ from resilient_jax.worker.standalone import StandaloneControl
 HOSTS = 4
 MICROBATCHES = 4
 MICROBATCH_S = 0.05
+REDUCTION_S = 0.05
+EXCHANGE_S = 0.001
 ROW_TOKENS = 256
 SOUND = DeviceSeconds(compute_s=0.004, memory_s=0.008)
 HALF_SPEED = DeviceSeconds(compute_s=0.008, memory_s=0.008)
@@ -33,9 +38,12 @@ BUSY_MEMORY = DeviceSeconds(compute_s=0.004, memory_s=0.012)
 
 def test_timings_are_what_they_were() -> None:
     timings = [
-        StepTiming(step=step, works=(ReplicaWork(0, step % 5 + 1, 96.0, 2048.0, 0.25 * step, 0.5),))
-        for step in range(7, 15)
+        StepTiming(
+            step=step, works=(ReplicaWork(0, step % 5 + 1, 96.0, 2048.0, 0.25 * step, 0.5),), wait_s=0.125
+        )
+        for step in range(7)
     ]
+    timings += [StepTiming(step=step, wait_s=0.25 * step) for step in range(7, 15)]
     assert decode_timings(encode_timings(timings)) == timings
     assert decode_timings(encode_timings(())) == []
 
@@ -53,7 +61,9 @@ def test_the_work_of_replicas_is_that_of_one_at_a_time() -> None:
 
 def test_devices_are_measured() -> None:
     speed = DeviceSpeed(jax.local_devices)
-    assert all(seconds > 0 for seconds in speed.measure())
+    found = speed.measure()
+    assert min(found.compute_s, found.memory_s) > 0
+    assert found.disk_s >= 0
 
 
 class RecordingControl(StandaloneControl):
@@ -71,7 +81,7 @@ class RecordingControl(StandaloneControl):
 
 
 class Job:
-    """Hosts that tell each other what their steps take; `measured` counts measurements of a host's devices."""
+    """Hosts that tell each other what their steps take; `measured` counts devices measured, `rounds` are of links."""
 
     def __init__(self, names: Sequence[str], control: RecordingControl, record: HealthRecord) -> None:
         self.names = [HostName(name) for name in names]
@@ -80,6 +90,9 @@ class Job:
         self.devices = dict.fromkeys(names, SOUND)
         self.seconds = dict.fromkeys(names, MICROBATCH_S)
         self.input_s = dict.fromkeys(names, 0.0)
+        self.reduction_s = REDUCTION_S
+        self.links: dict[tuple[int, int], float] = collections.defaultdict(lambda: EXCHANGE_S)
+        self.rounds: list[Sequence[Pairs]] = []
         self._chance = random.Random(0)
         self._record = record
         health = HostHealth(self.names, control.record_event, control.report_slow_hosts, record, self.clock)
@@ -100,6 +113,7 @@ class Job:
                 seconds = MICROBATCHES * self.seconds[name] * share * self._chance.gauss(1, 0.02)
                 one = MicrobatchInput(self.input_s[name] / MICROBATCHES, lengths)
                 watch.add(spec, [MICROBATCHES], seconds, [one] * MICROBATCHES)
+                watch.add_wait(spec, self.reduction_s * self._chance.uniform(1, 1.1))
             self.clock.advance(MICROBATCHES * MICROBATCH_S)
 
     def draw_lengths(self, name: str, step: int) -> np.ndarray | None:
@@ -112,6 +126,12 @@ class Job:
             return self.devices[name]
 
         return measure
+
+    def _measure_links(self, host: int, rounds: Sequence[Pairs]) -> list[float]:
+        if host == 0:
+            self.rounds.append(rounds)
+        partners = ((pair for pair in pairs if host in pair) for pairs in rounds)
+        return [sum(self.links[pair] for pair in found) for found in partners]
 
     def _exchange(self, spec: AccumulationSpec) -> None:
         """Have all hosts look at what all tell, each on a thread: in a collective all must take part."""
@@ -129,7 +149,13 @@ class Job:
 
         with ThreadPoolExecutor(count) as threads:
             calls = [
-                threads.submit(watch.look, spec, rows, HostCollectives(host, count, all_reduce))
+                threads.submit(
+                    watch.look,
+                    spec,
+                    rows,
+                    HostCollectives(host, count, all_reduce),
+                    functools.partial(self._measure_links, host),
+                )
                 for host, watch in enumerate(self._watches)
             ]
             for call in calls:
@@ -202,6 +228,16 @@ def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> N
     job.run(range(64, 98))
     ((_, detail),) = control.found
     assert (detail["slow"], detail["part"]) == ("host-3", "input")
+    assert "input's files" not in str(detail["why"]), "no host has any on a disk"
+
+
+def test_a_slow_disk_is_in_the_evidence_of_a_wait_for_data(job: Job, control: RecordingControl) -> None:
+    job.seconds["host-3"] *= 2
+    job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
+    job.devices = {name: SOUND._replace(disk_s=0.01 if name == "host-3" else 0.002) for name in job.names}
+    job.run(range(64, 98))
+    ((_, detail),) = control.found
+    assert "a read of its input's files, past the page cache, takes 5.00 times" in str(detail["why"])
 
 
 def test_a_host_with_long_documents_is_not_slow_and_one_with_short_ones_may_be(
@@ -265,6 +301,48 @@ def test_the_last_host_reports_that_the_other_is_gone(
 def test_a_host_that_was_not_the_first_for_a_while_begins_anew(record: HealthRecord) -> None:
     assert continue_record(record, GenerationNumber(2)) is record
     assert continue_record(record, GenerationNumber(4)) is not record
+
+
+@pytest.mark.parametrize(
+    ("slow", "peer"),
+    [([(0, 2), (1, 2), (2, 3)], "each of its peers"), ([(1, 2)], "host-2")],
+    ids=["of a host", "between two hosts"],
+)
+def test_a_slow_link_is_named_after_one_measurement(
+    job: Job, control: RecordingControl, slow: list[tuple[int, int]], peer: str
+) -> None:
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys(slow, 4 * EXCHANGE_S))
+    job.run(range(64, 130))
+    ((kind, detail),) = control.found
+    assert kind == EventKind.HOST_SLOW
+    assert (detail["slow"], detail["part"]) == ("host-2" if len(slow) > 1 else "host-1", "link")
+    assert detail["factor"] == pytest.approx(3.0, abs=0.3)
+    assert f"with {peer} takes 0.004 s, 4.0 times the median of other pairs" in str(detail["why"])
+    assert len(job.rounds) == 1
+    assert not job.measured
+    assert control.shown[0][1].startswith("slow (link): 3.")
+    job.reduction_s /= 3
+    job.run(range(130, 200))
+    assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
+
+
+def test_what_slows_all_links_names_no_host_and_is_not_measured_for_ever(
+    job: Job, control: RecordingControl
+) -> None:
+    job.reduction_s *= 3
+    job.run(range(64, 1000))
+    assert not control.found
+    assert len(job.rounds) == 2
+
+
+def test_reductions_of_fewer_hosts_are_learned_anew(
+    job: Job, control: RecordingControl, record: HealthRecord
+) -> None:
+    smaller = Job(["host-0", "host-1", "host-3"], control, record)
+    smaller.reduction_s *= 2
+    smaller.run(range(100, 200))
+    assert not smaller.rounds
 
 
 def test_devices_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:

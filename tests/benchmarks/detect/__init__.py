@@ -1,1 +1,1 @@
-"""Benchmark of the detector of slow hosts, on simulated jobs."""
+"""Benchmark of what finds slow, hanging and corrupt hosts, on simulated and real jobs."""

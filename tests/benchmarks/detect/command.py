@@ -15,6 +15,8 @@ from benchmarks.detect.figures import (
     make_corruption_figures,
     make_detect_line,
 )
+from benchmarks.detect.quiet_jobs import QuietFigures, judge_quiet_jobs
+from benchmarks.detect.real_work import RealWorkFigures, measure_real_work
 from benchmarks.detect.simulated_job import SIZES, SimulatedJob
 from benchmarks.detect.slow_host import SlowHostFigures, measure_slow_host
 from benchmarks.detect.verdicts import judge_job
@@ -48,9 +50,10 @@ def detect(
     real: Annotated[
         bool,
         typer.Option(
-            help="Run jobs of four hosts on this machine: with audits, with a slow host; 2 minutes."
+            help="Run jobs of four hosts on this machine, with audits, with a slow host; and real microbatches."
         ),
     ] = True,
+    quiet_hours: Annotated[int, typer.Option(help="Of simulated jobs in which nothing hangs.")] = 500,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Find slow devices and hosts that compute wrongly, in simulated jobs.
@@ -79,6 +82,12 @@ def detect(
     slow_host_throughput: of a real job with one of four hosts at half speed,
     over what the speeds add up to. With "_even": without balance_by_speed.
 
+    error_microbatch_real: as error_microbatch, of the example's model on packed
+    documents on this machine. error_without_lengths: by the median alone.
+
+    false_kills: hosts that would be killed in jobs in which nothing hangs,
+    though steps, input, checkpoints and pauses vary widely.
+
     The benchmark takes some minutes on one core.
     """
     names = list(dict.fromkeys(sizes or SIZES))
@@ -92,11 +101,17 @@ def detect(
     always, half_the_time = (judge_corrupt_hosts(jobs * len(names), rate, str(half)) for rate in (1.0, 0.5))
     corruption = make_corruption_figures(always, half_the_time, measure_audit_cost() if real else None)
     slow_host = measure_slow_host() if real else None
-    line = make_detect_line(verdicts, corruption, slow_host, str(half), describe_machine())
+    real_work = measure_real_work() if real else None
+    quiet = judge_quiet_jobs(quiet_hours, str(half))
+    machine = describe_machine()
+    line = make_detect_line(verdicts, corruption, slow_host, real_work, quiet, str(half), machine)
     console.print(_make_table(line))
     console.print(_make_audit_table(corruption))
     if slow_host is not None:
         console.print(_make_slow_host_table(slow_host))
+    if real_work is not None:
+        console.print(_make_real_work_table(real_work))
+    console.print(_make_quiet_table(quiet))
     print_json_line(line)
 
 
@@ -139,6 +154,22 @@ def _make_slow_host_table(found: SlowHostFigures) -> Table:
         "0.9",
     )
     table.add_row("seconds of a step", f"{found.step_s:g}", f"{found.step_s_even:g}", "")
+    return table
+
+
+def _make_real_work_table(found: RealWorkFigures) -> Table:
+    table = Table("figure", "found", "aim", title="Real microbatches of packed documents")
+    table.add_row("error_microbatch_real", f"{found.error_microbatch_real:g}", "0.05")
+    table.add_row("its median", f"{found.error_microbatch_real_median:g}", "")
+    table.add_row("error_without_lengths", f"{found.error_without_lengths:g}", "")
+    table.add_row("95th over 5th percentile of seconds", f"{found.slowest_over_fastest:g}", "")
+    return table
+
+
+def _make_quiet_table(found: QuietFigures) -> Table:
+    table = Table("figure", "found", "aim", title=f"{found.job_hours} simulated job hours without any hang")
+    table.add_row("false_kills", str(found.false_kills), "0")
+    table.add_row("longest silence, s", f"{found.longest_s:g}", "")
     return table
 
 

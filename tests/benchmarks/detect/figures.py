@@ -8,6 +8,8 @@ import msgspec
 
 from benchmarks.detect.audit_cost import AuditCost
 from benchmarks.detect.corrupt_hosts import CorruptHostVerdict, find_share_found
+from benchmarks.detect.quiet_jobs import QuietFigures
+from benchmarks.detect.real_work import RealWorkFigures
 from benchmarks.detect.slow_host import SlowHostFigures
 
 
@@ -96,6 +98,8 @@ class DetectLine(msgspec.Struct, frozen=True, kw_only=True):
         half: which half of the seeds.
         corruption: of hosts that compute wrongly, and the audits that find them.
         slow_host: of a real job with a host at half speed; None: not measured.
+        real_work: prediction of real microbatches; None: not measured.
+        quiet: of jobs in which nothing hangs.
         by_size: the same figures by size.
         machine: that the overhead was measured on.
     """
@@ -109,6 +113,8 @@ class DetectLine(msgspec.Struct, frozen=True, kw_only=True):
     detector_overhead: float
     corruption: CorruptionFigures
     slow_host: SlowHostFigures | None
+    real_work: RealWorkFigures | None
+    quiet: QuietFigures
     half: str
     total: DetectFigures
     by_size: dict[str, DetectFigures]
@@ -164,6 +170,8 @@ def make_detect_line(
     by_size: dict[str, list[JobVerdict]],
     corruption: CorruptionFigures,
     slow_host: SlowHostFigures | None,
+    real_work: RealWorkFigures | None,
+    quiet: QuietFigures,
     half: str,
     machine: str,
 ) -> DetectLine:
@@ -179,6 +187,8 @@ def make_detect_line(
         detector_overhead=total.detector_overhead,
         corruption=corruption,
         slow_host=slow_host,
+        real_work=real_work,
+        quiet=quiet,
         half=half,
         total=total,
         by_size={name: make_detect_figures(verdicts) for name, verdicts in by_size.items()},

@@ -94,7 +94,8 @@ def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> 
     _write_job(work, file)
     config = work / "job.toml"
     config.write_text(
-        f"max_restarts = 1000\nrestart_backoff_s = 0.0\nsnapshot_interval_steps = {SNAPSHOT_EVERY}\n"
+        "max_restarts = 1000\nmax_host_losses = 1000\nrestart_backoff_s = 0.0\n"
+        f"snapshot_interval_steps = {SNAPSHOT_EVERY}\n"
     )
     memory = _Memory(len(file.hosts))
     end_s = time.monotonic() + file.timeout_s

@@ -1,0 +1,53 @@
+"""Counts how often each host is lost without a notice, so that one that comes and goes is quarantined at last.
+
+Its agent cannot count that, as it does the restarts of its worker: it is gone each time. The leader does, in the store,
+so that the count outlives leaders.
+"""
+
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.quarantine import quarantine_host
+from resilient_jax.cluster.stored_records import ENCODER, decode_host_losses
+from resilient_jax.ids import HostName, Revision
+from resilient_jax.membership.facts import MembershipState, is_draining
+from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
+from resilient_jax.protocol.quarantine import HostLosses
+from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key
+from resilient_jax.store.interface import Compare, CompareOperator, CompareTarget, PutOp
+
+
+def is_loss_counted(state: MembershipState, host: HostName, min_hosts: int) -> bool:
+    """Return whether a host that is gone took part without a notice to leave, and enough hosts are left without it."""
+    is_over = state.generation.phase is GenerationPhase.FINISHED
+    if is_over or host not in state.hosts or is_draining(state, host):
+        return False
+    return sum(not is_draining(state, other) for other in state.hosts if other != host) >= max(min_hosts, 1)
+
+
+async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:
+    """Count a host's loss; quarantine the host if it was lost more than `max_host_losses` times in `restart_window_s`.
+
+    Args:
+        context: of the leader's agent.
+        host: the host.
+        leader_token: of the leader; nothing is written if another leads by now.
+
+    Raises:
+        PeerError: the store did not answer.
+    """
+    config, job, store = context.settings.config, context.settings.job, context.store
+    key, now_s = make_losses_key(job, host), context.clock.wall_s()
+    stored = await store.get(key)
+    before = () if stored is None else decode_host_losses(stored).lost_wall_s
+    recent = tuple(lost_s for lost_s in before if now_s - lost_s < config.restart_window_s)
+    tries = {Tries.HOST_LOSSES: config.max_host_losses}
+    if choose_action(Evidence.HOST_LOST, len(recent), tries) is Action.TAKE_HOST_OUT:
+        reason = (
+            f"it was lost {len(recent) + 1} times within {config.restart_window_s:g} s, more often than "
+            f"max_host_losses = {config.max_host_losses} allows"
+        )
+        await quarantine_host(context, host, reason, leader_token=leader_token)
+    lease = await store.grant(config.restart_window_s)
+    leads = Compare(make_leader_key(job), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)
+    record = HostLosses(host=host, lost_wall_s=(*recent, now_s))
+    await store.transaction([leads], [PutOp(key, ENCODER.encode(record), lease)])

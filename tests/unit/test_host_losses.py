@@ -1,0 +1,79 @@
+"""A host that is lost again and again is quarantined: which losses count, and for how long."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from agent_parts import make_agent_settings
+from membership_job import Job, training
+
+from resilient_jax.clock import ManualClock
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.host_losses import is_loss_counted, note_host_loss
+from resilient_jax.cluster.quarantine import read_quarantine
+from resilient_jax.config import JobConfig
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, Revision
+from resilient_jax.protocol.store_keys import make_leader_key
+from resilient_jax.store.interface import NO_LEASE, PutOp
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.telemetry.event_log import EventLog
+
+HOST, OTHER = HostName("b"), HostName("c")
+WINDOW_S = 100.0
+
+
+def count_losses(
+    tmp_path: Path, gaps_s: list[float], *, max_host_losses: int = 2, host: HostName = HOST, token: int = 0
+) -> tuple[list[str], list[str]]:
+    """Return who is in quarantine, and who was by the events, when a host was lost after each of these gaps."""
+
+    async def run() -> tuple[list[str], list[str]]:
+        clock, log = ManualClock(), EventLog(None, "a")
+        async with MemoryStore() as store:
+            config = JobConfig(max_host_losses=max_host_losses, restart_window_s=WINDOW_S)
+            context = AgentContext(
+                settings=make_agent_settings(tmp_path / "train.py", config),
+                store=store,
+                clock=clock,
+                log=log,
+                print_line=lambda line: None,
+            )
+            leads = PutOp(make_leader_key(context.settings.job), b"a", NO_LEASE)
+            revision = (await store.transaction([], [leads])).revision
+            for gap_s in gaps_s:
+                clock.advance(gap_s)
+                await note_host_loss(context, host, Revision(token or revision))
+            found = await read_quarantine(store, context.settings.job)
+        events = [event for event in log.recent if event.kind is EventKind.HOST_QUARANTINED]
+        return [record.host for record in found], [str(event.detail["quarantined"]) for event in events]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "is_quarantined"),
+    [([1.0, 1.0], False), ([1.0, 1.0, 1.0], True), ([1.0, 1.0, WINDOW_S], False), ([1.0, 40.0, 40.0], True)],
+)
+def test_losses_count_within_the_window(tmp_path: Path, gaps_s: list[float], is_quarantined: bool) -> None:
+    assert count_losses(tmp_path, gaps_s) == (["b"] * is_quarantined,) * 2
+
+
+def test_an_agent_that_leads_no_more_quarantines_nobody(tmp_path: Path) -> None:
+    assert count_losses(tmp_path, [1.0] * 4, token=99) == ([], [])
+
+
+def test_the_loss_of_a_host_that_took_part_counts() -> None:
+    job = training("a", "b", "c")
+    assert is_loss_counted(job.state, HOST, min_hosts=2)
+    assert not is_loss_counted(job.state, HOST, min_hosts=3), "the job would wait for it"
+    assert not is_loss_counted(job.state, HostName("unknown"), min_hosts=1)
+    alone = training("a")
+    assert not is_loss_counted(alone.state, HostName("a"), min_hosts=1), "nobody else is left"
+
+
+def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:
+    job: Job = training("a", "b", "c")
+    job.change("b", is_draining=True)
+    assert not is_loss_counted(job.state, HOST, min_hosts=1)
+    assert is_loss_counted(job.state, OTHER, min_hosts=1)

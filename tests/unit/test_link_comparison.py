@@ -1,0 +1,81 @@
+"""Which link is slow, from exchanges between pairs of hosts."""
+
+import itertools
+
+import pytest
+
+from resilient_jax.health.link_comparison import MAX_ROUNDS, Pairs, find_slow_link, pair_hosts
+
+USUAL_S = 0.001
+
+
+def measure(rounds: tuple[Pairs, ...], hosts: int, slow: dict[tuple[int, int], float]) -> list[list[float]]:
+    """Return what each host measures in each round, 0 where it has no partner."""
+    return [
+        [sum(slow.get(pair, USUAL_S) for pair in pairs if host in pair) for pairs in rounds]
+        for host in range(hosts)
+    ]
+
+
+@pytest.mark.parametrize("hosts", [*range(2, 14), 100, 101])
+def test_pairs_of_a_round_are_disjoint_and_no_pair_comes_twice(hosts: int) -> None:
+    rounds = pair_hosts(hosts)
+    assert len(rounds) == min(hosts - 1 + hosts % 2, MAX_ROUNDS)
+    for pairs in rounds:
+        members = [host for pair in pairs for host in pair]
+        assert len(set(members)) == len(members) == hosts - hosts % 2
+    every_pair = list(itertools.chain.from_iterable(rounds))
+    assert len(set(every_pair)) == len(every_pair)
+    if hosts <= MAX_ROUNDS + 1:
+        assert set(every_pair) == set(itertools.combinations(range(hosts), 2))
+
+
+@pytest.mark.parametrize("hosts", range(3, 14))
+def test_the_host_that_is_slow_with_all_is_found(hosts: int) -> None:
+    rounds = pair_hosts(hosts)
+    for slow in range(hosts):
+        pairs = {pair: 5 * USUAL_S for pair in itertools.combinations(range(hosts), 2) if slow in pair}
+        found = find_slow_link(rounds, measure(rounds, hosts, pairs), 1.5)
+        assert found is not None
+        assert (found.host, found.peer, found.ratio) == (slow, None, pytest.approx(5))
+
+
+def test_the_slower_of_two_slow_hosts_is_found() -> None:
+    rounds = pair_hosts(8)
+    pairs = {
+        pair: max(5.0 * (2 in pair), 9.0 * (6 in pair)) * USUAL_S
+        for pair in itertools.combinations(range(8), 2)
+        if {2, 6} & {*pair}
+    }
+    found = find_slow_link(rounds, measure(rounds, 8, pairs), 1.5)
+    assert found is not None
+    assert (found.host, found.ratio) == (6, pytest.approx(9))
+
+
+@pytest.mark.parametrize("hosts", range(4, 14))
+def test_a_slow_pair_is_found_whose_hosts_are_fast_with_others(hosts: int) -> None:
+    rounds = pair_hosts(hosts)
+    pair = rounds[1][0]
+    found = find_slow_link(rounds, measure(rounds, hosts, {pair: 3 * USUAL_S}), 1.5)
+    assert found is not None
+    assert ((found.host, found.peer), found.ratio) == (pair, pytest.approx(3))
+
+
+@pytest.mark.parametrize("hosts", range(2, 10))
+def test_none_is_found_where_all_are_alike_or_one_is_unknown(hosts: int) -> None:
+    rounds = pair_hosts(hosts)
+    alike = measure(rounds, hosts, {})
+    assert find_slow_link(rounds, alike, 1.1) is None
+    alike[1] = [0.0] * len(rounds)
+    assert find_slow_link(rounds, alike, 1.1) is None
+
+
+def test_of_two_hosts_no_link_is_slower_than_another() -> None:
+    assert find_slow_link(pair_hosts(2), [[1.0], [1.0]], 1.5) is None
+
+
+def test_what_one_end_waited_for_besides_is_not_the_links() -> None:
+    rounds = pair_hosts(4)
+    seconds = measure(rounds, 4, {})
+    seconds[1] = [9.0] * len(rounds)  # its processor was busy: its partners were ready at once
+    assert find_slow_link(rounds, seconds, 1.5) is None
