@@ -33,7 +33,7 @@ class ExitCode(enum.IntEnum):
     TOO_FEW_HOSTS = 82
     """Not enough hosts came, or stayed, for the job to go on."""
     JOIN_REFUSED = 83
-    """This host may not join: host name taken, versions differ, or wrong token."""
+    """This host may not join: host name taken, versions differ, wrong token, or a GPU that must not train."""
     DRAINED = 84
     """This host left at a step boundary after a notice (SIGTERM); nothing was lost."""
     STATE_LOST = 85
@@ -142,6 +142,14 @@ class HostCorrupt(JoinRefused):
     """This host computes wrongly, as an audit has found."""
 
     exit_code = ExitCode.HOST_CORRUPT
+
+
+class GpuUnfit(JoinRefused):
+    """A GPU of this host must not train; the message says which, and why."""
+
+
+class GpusUnreadable(OperatorError):
+    """NVML cannot be used, so GPUs are not watched; the message says what is missing."""
 
 
 class ComputationsDiffer(OperatorError):

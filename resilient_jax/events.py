@@ -212,6 +212,19 @@ class EventKind(enum.StrEnum):
     HOST_SLOW_ENDED = "host.slow_ended"
     """A host that was reported as slow is no longer slow, or has left. Detail: `slow`, `part`, `why`. The same worker
     records it; it never comes if another host becomes the first meanwhile."""
+    # GPUs: recorded by agents
+    GPU_UNWATCHED = "gpu.unwatched"
+    """The GPUs of this host are not watched, or not for XIDs. Detail: `why`."""
+    GPU_FAILED = "gpu.failed"
+    """A GPU of this host must not train any more; what follows depends on `gpu_health`. Detail: `gpu`, `what` (such as
+    XID 79), `why`, `is_worker_ended` (whether work on it cannot be trusted, or is lost)."""
+    GPU_NOTED = "gpu.noted"
+    """A GPU of this host, or its driver, reported something that is no reason to stop. Detail: `gpu`, `what`, `why`."""
+    GPU_THROTTLED = "gpu.throttled"
+    """A GPU of this host has lower clocks because of heat or a lack of power, for three readings in a row. Detail:
+    `gpu`, `why` (with its temperature and clocks)."""
+    GPU_THROTTLED_ENDED = "gpu.throttled_ended"
+    """A GPU that was throttled is no longer. Detail: `gpu`, `readings` (that said it was, one in 5 s)."""
     SCRIPT_ENDED = "script.ended"
     """A script has come to its end after training; what follows is the shutdown of Python and of libraries."""
     SCRIPT_REFUSED = "script.refused"

@@ -47,7 +47,8 @@ def doctor(
 
     Run it once on every kind of host, with --json to keep the result or to report a problem. It checks versions of
     JAX, CUDA and NCCL; the environment and flags of a worker; memory, descriptors and system calls; ports, loopback and
-    interfaces; the GPUs that nvidia-smi lists, and how they are linked.
+    interfaces; the GPUs that nvidia-smi lists, how they are linked, and, with the extra gpu-health, whether they have
+    errors.
 
     Where there are two or more devices it makes experiments with processes of its own (on CPU it always can): one is
     killed in a collective, and the others are released, and add up without it; a new one takes its place; one is

@@ -160,6 +160,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
     notes += [what for slow, what in _find_slow_hosts(report) if slow == host.host]
+    notes += host.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
     notes += [spare] if spare else []
     notes += [_describe_standby(host.standby)] if host.standby is not None else []

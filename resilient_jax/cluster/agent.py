@@ -18,6 +18,7 @@ from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.fork_server_connection import connect_fork_server
 from resilient_jax.cluster.generation_follower import GenerationFollower
+from resilient_jax.cluster.gpu_watch import GpuWatch
 from resilient_jax.cluster.host_registration import HostRegistration
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
@@ -101,6 +102,7 @@ class Agent:
             on_leave=self._leave,
             on_generation=self._on_generation,
         )
+        self._gpus = GpuWatch(self._context, self._supervisor, self._mark_changed)
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
         self._combiner = StatusCombiner(self._context, self._server)
         self._forwarder = StatusForwarder(settings.credentials, self._relay)
@@ -121,7 +123,7 @@ class Agent:
             The outcome of the job, or of this host.
 
         Raises:
-            JoinRefused: the job does not let this host in, or not with its script.
+            JoinRefused: the job does not let this host in, or not with its script, or a GPU of it must not train.
             StoreUnreachable: the store did not answer for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
@@ -131,6 +133,7 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._server.start()
+            await self._gpus.begin()
             # Before the worker, so that a host which the job does not let in starts none.
             session = await self._registration.register("while it registered")
             if self._settings.is_spare:
@@ -142,6 +145,7 @@ class Agent:
                 loop.create_task(self._supervise_worker()),
                 loop.create_task(self._registration.stay_registered(session)),
                 loop.create_task(self._relay.run()),
+                loop.create_task(self._gpus.run()),
             ]
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
@@ -218,6 +222,7 @@ class Agent:
             snapshots=self._snapshots.snapshots,
             standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
             script=self._supervisor.admission.digest,
+            gpus=self._gpus.notes,
             step=step,
             metrics=metrics,
         )
@@ -296,6 +301,7 @@ class Agent:
         await self._services.close()
         await self._follower.close()
         await self._registration.close()
+        await self._gpus.close()
         await self._forwarder.close()
         await self._server.stop()
         await self._combiner.close()

@@ -141,6 +141,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of microbatches that two hosts compute, to find a host that computes wrongly without failing; steps take
     longer by this share. With 0 there are no audits."""
 
+    gpu_health: Literal["act", "report", "off"] = "act"
+    """What agents do about GPUs that NVML says are at fault; needs the extra `gpu-health`. `act`: a host does not join
+    with one, and is quarantined when one fails while it trains. `report`: both are only recorded. `off`: NVML is not
+    loaded."""
+
     digest_interval_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
     """Steps between two whose sums and state are recorded as digests in the run folder of the first host, by which
     `resilient-jax replay` checks what was computed. A record reads sums and state once; 0: none."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from resilient_jax.doctor.check_result import CheckResult
 from resilient_jax.doctor.experiments import Experiments
+from resilient_jax.doctor.gpu_health_check import check_gpu_health, read_gpu_health
 from resilient_jax.doctor.gpu_inventory import GpuInventory, check_gpus
 from resilient_jax.doctor.installed_versions import check_versions, find_installed_version
 from resilient_jax.doctor.network_checks import check_network
@@ -55,6 +56,8 @@ def examine(
     requirements = importlib.metadata.requires("resilient_jax") or []
     yield from check_versions(platform, find_installed_version, requirements)
     yield from check_gpus(platform, inventory)
+    if inventory.gpus:
+        yield check_gpu_health(read_gpu_health(environment))
     yield from check_environment(platform, environment, find_unknown_flags)
     yield from check_limits(platform, run_directory)
     yield from check_network(socket.gethostname())

@@ -42,6 +42,7 @@ class Evidence(enum.StrEnum):
     WORKER_DIED = "a worker's process ended, or could not be started"
     HOST_LOST = "a host was lost without a notice"
     USER_ERROR = "the script raised an error"
+    GPU_FAILED = "a GPU must not train any more"
 
 
 class Tries(enum.StrEnum):
@@ -75,6 +76,7 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.WORKER_DIED: _OF_A_WORKER,
     Evidence.HOST_LOST: (Level(Action.RESTART_WORKER, Tries.HOST_LOSSES), Level(Action.TAKE_HOST_OUT)),
     Evidence.USER_ERROR: (Level(Action.STOP_JOB),),
+    Evidence.GPU_FAILED: (Level(Action.TAKE_HOST_OUT),),
 }
 """A worker that hangs is ended, and so a worker that died: both count against the budget of its host."""
 

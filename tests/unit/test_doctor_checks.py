@@ -13,6 +13,7 @@ from resilient_jax.cli.doctor import MAX_WIDTH, print_examination
 from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, Examination
 from resilient_jax.doctor.examination import choose_platform, list_devices
 from resilient_jax.doctor.experiments import Experiments
+from resilient_jax.doctor.gpu_health_check import check_gpu_health
 from resilient_jax.doctor.gpu_inventory import GpuInventory, check_gpus, parse_gpu
 from resilient_jax.doctor.installed_versions import check_versions, find_bounds, is_within
 from resilient_jax.doctor.network_checks import check_host_name, check_loopback, judge_ports
@@ -26,6 +27,7 @@ from resilient_jax.doctor.system_limits import (
     judge_shared_memory,
 )
 from resilient_jax.doctor.xla_flags import check_environment
+from resilient_jax.health.gpu_reading import GpuReading
 from resilient_jax.jax_runtime import TESTED_VERSIONS
 from resilient_jax.jax_runtime.worker_environment import Platform
 
@@ -234,3 +236,20 @@ def test_each_check_has_a_name_of_its_own_and_every_trouble_a_remedy() -> None:
     names = [(result.group, result.name) for result in results]
     assert len(names) == len(set(names))
     assert [r.name for r in results if r.verdict in (WARNING, PROBLEM) and not r.remedy] == []
+
+
+def test_the_health_of_gpus_is_judged_as_an_agent_does() -> None:
+    healthy = GpuReading(index=0, temperature_c=61, throttle_bits=0x4)
+    hot = GpuReading(index=1, temperature_c=91, throttle_bits=0x40)
+    broken = GpuReading(index=2, has_remap_failed=True)
+    cases = {(healthy,): OK, (healthy, hot): WARNING, (healthy, hot, broken): PROBLEM}
+    assert {readings: check_gpu_health(readings).verdict for readings in cases} == cases
+    found = check_gpu_health((healthy, hot, broken))
+    assert found.found == (
+        "GPU 2: a row of its memory could not be replaced: the vendor exchanges such GPUs; "
+        "GPU 1: hardware thermal slowdown, 91 C"
+    )
+    assert found.figures == {"hottest_c": 91.0}
+    unwatched = check_gpu_health("found no module pynvml")
+    assert unwatched.verdict is WARNING
+    assert "gpu-health" in unwatched.remedy

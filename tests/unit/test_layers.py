@@ -69,10 +69,15 @@ PLANNING_COMMAND = "resilient_jax.cli.plan"
 """How the modules of the command begin that loads the planner."""
 
 LATE_LOADERS = frozenset(
-    {"resilient_jax.cli.main", "resilient_jax.worker.imported_modules", "resilient_jax.worker.fork_server"}
+    {
+        "resilient_jax.cli.main",
+        "resilient_jax.cluster.nvml_reader",
+        "resilient_jax.worker.fork_server",
+        "resilient_jax.worker.imported_modules",
+    }
 )
 """Modules that load others by a name that is not written there: the commands, each when it is asked for; in a standby
-what the worker has loaded, in the fork server what the script imports."""
+what the worker has loaded, in the fork server what the script imports; the binding of NVML where there are GPUs."""
 
 MACHINES = frozenset(
     {
@@ -85,6 +90,9 @@ MACHINES = frozenset(
         "resilient_jax.membership.world_formation",
         "resilient_jax.cluster.generation_orders",
         "resilient_jax.worker.worker_protocol",
+        "resilient_jax.health.gpu_exclusion",
+        "resilient_jax.health.gpu_health",
+        "resilient_jax.health.gpu_monitor",
         "resilient_jax.health.monitor",
         "resilient_jax.health.work_series",
         "resilient_jax.health.change_points",

@@ -1,0 +1,263 @@
+"""Watches the GPUs of a host: before it joins, and while it trains.
+
+A thread of its own waits for XIDs and reads the GPUs, because NVML takes as long as the driver does; the agent's loop
+is told what came. What that means is decided in `health.gpu_monitor`. A GPU that must not train keeps its host out: it
+does not register, or, if it trains, is quarantined as `resilient-jax hosts drain` does it; the worker is ended at once
+where its work is lost. It stays out for as long as the readings say so, and at least for `quarantine_s`.
+"""
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.nvml_reader import VISIBLE, NvmlReader, uses_gpus
+from resilient_jax.cluster.quarantine import quarantine_host
+from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
+from resilient_jax.errors import GpusUnreadable, GpuUnfit, PeerError
+from resilient_jax.events import EventKind
+from resilient_jax.health.gpu_exclusion import NO_EXCLUSION, judge_exclusion
+from resilient_jax.health.gpu_health import GpuFinding, GpuSeverity
+from resilient_jax.health.gpu_monitor import GpuChange, GpuMonitor, ThrottlingBegan, ThrottlingEnded
+from resilient_jax.health.gpu_reading import GpuReading, GpuXid
+from resilient_jax.membership.severities import Action, Evidence, choose_action
+from resilient_jax.protocol.records import WorkerState
+
+READ_INTERVAL_S: Final = 5.0
+"""A reading takes some ms of the driver; what must be quick comes as an XID."""
+XID_WAIT_S: Final = 0.5
+"""How long one call waits for XIDs, and so about how long the thread takes to end."""
+FIRST_READING_TIMEOUT_S: Final = 30.0
+"""As of `doctor` for nvidia-smi: seconds where the driver is not kept in memory, and for ever where a GPU hangs it."""
+STORE_TIMEOUT_S: Final = 3.0
+"""For the record of a quarantine. The worker is ended then in any case, and the record is tried again."""
+
+
+class _Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the thread has to tell: readings (maybe none), XIDs, and why XIDs are not heard, once."""
+
+    readings: tuple[GpuReading, ...] = ()
+    xids: tuple[GpuXid, ...] = ()
+    xid_problem: str = ""
+
+
+class GpuWatch:
+    """The watch of one host's GPUs; does nothing, and loads nothing, where workers use none.
+
+    Args:
+        context: of the agent.
+        supervisor: of the worker.
+        on_change: is called when `notes` are other ones.
+    """
+
+    def __init__(
+        self, context: AgentContext, supervisor: WorkerSupervisor, on_change: Callable[[], None]
+    ) -> None:
+        self._context = context
+        self._supervisor = supervisor
+        self._on_change = on_change
+        self._monitor = GpuMonitor()
+        self._acts = context.settings.config.gpu_health == "act"
+        self._stop = threading.Event()
+        self._first: asyncio.Future[_Observation] | None = None
+        """The first reading; as long as it is awaited, the host has not joined."""
+        self._ended: asyncio.Future[None] | None = None
+        self._exclusion = NO_EXCLUSION
+        self._excluded = asyncio.Event()
+        """Set when `_exclusion` has changed."""
+        self._worker_ended_for_s = -math.inf
+        """The beginning of the exclusion for which the worker was ended: the one that follows waits."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is wrong with GPUs now, for `status`."""
+        return self._monitor.notes
+
+    async def begin(self) -> None:
+        """Read the GPUs for the first time, before the host joins, and go on reading them.
+
+        Raises:
+            GpuUnfit: one of them must not train.
+        """
+        settings = self._context.settings
+        if settings.config.gpu_health == "off" or not uses_gpus(settings.environment):
+            return
+        loop = asyncio.get_running_loop()
+        self._first, self._ended = loop.create_future(), loop.create_future()
+        visible = settings.environment.get(VISIBLE)
+        # A daemon: a call that the driver never answers must not keep the agent from its end.
+        threading.Thread(
+            target=self._watch, args=(loop, visible), name="resilient-jax-gpus", daemon=True
+        ).start()
+        try:
+            # Cancels the future at its timeout: what is read later is judged as while the host trains.
+            first = await asyncio.wait_for(self._first, FIRST_READING_TIMEOUT_S)
+        except GpusUnreadable as error:
+            self._tell_unwatched(f"GPUs are not watched: {error}")
+            return
+        except TimeoutError:
+            self._tell_unwatched(
+                f"GPUs are not watched: NVML did not answer within {FIRST_READING_TIMEOUT_S:g} s"
+            )
+            return
+        self._take_in(first)
+        if self._monitor.unfit and self._acts:
+            raise GpuUnfit(
+                f"host {settings.host} does not join: {'; '.join(f.why for f in self._monitor.unfit)}. Expected GPUs "
+                "without such errors: end what uses them, reset them (nvidia-smi --gpu-reset) or restart the machine, "
+                'and start the agent again. gpu_health = "report" in the configuration joins with them'
+            )
+
+    async def run(self) -> None:
+        """Take this host out whenever a GPU must not train, until cancelled."""
+        while True:
+            await self._excluded.wait()
+            self._excluded.clear()
+            is_written = await self._try_quarantine()
+            self._end_worker()  # after the record, or the worker that follows might join before it is there
+            while not is_written:
+                await asyncio.sleep(STORE_TIMEOUT_S)
+                is_written = await self._try_quarantine()
+
+    async def _try_quarantine(self) -> bool:
+        """Write why this host takes no part; return whether the store has it."""
+        with contextlib.suppress(PeerError, TimeoutError):
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await quarantine_host(self._context, self._context.settings.host, self._exclusion.reason)
+                return True
+        return False
+
+    def _end_worker(self) -> None:
+        exclusion, status = self._exclusion, self._supervisor.status
+        if not exclusion.ends_worker or self._worker_ended_for_s == exclusion.since_s:
+            return
+        self._worker_ended_for_s = exclusion.since_s
+        if status is None or status.report.state is not WorkerState.IDLE:  # one that waits uses no GPU
+            self._supervisor.kill(exclusion.reason)
+
+    async def close(self) -> None:
+        """End the thread; one that waits for the driver is left behind."""
+        self._stop.set()
+        if self._ended is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(4 * XID_WAIT_S):
+                    await asyncio.shield(self._ended)
+
+    # In the thread.
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, visible: str | None) -> None:
+        """Read until the watch is closed; the loop is told what came, and the end."""
+        try:
+            reader = NvmlReader(visible)
+            try:
+                self._read(loop, reader)
+            finally:
+                reader.close()
+        except GpusUnreadable as error:
+            _call(loop, self._fail, error)
+        except Exception as error:
+            # Of the binding, of which there are many versions. Training does not need it.
+            _call(loop, self._fail, GpusUnreadable(f"{type(error).__name__}: {error}"))
+        finally:
+            _call(loop, self._end)
+
+    def _read(self, loop: asyncio.AbstractEventLoop, reader: NvmlReader) -> None:
+        _call(loop, self._observe, _Observation(readings=reader.read(), xid_problem=reader.xid_problem))
+        clock, told = self._context.clock, reader.xid_problem
+        next_s = clock.monotonic_s() + READ_INTERVAL_S
+        while not self._stop.is_set():
+            xids = reader.wait_xids(XID_WAIT_S)
+            if xids is None:
+                self._stop.wait(XID_WAIT_S)
+            readings: tuple[GpuReading, ...] = ()
+            if clock.monotonic_s() >= next_s:
+                readings, next_s = reader.read(), clock.monotonic_s() + READ_INTERVAL_S
+            problem = "" if reader.xid_problem == told else reader.xid_problem
+            told = reader.xid_problem
+            if readings or xids or problem:
+                _call(
+                    loop, self._observe, _Observation(readings=readings, xids=xids or (), xid_problem=problem)
+                )
+
+    # In the agent's loop.
+
+    def _observe(self, observation: _Observation) -> None:
+        if self._stop.is_set():
+            return
+        if self._first is not None and not self._first.done():
+            self._first.set_result(observation)
+            return
+        notes = self._monitor.notes
+        changes = self._take_in(observation)
+        # The table of severities has one action for it; the setting may keep the agent from it.
+        if self._acts and choose_action(Evidence.GPU_FAILED, 0, {}) is Action.TAKE_HOST_OUT:
+            self._act([change for change in changes if isinstance(change, GpuFinding)])
+        if self._monitor.notes != notes:
+            self._on_change()
+
+    def _fail(self, error: GpusUnreadable) -> None:
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(error)
+        elif not self._stop.is_set():
+            self._tell_unwatched(f"GPUs are no longer watched: {error}")
+
+    def _end(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _tell_unwatched(self, why: str) -> None:
+        self._context.log.record(EventKind.GPU_UNWATCHED, why=why)
+        self._context.print_line(f"{self._context.settings.host}: {why}")
+
+    def _take_in(self, observation: _Observation) -> tuple[GpuChange, ...]:
+        """Judge and record an observation; return what it changes."""
+        if observation.xid_problem:
+            self._tell_unwatched(f"XIDs of GPUs are not heard: {observation.xid_problem}")
+        changes = self._monitor.observe(observation.readings, observation.xids)
+        for change in changes:
+            self._record(change)
+        return changes
+
+    def _act(self, new: Sequence[GpuFinding]) -> None:
+        """Have the host taken out for what is new, or for what still stands when its quarantine ends."""
+        exclusion = judge_exclusion(
+            self._exclusion,
+            new,
+            self._monitor.unfit,
+            now_s=self._context.clock.monotonic_s(),
+            quarantine_s=self._context.settings.config.quarantine_s,
+        )
+        if exclusion is not self._exclusion:
+            self._exclusion = exclusion
+            self._excluded.set()
+
+    def _record(self, change: GpuChange) -> None:
+        log = self._context.log
+        match change:
+            case GpuFinding(severity=GpuSeverity.UNFIT | GpuSeverity.FAILED):
+                log.record(
+                    EventKind.GPU_FAILED,
+                    gpu=change.gpu,
+                    what=change.what,
+                    why=change.why,
+                    is_worker_ended=change.severity is GpuSeverity.FAILED,
+                )
+                self._context.print_line(f"{self._context.settings.host}: {change.why}")
+            case GpuFinding():
+                log.record(EventKind.GPU_NOTED, gpu=change.gpu, what=change.what, why=change.why)
+            case ThrottlingBegan():
+                log.record(EventKind.GPU_THROTTLED, gpu=change.reading.label, why=change.why)
+            case ThrottlingEnded():
+                log.record(
+                    EventKind.GPU_THROTTLED_ENDED, gpu=change.reading.label, readings=change.num_readings
+                )
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the agent has ended, and did not wait for the driver
+        loop.call_soon_threadsafe(function, *arguments)
