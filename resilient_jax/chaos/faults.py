@@ -33,10 +33,14 @@ class ProcessStop(_Fault, frozen=True, tag="stop"):
 
 
 class SlowProcess(_Fault, frozen=True, tag="slow"):
-    """A limit to a share of one core: by the quota of a control group, else by SIGSTOP for the rest of each 40 ms."""
+    """A limit to a share of one core: by the quota of a control group, else by SIGSTOP for the rest of each 40 ms.
+
+    It ends after `duration_s`, or sooner at the event `until_event`.
+    """
 
     share: Share
     duration_s: Seconds
+    until_event: str | None = None
 
 
 # From inside a worker's main thread, at a failpoint in a step.
@@ -59,10 +63,14 @@ class MainThreadHang(_Fault, frozen=True, tag="hang"):
 
 
 class SlowInput(_Fault, frozen=True, tag="slow_input"):
-    """An input that takes `delay_s` longer for each microbatch, for `duration_s`; at the failpoint `before_input`."""
+    """An input that takes `delay_s` longer for each microbatch, at the failpoint `before_input`.
+
+    It ends after `duration_s`, or sooner at the event `until_event`.
+    """
 
     delay_s: Seconds
     duration_s: Seconds
+    until_event: str | None = None
 
 
 class NanGradients(_Fault, frozen=True, tag="nan"):
@@ -88,10 +96,14 @@ class NetworkPartition(_Fault, frozen=True, tag="partition"):
 
 
 class SlowLink(_Fault, frozen=True, tag="slow_link"):
-    """A host's link that is limited to this rate (`tc tbf`)."""
+    """A host's link that is limited to this rate (`tc tbf`).
+
+    It ends after `duration_s`, or sooner at the event `until_event`.
+    """
 
     mbit_per_s: Annotated[float, Meta(gt=0)]
     duration_s: Seconds
+    until_event: str | None = None
 
 
 class LossyLink(_Fault, frozen=True, tag="lossy_link"):

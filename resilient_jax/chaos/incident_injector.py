@@ -108,8 +108,8 @@ class IncidentInjector:
             match incident.fault:
                 case SilentCorruption(is_repeated=True):
                     pass
-                case SlowInput(duration_s=duration_s):
-                    self._active_faults.add(release, after_s=duration_s)
+                case SlowInput(duration_s=duration_s, until_event=until):
+                    self._active_faults.add(release, after_s=duration_s, until=until)
                 case _:
                     release()
 

@@ -15,6 +15,8 @@ UNCONFIRMED_LIMIT: Final = 2
 """After so many measurements in a row that find its devices sound, a host that is still slow is reported as `OTHER`.
 The first may have come after a busy moment."""
 
+WHOLE_INPUT_SHARE: Final = 0.9
+"""Of the additional time: then waits for data explain all of it, whatever a measurement on a busy machine shows."""
 MIN_LINK_RATIO: Final = 1.5
 """Links of one job differ more than its devices do: by racks, and by what else is sent over them."""
 
@@ -63,7 +65,9 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
     """
     # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
     limit = max(SHIFT, math.sqrt(finding.factor))
-    if ratios.compute > limit:
+    # A slow processor would slow down the microbatches themselves, too.
+    is_input_alone = finding.kind is FindingKind.INPUT and finding.input_share >= WHOLE_INPUT_SHARE
+    if ratios.compute > limit and not is_input_alone:
         kind = FindingKind.COMPUTE
     elif finding.kind is FindingKind.INPUT:
         kind = FindingKind.INPUT

@@ -26,6 +26,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the host; "": the links between the hosts.
+        input_share: how much of the additional time are waits for data.
         device: which of the host's replicas; None: the host as a whole.
         kind: what of it is slow.
         factor: how many times as long it takes as predicted.
@@ -38,6 +39,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     factor: float
     since_step: int
     evidence: str
+    input_share: float = 0.0
     device: int | None = None
 
     @property

@@ -278,6 +278,7 @@ class HealthMonitor:
             kind=kind,
             factor=state.mean_ratio,
             since_step=state.since_step,
+            input_share=watched.input_excess_s / watched.excess_s,
             evidence=(
                 f"{_describe(one.part)} took {one.observed_s:.3g} s in a step instead of "
                 f"{one.observed_s / one.ratio:.3g} s as predicted, {state.mean_ratio:.2f} times on average of "

@@ -231,10 +231,31 @@ def test_a_wait_for_data_is_told_apart(job: Job, control: RecordingControl) -> N
     assert "input's files" not in str(detail["why"]), "no host has any on a disk"
 
 
+def test_a_busy_moment_of_the_processor_does_not_hide_that_all_is_a_wait_for_data(
+    job: Job, control: RecordingControl
+) -> None:
+    job.seconds["host-3"] *= 2
+    job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
+    job.devices["host-3"] = HALF_SPEED
+    job.run(range(64, 98))
+    assert control.found[0][1]["part"] == "input"
+
+
+def test_a_slow_processor_is_the_cause_of_a_wait_for_some_of_the_time(
+    job: Job, control: RecordingControl
+) -> None:
+    job.seconds["host-3"] *= 2
+    job.input_s["host-3"] = 0.7 * MICROBATCHES * MICROBATCH_S
+    job.devices["host-3"] = HALF_SPEED
+    job.run(range(64, 98))
+    assert control.found[0][1]["part"] == "compute"
+
+
 def test_a_slow_disk_is_in_the_evidence_of_a_wait_for_data(job: Job, control: RecordingControl) -> None:
     job.seconds["host-3"] *= 2
     job.input_s["host-3"] = MICROBATCHES * MICROBATCH_S
-    job.devices = {name: SOUND._replace(disk_s=0.01 if name == "host-3" else 0.002) for name in job.names}
+    for name in job.names:
+        job.devices[name] = SOUND._replace(disk_s=0.01 if name == "host-3" else 0.002)
     job.run(range(64, 98))
     ((_, detail),) = control.found
     assert "a read of its input's files, past the page cache, takes 5.00 times" in str(detail["why"])

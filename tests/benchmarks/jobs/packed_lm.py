@@ -89,6 +89,7 @@ def loss(model: ByteLM, batch: dict[str, jax.Array]) -> jax.Array:
     segments = jnp.where(segments, segments, len(tokens) + jnp.arange(len(tokens)) // BLOCK)
     x = (model.bytes(tokens) + model.positions(batch["positions"][0]))[None]
     for block in model.blocks:
+        assert isinstance(block.attention, DocumentAttention), "set by `main`"
         x = x + block.attention(block.attention_norm(x), segments)
         x = x + block.contract(jax.nn.gelu(block.expand(block.expand_norm(x))))
     logits = model.bytes.attend(model.norm(x))[0, :-1]
