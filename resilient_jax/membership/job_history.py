@@ -37,8 +37,9 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
     """Return the state with the next generation, or phase, and with what it adds to the job's history."""
     before, memory = state.generation, state.memory
     since_s = memory.observed_until_s if memory.observed_until_s is not None else now
-    history = msgspec.structs.replace(before.history, observed_s=before.history.observed_s + now - since_s)
-    memory = dataclasses.replace(memory, observed_until_s=now)
+    history = _get_history(state)
+    history = msgspec.structs.replace(history, observed_s=history.observed_s + now - since_s)
+    memory = dataclasses.replace(memory, observed_until_s=now, unwritten=None)
     if after.decision != before.decision:
         memory = dataclasses.replace(memory, decided_s=now)
     if after.number > before.number:
@@ -113,7 +114,7 @@ def _note_step_time(state: MembershipState, history: JobHistory, now: float) -> 
 
 def _note_first_step(state: MembershipState, now: float) -> MembershipState:
     generation, memory = state.generation, state.memory
-    history, stalled_since_s = generation.history, memory.stalled_since_s
+    history, stalled_since_s = _get_history(state), memory.stalled_since_s
     # Without the time of a step it is not known which part of the time is the change.
     if stalled_since_s is not None and history.step_s > 0:
         seconds = max(now - stalled_since_s - history.step_s, 0.0)
@@ -123,16 +124,19 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
         history = add_time(history, change, seconds)
     memory = dataclasses.replace(
-        memory, stalled_since_s=None, steady_since_s=now, steady_step=find_newest_step(state)
+        memory,
+        stalled_since_s=None,
+        steady_since_s=now,
+        steady_step=find_newest_step(state),
+        unwritten=history,
     )
-    generation = msgspec.structs.replace(generation, history=history)
-    return dataclasses.replace(state, generation=generation, memory=memory)
+    return dataclasses.replace(state, memory=memory)
 
 
 def _note_returns(state: MembershipState, now: float) -> MembershipState:
     """Return the state with the times of the hosts that are ready to join again; members have returned, too."""
     generation, memory = state.generation, state.memory
-    history, waiting = generation.history, dict(memory.lost_since_s)
+    history, waiting = _get_history(state), dict(memory.lost_since_s)
     for host, since_s in memory.lost_since_s.items():
         status = state.hosts.get(host)
         if generation.find_member(host) is not None:
@@ -142,8 +146,10 @@ def _note_returns(state: MembershipState, now: float) -> MembershipState:
             history = add_time(history, TimedChange.RETURN, now - since_s)
     if len(waiting) == len(memory.lost_since_s):
         return state
-    return dataclasses.replace(
-        state,
-        generation=msgspec.structs.replace(generation, history=history),
-        memory=dataclasses.replace(memory, lost_since_s=waiting),
-    )
+    memory = dataclasses.replace(memory, lost_since_s=waiting, unwritten=history)
+    return dataclasses.replace(state, memory=memory)
+
+
+def _get_history(state: MembershipState) -> JobHistory:
+    """Return the history with what is not written yet. No decision rests on that: another leader would not know it."""
+    return state.memory.unwritten or state.generation.history

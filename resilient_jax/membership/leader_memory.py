@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.recovery_records import JobHistory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class LeaderMemory:
         steady_since_s: when all members had finished their first step of this generation.
         steady_step: the newest step then.
         lost_since_s: when the hosts that have not come back yet were lost.
+        unwritten: the history with what was measured since the last write; None: nothing was.
     """
 
     observed_until_s: float | None = None
@@ -25,3 +27,4 @@ class LeaderMemory:
     steady_since_s: float | None = None
     steady_step: int = 0
     lost_since_s: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
+    unwritten: JobHistory | None = None
