@@ -6,6 +6,7 @@ the policy is asked again, without the hosts that were awaited in vain.
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
@@ -35,7 +36,11 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryOption,
 )
 
-_STOPS = frozenset({JobOutcomeKind.STATE_LOST, JobOutcomeKind.TOO_FEW_HOSTS, JobOutcomeKind.INTERRUPTED})
+MAX_NAMES: Final = 8
+"""Of hosts in a reason."""
+_STOPS: Final = frozenset(
+    {JobOutcomeKind.STATE_LOST, JobOutcomeKind.TOO_FEW_HOSTS, JobOutcomeKind.INTERRUPTED}
+)
 
 
 def decide_after_loss(
@@ -170,10 +175,15 @@ def _record(
     return RecoveryDecision(
         action=choice.action,
         number=state.generation.number,
-        reason=choice.reason + (f"; awaited: {join_names(awaited)}" if awaited else ""),
+        reason=choice.reason + (f"; awaited: {_describe_hosts(awaited)}" if awaited else ""),
         options=choice.options,
         next_failure_s=choice.next_failure_s,
         joining=tuple(joining),
         awaited=awaited,
         wait_s=choice.wait_s,
     )
+
+
+def _describe_hosts(hosts: tuple[HostName, ...]) -> str:
+    more = f" and {len(hosts) - MAX_NAMES} more" if len(hosts) > MAX_NAMES else ""
+    return join_names(hosts[:MAX_NAMES]) + more

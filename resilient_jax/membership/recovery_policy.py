@@ -242,26 +242,24 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     join_s = seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM]
     # What a loss of one of them would cost the others: they would not have it without them.
     risk_s = prices.joiner_share * seconds[TimedChange.SHRINK]
-    now = (Phase(pause_s=join_s + risk_s, speed=ready / places),)
+    now = (Phase(pause_s=join_s, speed=ready / places),)
     if later > ready:
         first = dataclasses.replace(now[0], training_s=max(seconds[TimedChange.RETURN] - join_s, 0.0))
         now = (first, Phase(pause_s=join_s, speed=later / places))
     before = Phase(pause_s=0.0, speed=admission.training / places)
     wait = dataclasses.replace(before, training_s=seconds[TimedChange.RETURN])
-    gather = (wait, Phase(pause_s=join_s + risk_s, speed=later / places))
+    gather = (wait, Phase(pause_s=join_s, speed=later / places))
     refusal = "the next loss may be that of the state" if admission.is_last_copy else ""
+    no_more = "" if admission.awaited else "no other host is on its way"
     options = {
-        RecoveryAction.JOIN: _make_option(RecoveryAction.JOIN, now, ready, prices),
-        RecoveryAction.GATHER: _make_option(
-            RecoveryAction.GATHER,
-            gather,
-            admission.training,
-            prices,
-            refusal or ("" if admission.awaited else "no other host is on its way"),
-        ),
-        RecoveryAction.POSTPONE: _make_option(
-            RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal
-        ),
+        option.action: option
+        for option in (
+            _make_option(RecoveryAction.JOIN, now, ready, prices, risk_s=risk_s),
+            _make_option(
+                RecoveryAction.GATHER, gather, admission.training, prices, refusal or no_more, risk_s=risk_s
+            ),
+            _make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
+        )
     }
     usual = admission.before or RecoveryAction.JOIN
     if options[usual].why_not:
@@ -275,18 +273,27 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
 
 
 def describe_option(option: RecoveryOption) -> str:
-    """Return a text such as "shrink: score 0.9997, 3 hosts after 0.2 s"."""
-    text = f"{option.action}: score {option.score:.4f}, {option.num_hosts} hosts after {option.pause_s:.2g} s"
+    """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
+    text = f"{option.action}: score {option.score:.6f}, {option.num_hosts} hosts after {option.pause_s:.2g} s"
     return f"{text} (not possible: {option.why_not})" if option.why_not else text
 
 
 def _make_option(
-    action: RecoveryAction, phases: tuple[Phase, ...], num_hosts: int, prices: Prices, why_not: str = ""
+    action: RecoveryAction,
+    phases: tuple[Phase, ...],
+    num_hosts: int,
+    prices: Prices,
+    why_not: str = "",
+    *,
+    risk_s: float = 0.0,
 ) -> RecoveryOption:
+    """Return an option with its score; `risk_s` is a further loss of time, at any moment until the next failure."""
+    first, *later = phases
+    priced = (dataclasses.replace(first, pause_s=first.pause_s + risk_s), *later)
     return RecoveryOption(
         action=action,
-        score=score_phases(phases, prices.next_failure_s),
-        pause_s=phases[0].pause_s,
+        score=score_phases(priced, prices.next_failure_s),
+        pause_s=first.pause_s,
         num_hosts=num_hosts,
         why_not=why_not,
     )
@@ -328,7 +335,7 @@ def _make_choice(
         # D (s - s'), in s at the speed of all hosts.
         gain_s = prices.next_failure_s * (first.score - rival.score)
         expected = _describe_s(prices.next_failure_s)
-        text = f"{abs(gain_s):.2g} s of training until the next failure, expected in {expected}"
+        text = f"{_describe_s(abs(gain_s))} of training until the next failure, expected in {expected}"
         why = (
             f"to {rival.action} would lose {text}"
             if gain_s >= 0
@@ -344,4 +351,6 @@ def _make_choice(
 
 
 def _describe_s(seconds: float) -> str:
-    return f"{seconds / HOUR_S:.3g} h" if seconds >= HOUR_S else f"{seconds:.3g} s"
+    if seconds >= HOUR_S:
+        return f"{seconds / HOUR_S:.3g} h"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
