@@ -108,7 +108,12 @@ class MeasuredTime(msgspec.Struct, frozen=True):
 
 
 class HostFailures(msgspec.Struct, frozen=True):
-    """How often a host was lost, or its worker."""
+    """How often a host was lost, or its worker.
+
+    Attributes:
+        host: the host.
+        count: how often.
+    """
 
     host: HostName
     count: int
