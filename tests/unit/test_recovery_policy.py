@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient_jax.ids import HostName
 from resilient_jax.membership.job_history import add_time, count_failures
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
@@ -154,19 +155,19 @@ def test_a_longer_time_to_the_next_failure_favors_a_join_over_its_postponing(adm
 def test_a_choice_does_not_flutter_with_the_noise_of_measured_times(near, places, join_s, noise):
     admission = Admission(places=places, training=places - 1, joining=1)
     # Near the time to the next failure at which a join costs what it brings: D / places = its pause.
-    seconds = dict.fromkeys(TimedChange, join_s)
+    seconds = {change: join_s for change in TimedChange}
     prices = Prices(seconds=seconds, next_failure_s=near * places * join_s)
     choice = choose_admission(admission, prices)
     assert choice.action is (RecoveryAction.POSTPONE if near < 0.8 else RecoveryAction.JOIN)
     before = None if choice.action is RecoveryAction.JOIN else choice.action
-    noisy = dataclasses.replace(prices, seconds=dict.fromkeys(TimedChange, join_s * noise))
+    noisy = dataclasses.replace(prices, seconds={change: join_s * noise for change in TimedChange})
     again = choose_admission(dataclasses.replace(admission, before=before), noisy)
     assert before is None or again.action is before
 
 
 def test_a_returned_host_joins_a_small_job_at_once():
     admission = Admission(places=4, training=3, joining=1)
-    history = count_failures(JobHistory(observed_s=600.0), ["d"])
+    history = count_failures(JobHistory(observed_s=600.0), [HostName("d")])
     choice = choose_admission(admission, price_job(history, 4, frozenset("d")))
     assert choice.action is RecoveryAction.JOIN
     assert "to postpone would lose" in choice.reason
@@ -174,7 +175,7 @@ def test_a_returned_host_joins_a_small_job_at_once():
 
 def test_of_thousands_of_hosts_one_that_returns_waits_for_more_or_the_next_change():
     admission = Admission(places=4096, training=4090, joining=1, can_join_in_place=False)
-    history = count_failures(JobHistory(observed_s=HOUR_S), ["d"])
+    history = count_failures(JobHistory(observed_s=HOUR_S), [HostName("d")])
     prices = price_job(history, 4096, frozenset("d"))
     choice = choose_admission(admission, prices)
     assert (choice.action, choice.wait_s) == (RecoveryAction.POSTPONE, 60.0)
@@ -193,7 +194,7 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
         before = choice.action
         if choice.action is RecoveryAction.JOIN:
             joins.append(now_s)
-            history, before = count_failures(history, ["flapping"]), None
+            history, before = count_failures(history, [HostName("flapping")]), None
         now_s += 15.0 if choice.action is RecoveryAction.JOIN else choice.wait_s
     assert 1 <= len(joins) <= 12
     half = HOUR_S / 4
