@@ -29,6 +29,8 @@ The rules, from which the code below follows:
    waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
+11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
+   comes back, and whether hosts that are ready join now. Its decision is in the generation, and every leader obeys it.
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
