@@ -10,6 +10,7 @@ from resilient_jax.cli.plan_options import (
     CalibrationOption,
     CheckOption,
     ClusterOption,
+    DecideOption,
     JsonOption,
     MinReplicasOption,
     ModelOption,
@@ -20,12 +21,13 @@ from resilient_jax.cli.plan_options import (
     find_calibration,
     parse_axes,
 )
-from resilient_jax.cli.plan_table import print_plans
+from resilient_jax.cli.plan_table import print_losses, print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.possible_losses import decide_losses
 from resilient_jax.planning.replanning import ReplanDecision, replan
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer
@@ -45,6 +47,7 @@ def plan(
     axis: AxisOption = None,
     min_replicas: MinReplicasOption = 1,
     top: TopOption = 3,
+    decide: DecideOption = False,
     calibration: CalibrationOption = None,
     json_only: JsonOption = False,
 ) -> None:
@@ -55,6 +58,8 @@ def plan(
 
     Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
+
+    With --decide also what would be done if a device, a host, two hosts or a failure domain were lost then.
 
     Or only validate a topology file (see meshes/README.md): resilient-jax plan --check meshes/mine.toml
     """
@@ -70,6 +75,11 @@ def plan(
         )
     if global_batch > MAX_BATCH:
         raise CallerError(f"--global-batch: found {global_batch}, expected at most {MAX_BATCH}")
+    if decide and axis:
+        raise CallerError(
+            "--decide: found --axis beside it, expected no axis that is given: after a loss other axes may be better. "
+            "Leave out one of the two"
+        )
     before = load_topology(topology)
     now = change_topology(before, without or (), slow or ())
     shape = load_model_shape(model)
@@ -86,11 +96,14 @@ def plan(
     plans = find(now, top)
     search_s = time.monotonic() - started
     change = _replan(find(before, 1)[0], now, constraints) if now != before else None
+    losses = decide_losses(plans[0], now, min_replicas=min_replicas) if decide else None
     with open_console() as console:
         if json_only:
-            print_plans_as_json(plans, change, search_s)
+            print_plans_as_json(plans, change, search_s, losses)
         else:
             print_plans(console, plans, change, search_s)
+            if losses is not None:
+                print_losses(console, losses)
 
 
 def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:

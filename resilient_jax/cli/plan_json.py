@@ -7,17 +7,25 @@ from collections.abc import Sequence
 import msgspec
 
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.possible_losses import LossDecision
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 from resilient_jax.planning.unequal_plan import UnequalPlan
 
 
-def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
-    """Print one object: the plans, fastest first, and the replan after a change."""
-    values = {
+def print_plans_as_json(
+    plans: Sequence[Plan],
+    change: ReplanDecision | None,
+    search_s: float,
+    losses: Sequence[LossDecision] | None = None,
+) -> None:
+    """Print one object: the plans, fastest first, the replan after a change, and that after each possible loss."""
+    values: dict[str, object] = {
         "search_s": search_s,
         "plans": [describe_plan(plan) for plan in plans],
         "change": None if change is None else _describe_change(change),
     }
+    if losses is not None:
+        values["losses"] = [_describe_loss(loss) for loss in losses]
     sys.stdout.write(msgspec.json.encode(values).decode() + "\n")
 
 
@@ -43,6 +51,16 @@ def describe_plan(plan: Plan) -> dict[str, object]:
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.model_flops_utilization,
         "reason": plan.reason,
+    }
+
+
+def _describe_loss(loss: LossDecision) -> dict[str, object]:
+    return {
+        "kind": loss.loss.kind,
+        "lost": loss.loss.names,
+        "num_alike": loss.loss.num_alike,
+        "why_not": loss.why_not,
+        "decision": None if loss.decision is None else _describe_change(loss.decision),
     }
 
 

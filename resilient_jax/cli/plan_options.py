@@ -52,6 +52,13 @@ CalibrationOption = Annotated[
         metavar="FILE", help="Constants of the estimate. Default: those beside the topology, if any."
     ),
 ]
+DecideOption = Annotated[
+    bool,
+    typer.Option(
+        "--decide",
+        help="Show what would be done after each possible loss: a device, a host, two hosts, a failure domain.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 

@@ -27,6 +27,7 @@ from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.ids import HostName
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
+from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
@@ -113,6 +114,11 @@ def describe_redundancy(redundancy: Redundancy | None) -> str:
     return f"state of step {redundancy.step}: {' and '.join(places)}; {after}"
 
 
+def describe_decision(decision: RecoveryDecision) -> str:
+    """Return a description such as "last decision, in generation 7: shrink: the job goes on in place: ..."."""
+    return f"last decision, in generation {decision.number}: {decision.action}: {decision.reason}"
+
+
 def print_report(console: Console, report: JobReport) -> None:
     """Print the generation in a line, and a table with a row for each host."""
     job, generation = escape(report.job), report.generation
@@ -123,6 +129,8 @@ def print_report(console: Console, report: JobReport) -> None:
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
+    if generation is not None and generation.decision is not None:
+        console.print(escape(describe_decision(generation.decision)))
     if generation is not None and generation.outcome is not None:
         console.print(describe_outcome(generation.outcome))
         return

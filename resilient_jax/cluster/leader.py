@@ -38,6 +38,7 @@ from resilient_jax.membership.machine import (
     QuarantineChanged,
     Tick,
 )
+from resilient_jax.membership.recovery_policy import describe_option
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.rules import (
     MembershipCommand,
@@ -51,6 +52,7 @@ from resilient_jax.membership.state_loss import count_lost_steps, explain_state_
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, LeaderRecord
+from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.store_keys import (
     make_change_key,
@@ -308,9 +310,17 @@ class _Term:
         before, self._published = self._published, generation
         if generation.losses_left != (before.losses_left if before is not None else None):
             self._record_redundancy(state)
-        measured = {"progress": generation.progress, "losses_left": generation.losses_left}
+        decision = generation.decision
+        if decision is not None and (before is None or decision != before.decision):
+            self._record_decision(generation, decision)
+        measured = {
+            "progress": generation.progress,
+            "losses_left": generation.losses_left,
+            "history": generation.history,
+            "decision": decision,
+        }
         if before is not None and msgspec.structs.replace(before, **measured) == generation:
-            return  # only progress or redundancy was recorded
+            return  # only progress, redundancy or a decision to wait was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
@@ -350,6 +360,18 @@ class _Term:
             losses=redundancy.losses,
             copies=redundancy.copies,
             snapshot=redundancy.snapshot is not None,
+        )
+
+    def _record_decision(self, generation: Generation, decision: RecoveryDecision) -> None:
+        self._leader._log.record(
+            EventKind.RECOVERY_DECIDED,
+            generation=decision.number,
+            step=generation.progress,
+            action=str(decision.action),
+            reason=decision.reason,
+            options="; ".join(map(describe_option, decision.options)),
+            next_failure_s=round(decision.next_failure_s, 1),
+            wait_s=round(decision.wait_s, 3),
         )
 
     def _record_hang(self, before: Generation | None, generation: Generation) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
+from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
@@ -35,6 +36,7 @@ class MembershipState:
     phase_since_s: float
     quarantined: frozenset[HostName] = frozenset()
     """Hosts that take no part for a while, by the store's records."""
+    memory: LeaderMemory = dataclasses.field(default_factory=LeaderMemory)
 
 
 def join_names(hosts: Iterable[HostName]) -> str:

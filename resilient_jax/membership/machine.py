@@ -3,8 +3,8 @@
 To apply the rules costs a walk over all hosts; to take in an event must not, where each of thousands of hosts reports
 each phase of a generation. The commands are those of a machine that applies the rules after every event:
 - the counts of `tally` say that most changes cannot matter yet (nine of ten members have joined the world);
-- the rules read the time only to compare it with fixed limits, so that as long as it passes none of these, and no
-  status changes, they decide what they decided before;
+- the rules read the time only to compare it with fixed limits, and with the end of a wait that was decided, so that as
+  long as it passes none of these, and no status changes, they decide what they decided before;
 - while all members train, of their reports only what the counts give matters.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.recovery_decision import is_wait_over
 from resilient_jax.membership.rules import MembershipCommand, decide
 from resilient_jax.membership.tally import MembershipTally
 from resilient_jax.membership.world_formation import StartCoordinationService
@@ -91,7 +92,11 @@ class MembershipMachine:
             self._is_changed = True
             return ()
         num_passed = bisect.bisect_left(self._limits_s, waited_s)
-        is_changed = self._is_changed or num_passed != self._num_passed
+        is_changed = (
+            self._is_changed
+            or num_passed != self._num_passed
+            or is_wait_over(self._state, now) != self._was_wait_over
+        )
         if is_changed or self._tally.is_over() or self._is_record_due(waited_s):
             return self._decide(now)
         # They would decide what they have decided before: to ask for a service, until it runs.
@@ -152,6 +157,7 @@ class MembershipMachine:
         # Where the counts close the way to a rule, it has not been applied yet to what else there is.
         self._is_changed = not self._tally.may_decide(waited_s, self._config)
         self._num_passed = bisect.bisect_left(self._limits_s, waited_s)
+        self._was_wait_over = is_wait_over(state, now)
         self._repeated = tuple(c for c in commands if isinstance(c, StartCoordinationService))
         return commands
 
@@ -161,6 +167,7 @@ class MembershipMachine:
         self._repeated: tuple[MembershipCommand, ...] = ()
         self._num_passed = 0
         """How many of the limits of time had passed when the rules were last applied."""
+        self._was_wait_over = False
 
 
 def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) -> HostStatus | None:

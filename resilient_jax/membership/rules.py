@@ -29,6 +29,8 @@ The rules, from which the code below follows:
    waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
+11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
+   comes back, and whether hosts that are ready join now. Its decision is in the generation, and every leader obeys it.
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
@@ -49,7 +51,6 @@ from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_host
 from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
-    awaits_seat,
     awaits_snapshot_report,
     find_disruption,
     find_newest_step,
@@ -71,10 +72,19 @@ from resilient_jax.membership.facts import (
     owes_answer,
 )
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
+from resilient_jax.membership.job_history import note_progress, note_transition
+from resilient_jax.membership.leader_memory import LeaderMemory
+from resilient_jax.membership.planned_change import plan_change
+from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
-from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
+from resilient_jax.membership.spare_hosts import (
+    admit_hosts,
+    choose_joiners,
+    count_places,
+    list_staying,
+)
 from resilient_jax.membership.state_loss import (
     decide_after_state_loss,
     is_any_polling_checkpoints,
@@ -96,6 +106,7 @@ from resilient_jax.protocol.records import (
     Member,
     WorkerStatus,
 )
+from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
 
 
@@ -131,7 +142,11 @@ def make_initial_state(
     """Return the state from which a new leader starts: the stored statuses and generation, or the first one."""
     hosts = {status.host: status for status in statuses}
     return MembershipState(
-        generation=generation or FIRST_GENERATION, hosts=hosts, phase_since_s=now, quarantined=quarantined
+        generation=generation or FIRST_GENERATION,
+        hosts=hosts,
+        phase_since_s=now,
+        quarantined=quarantined,
+        memory=LeaderMemory(observed_until_s=now, decided_s=now),
     )
 
 
@@ -140,7 +155,11 @@ def decide(
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
     """Decide what follows from the statuses of all hosts; return the new state and the shell's commands, in order."""
     commands: list[MembershipCommand] = []
-    while (transition := _next_transition(state, now, config)) is not None:
+    while True:
+        state = note_progress(state, now)
+        transition = _next_transition(state, now, config)
+        if transition is None:
+            break
         # Nothing in the state changes by it: the machine goes on when a status shows that the service runs.
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
@@ -150,10 +169,10 @@ def decide(
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
         taken_out -= state.quarantined
-        quarantined = state.quarantined | taken_out
-        state = dataclasses.replace(state, generation=transition, phase_since_s=now, quarantined=quarantined)
+        state = note_transition(state, transition, now)
+        state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
         commands += [QuarantineHost(host, transition.reason) for host in sorted(taken_out)]
-        measured = msgspec.structs.replace(transition, losses_left=count_losses_left(state))
+        measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
     return state, tuple(commands)
@@ -193,7 +212,11 @@ def _next_transition(
 
 def _finish(generation: Generation, outcome: JobOutcome) -> Generation:
     return msgspec.structs.replace(
-        generation, phase=GenerationPhase.FINISHED, outcome=outcome, reason=str(outcome.kind)
+        generation,
+        phase=GenerationPhase.FINISHED,
+        outcome=outcome,
+        reason=str(outcome.kind),
+        decision=decide_to_stop(generation, outcome),
     )
 
 
@@ -359,30 +382,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
-    reason = _find_reason_to_change(state, joiners)
-    if reason is None:
-        return None
-    return msgspec.structs.replace(
-        generation,
-        number=GenerationNumber(generation.number + 1),
-        phase=GenerationPhase.PAUSE,
-        attempts=0,
-        reason=reason,
-    )
-
-
-def _find_reason_to_change(state: MembershipState, joiners: list[HostStatus]) -> str | None:
-    """Return why to change members between two steps; None if there is no reason."""
-    staying = {status.host for status in list_staying(state)}
-    leaving = [m.host for m in state.generation.members if m.host in state.hosts and m.host not in staying]
-    if leaving:
-        return f"{join_names(leaving)} got a notice to leave"
-    joining = [status.host for status in joiners if not awaits_seat(state.generation, status)]
-    if joining:
-        return f"{join_names(joining)} asked to join"
-    if not has_service(state):
-        return "the coordination service has ended"
-    return None
+    return plan_change(state, joiners, now, config)
 
 
 def _settle(
@@ -432,7 +432,7 @@ def _settle(
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
-    return _form(state, kept, joiners, origin, lost, waited_s, config)
+    return _form(state, kept, joiners, origin, lost, now, config)
 
 
 def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | None:
@@ -475,17 +475,25 @@ def _form(
     joiners: list[HostStatus],
     origin: StateOrigin,
     lost: StateLoss | None,
-    waited_s: float,
+    now: float,
     config: MembershipConfig,
 ) -> Generation | StartCoordinationService | None:
     """Return the generation of these hosts, unless more are waited for."""
-    arrived = decide_to_wait(state, kept, joiners, waited_s, origin, config)
+    arrived = decide_to_wait(state, kept, joiners, now - state.phase_since_s, origin, config)
     if isinstance(arrived, JobOutcome):
         return _finish(state.generation, arrived)
     if arrived is Rendezvous.WAITING:
         return None
+    decision = state.generation.decision
+    if state.generation.phase is GenerationPhase.QUIESCE and state.generation.world > 0:
+        decision = decide_after_loss(state, kept, joiners, origin, now, config)
+        if decision is None:
+            return None
+        if decision.action is RecoveryAction.WAIT:
+            return msgspec.structs.replace(state.generation, decision=decision)
     formed = form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
     if isinstance(formed, StartCoordinationService):
         return formed
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
-    return msgspec.structs.replace(formed, max_members=count_places(state, staying, config.num_hosts))
+    places = count_places(state, staying, config.num_hosts)
+    return msgspec.structs.replace(formed, decision=decision, max_members=places)

@@ -19,6 +19,7 @@ from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_change
 from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
+from resilient_jax.planning.recovery_score import DEVICE_HOURS_PER_FAILURE, HOUR_S, compute_score
 from resilient_jax.planning.rerouted_step import LostStage, price_rerouted_s
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.state_migration import (
@@ -31,11 +32,8 @@ from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import search_unequal_plan
 from resilient_jax.topology import Topology
 
-DEVICE_HOURS_PER_FAILURE = 50_700.0
-"""Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 DEFAULT_COMPILE_S = 60.0
 """Compile time of a program that no cache has: assumed; large programs take from half a minute to some minutes."""
-HOUR_S = 3600.0
 
 
 class ReplanAction(enum.StrEnum):
@@ -122,30 +120,6 @@ class ReplanDecision:
     def transition_s(self) -> float:
         """Time before the first step."""
         return self.chosen.transition_s
-
-
-def compute_score(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
-    """Return the samples per second until the next failure: `(B / t) (D - T) / D`; 0 if `D <= T`.
-
-    >>> compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
-    True
-    """
-    # In samples per second: after T seconds without steps, D - T seconds with a step of B samples each t seconds, over
-    # D seconds in all (Chameleon, arXiv 2508.21613). A transition that outlasts D computes nothing.
-    if next_failure_s <= transition_s:
-        return 0.0
-    return samples / step_s * (next_failure_s - transition_s) / next_failure_s
-
-
-def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
-    """Return the time to the next failure from which on a new plan pays: `T / (1 - t_dyn / t_rr)`.
-
-    >>> compute_break_even_s(2, 1, 10)
-    20.0
-    """
-    # Rerouting has no transition, so scores are equal at (B / t_dyn) (D - T) / D = B / t_rr; solved for D, in s. D is
-    # positive only if the new step is shorter than the rerouted one.
-    return transition_s / (1 - new_step_s / rerouted_step_s)
 
 
 def estimate_next_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:

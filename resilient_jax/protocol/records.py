@@ -12,6 +12,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
+from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
 from resilient_jax.protocol.state_records import StateLoss, StatePart, StateSource
 from resilient_jax.protocol.worker_tasks import OverdueTask
@@ -140,6 +141,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
         reason: why the membership changed.
         hang: what hung, for which all hosts keep the stacks of their workers before these unwind; empty: nothing.
+        decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
+        history: what leaders have measured so far, on which the next decision rests.
         outcome: how the job ended; None: it has not.
     """
 
@@ -176,6 +179,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     failure_text: str = ""
     reason: str = ""
     hang: str = ""
+    decision: RecoveryDecision | None = None
+    history: JobHistory = JobHistory()
     outcome: JobOutcome | None = None
 
     def find_member(self, host: HostName) -> Member | None:

@@ -16,6 +16,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation, WorldChange
+from resilient_jax.protocol.recovery_records import RecoveryAction
 
 HOSTS = 4
 FIRST_STEPS = 10
@@ -59,6 +60,15 @@ def test_a_killed_worker_is_back_in_the_same_world_and_the_others_keep_their_pro
     assert (grown.change, grown.world) == (WorldChange.GROW, generation_of(before).world)
     pids = [{h.host: h.worker.pid for h in report.hosts if h.worker} for report in (before, after)]
     assert {host for host in pids[0] if pids[0][host] != pids[1][host]} == {victim}
+    decided = [e for e in broken.job.read_events() if e.kind is EventKind.RECOVERY_DECIDED]
+    actions = [e.detail["action"] for e in decided]
+    assert RecoveryAction.SHRINK in actions, "the others went on at once"
+    assert actions[-1] == RecoveryAction.JOIN
+    assert grown.decision is not None
+    assert (decided[-1].detail["action"], decided[-1].detail["reason"]) == (
+        grown.decision.action,
+        grown.decision.reason,
+    )
     rehearsed = [e for e in broken.job.read_events() if e.kind is EventKind.STEP_REHEARSED]
     assert [(e.host, e.detail["problem"]) for e in rehearsed] == [(victim, "")]
 

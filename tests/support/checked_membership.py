@@ -1,9 +1,13 @@
-"""The membership machine, held against its specification: the rules applied to all hosts after every event."""
+"""The membership machine, held against its specification: the rules applied to all hosts after every event.
+
+And what it decides at a change of members, against what another leader would.
+"""
 
 import dataclasses
 
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
@@ -14,6 +18,7 @@ from resilient_jax.membership.machine import (
     apply_progress,
 )
 from resilient_jax.membership.rules import MembershipCommand, decide
+from resilient_jax.protocol.recovery_records import WAITING_ACTIONS
 
 
 class CheckedMachine(MembershipMachine):
@@ -25,10 +30,31 @@ class CheckedMachine(MembershipMachine):
 
     def handle(self, event: MembershipEvent, now: float) -> tuple[MembershipCommand, ...]:
         commands = super().handle(event, now)
+        before = self._specified
         self._specified, expected = handle_plainly(self._specified, event, now, self._config)
         assert commands == expected, event
         assert self.state == self._specified
+        self._check_decision(before, event, now)
         return commands
+
+    def _check_decision(self, before: MembershipState, event: MembershipEvent, now: float) -> None:
+        """Check that another leader, whose term begins at this moment, would take the same decision.
+
+        Scores differ a little: it does not know for how long the job was watched since the last record.
+        """
+        recorded, decision = before.generation.decision, self.state.generation.decision
+        if decision == recorded or (recorded is not None and recorded.action in WAITING_ACTIONS):
+            return  # none; or the end of a wait, whose time begins anew with a term
+        successor = dataclasses.replace(before, memory=LeaderMemory(observed_until_s=now, decided_s=now))
+        successor, _ = handle_plainly(successor, event, now, self._config)
+        other = successor.generation.decision
+        assert decision is not None
+        assert other is not None
+        assert (other.action, other.joining, other.awaited) == (
+            decision.action,
+            decision.joining,
+            decision.awaited,
+        )
 
 
 def handle_plainly(

@@ -85,6 +85,7 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
     WorldChange,
 )
+from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.store_keys import (
     make_generation_key,
@@ -135,6 +136,7 @@ CONFIG = MembershipConfig(
     spare_seats=3,
 )
 FORWARD = {
+    (GenerationPhase.QUIESCE, GenerationPhase.QUIESCE),  # a wait was decided
     (GenerationPhase.QUIESCE, GenerationPhase.FORM),
     (GenerationPhase.PAUSE, GenerationPhase.BOUNDARY),
     (GenerationPhase.BOUNDARY, GenerationPhase.FORM),
@@ -939,6 +941,10 @@ class Cluster:
             return
         if new.number == old.number:
             assert (old.phase, new.phase) in FORWARD, f"{old.phase} -> {new.phase} under one number"
+            if old.phase is GenerationPhase.QUIESCE and new.phase is old.phase:
+                assert new.decision is not None
+                assert new.decision.action is RecoveryAction.WAIT
+                assert new.members == old.members
             if old.phase in (GenerationPhase.PAUSE, GenerationPhase.FORM, GenerationPhase.ACTIVE):
                 assert new.members == old.members, "other members under the same number"
         else:

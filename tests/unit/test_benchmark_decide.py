@@ -45,6 +45,7 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     assert 0 < found["kept_1_of_16_few_sequences"] < 15 / 16
     assert found["search_ms_64"] > 0
     assert found["search_wall_ms_64"] > 0
+    assert 0 < found["decision_ms"] < 1000
 
 
 def test_zero_rounds_are_rejected(run):

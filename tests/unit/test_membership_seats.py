@@ -18,6 +18,7 @@ def lose_and_restart(job: Job, name: str) -> None:
     job.acknowledge(*job.members, step=5, holds_state=True)
     job.form()
     job.train(6)
+    job.now_s += 5.0  # a worker needs some time to start
     job.restart(name)
 
 

@@ -87,6 +87,60 @@ def test_json_has_plans_terms_and_moves_that_sum_to_their_totals(run):
     )
 
 
+DECIDED = (
+    "--topology",
+    str(MESHES / "h100_8x8.toml"),
+    "--model",
+    str(CONFIGS / "llama3_8b.toml"),
+    "--global-batch",
+    "512",
+    "--decide",
+)
+
+
+def test_what_would_be_done_after_each_possible_loss_is_printed(run):
+    code, shown, errors = run(*DECIDED)
+    assert (code, errors) == (ExitCode.DONE, "")
+    for loss in (
+        "a device: host-7/7",
+        "a host: host-7",
+        "two hosts: host-3 and host-7",
+        "a rack: host-4 to host-7",
+    ):
+        assert loss in shown
+    assert "unequal" in shown
+
+
+def test_each_possible_loss_has_its_options_as_json_the_best_score_first(run):
+    code, shown, _ = run(*DECIDED, "--json")
+    losses = json.loads(shown)["losses"]
+    assert code == ExitCode.DONE
+    assert [loss["kind"] for loss in losses] == ["a device", "a host", "two hosts", "a rack"]
+    assert [loss["num_alike"] for loss in losses] == [64, 8, 28, 2]
+    for loss in losses:
+        scores = [option["score"] for option in loss["decision"]["options"]]
+        assert scores == sorted(scores, reverse=True)
+        assert scores[0] > 0
+    best = [loss["decision"]["options"][0]["score"] for loss in losses]
+    assert best == sorted(best, reverse=True), "the more is lost, the less is kept"
+
+
+def test_a_loss_after_which_no_plan_fits_has_the_reason(run):
+    code, shown, _ = run(*DECIDED, "--min-replicas", "32", "--json")
+    losses = {loss["kind"]: loss for loss in json.loads(shown)["losses"]}
+    assert code == ExitCode.DONE
+    assert losses["a rack"]["decision"] is None
+    assert "found no plan for the 32 devices" in losses["a rack"]["why_not"]
+    _, table, _ = run(*DECIDED, "--min-replicas", "32")
+    assert "stop" in table
+
+
+def test_an_axis_that_is_given_leaves_nothing_to_decide(run):
+    code, _, errors = run(*DECIDED, "--axis", "tensor=8")
+    assert code == ExitCode.USAGE
+    assert "--decide: found --axis beside it" in errors
+
+
 def test_axes_can_be_constrained(run):
     code, shown, _ = run(*ASKED, "--axis", "tensor=4", "--json")
     assert code == ExitCode.DONE

@@ -29,6 +29,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
@@ -181,6 +182,18 @@ def test_of_a_host_that_spares_it_is_said_whether_it_is_ready(host, is_spare, re
     status.print_report(Console(file=shown, width=400), report)
     assert ("spare" in shown.getvalue()) == bool(said)
     assert said in shown.getvalue()
+
+
+def test_the_last_decision_is_a_line_and_is_not_parsed_as_markup():
+    decision = RecoveryDecision(
+        action=RecoveryAction.SHRINK, number=GenerationNumber(7), reason="the job goes on: [3] hosts"
+    )
+    generation = Generation(number=GenerationNumber(7), phase=GenerationPhase.ACTIVE, decision=decision)
+    shown = io.StringIO()
+    status.print_report(
+        Console(file=shown, width=200), msgspec.structs.replace(REPORT, generation=generation)
+    )
+    assert "last decision, in generation 7: shrink: the job goes on: [3] hosts\n" in shown.getvalue()
 
 
 def test_a_slow_host_is_shown_as_the_first_host_found_it():

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from benchmarks.decide.decision_time import AIM_MS, DECISION_HOSTS, measure_decision_ms
 from benchmarks.decide.figures import (
     DEVICES_PER_HOST,
     FEW_SEQUENCES_PER_DEVICE,
@@ -48,6 +49,9 @@ def decide(
     search_ms_N: processor time of the search for a plan for N devices, of which
     none is lost; median. search_wall_ms_N: until it returned.
 
+    decision_ms: processor time of a leader's decision at a change of members,
+    of 4,096 hosts; the slower of two, median.
+
     regret, rank_correlation: as of the plan benchmark, which says what they
     are; --no-programs leaves them out. n: rounds.
     """
@@ -63,11 +67,13 @@ def decide(
     for search in SEARCH_CASES:
         if search.devices in AIMS_MS:
             _time_search(figures, search, rounds)
+    figures.decision_ms = statistics.median(measure_decision_ms(DECISION_HOSTS) for _ in range(rounds))
     if programs:
         console.print("all plans of four models on eight CPU devices")
         figures.programs = make_program_figures(measure_programs(rounds))
     console.print(_tabulate_kept(figures))
     console.print(_tabulate_searches(figures))
+    console.print(f"a decision of {DECISION_HOSTS} hosts: {figures.decision_ms:.2f} ms, aim {AIM_MS:g} ms")
     print_json_line(figures.line())
 
 

@@ -79,6 +79,7 @@ class DecideFigures:
     kept_few: dict[str, KeptSpeed] = dataclasses.field(default_factory=dict)
     search_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     search_wall_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    decision_ms: float = 0.0
     programs: ProgramFigures | None = None
 
     def line(self) -> msgspec.Struct:
@@ -87,6 +88,7 @@ class DecideFigures:
         fields |= {f"{key}_equal": round(found.equal, 4) for key, found in self.kept.items()}
         fields |= {f"{key}_few_sequences": round(found.best, 4) for key, found in self.kept_few.items()}
         fields |= {key: round(number, 1) for key, number in (self.search_ms | self.search_wall_ms).items()}
+        fields |= {"decision_ms": round(self.decision_ms, 2)}
         if self.programs is not None:
             fields |= {
                 "regret": self.programs.regret,

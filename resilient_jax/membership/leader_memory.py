@@ -1,0 +1,30 @@
+"""What a leader knows by its own clock, and does not pass on to the next leader. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.recovery_records import JobHistory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderMemory:
+    """Moments of a job, as monotonic times of the leader; None: it has not seen them.
+
+    Attributes:
+        observed_until_s: up to when the history of the job counts its time.
+        decided_s: when the recorded decision was taken, or this leader's term began.
+        stalled_since_s: when the members stopped training, as long as they have not finished a step since.
+        steady_since_s: when all members had finished their first step of this generation.
+        steady_step: the newest step then.
+        lost_since_s: when the hosts that have not come back yet were lost.
+        unwritten: the history with what was measured since the last write; None: nothing was.
+    """
+
+    observed_until_s: float | None = None
+    decided_s: float = 0.0
+    stalled_since_s: float | None = None
+    steady_since_s: float | None = None
+    steady_step: int = 0
+    lost_since_s: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
+    unwritten: JobHistory | None = None

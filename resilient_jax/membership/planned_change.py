@@ -1,0 +1,54 @@
+"""A change of members between two steps: hosts leave after a notice, and hosts that are ready join. Pure."""
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
+from resilient_jax.membership.recovery_decision import decide_admission
+from resilient_jax.membership.spare_hosts import list_staying
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.recovery_records import RecoveryAction
+
+
+def plan_change(
+    state: MembershipState, joiners: list[HostStatus], now: float, config: MembershipConfig
+) -> Generation | None:
+    """Return the next number, in PAUSE, or the present one with a decision to wait; None if nothing changes.
+
+    Args:
+        state: of the machine, whose members train.
+        joiners: hosts that are ready, no more than there are places.
+        now: the monotonic time in seconds.
+        config: of the machine.
+    """
+    generation = state.generation
+    decision, reason = generation.decision, _find_reason_to_change(state)
+    joining = [status for status in joiners if not awaits_seat(generation, status)]
+    # In a change that must be, hosts that are ready join without a pause of their own.
+    if reason is None and joining:
+        decision = decide_admission(state, joining, now, config)
+        if decision is None:
+            return None
+        if decision.action is not RecoveryAction.JOIN:
+            return msgspec.structs.replace(generation, decision=decision)
+        reason = f"{join_names(status.host for status in joining)} asked to join"
+    if reason is None:
+        return None
+    return msgspec.structs.replace(
+        generation,
+        number=GenerationNumber(generation.number + 1),
+        phase=GenerationPhase.PAUSE,
+        attempts=0,
+        decision=decision,
+        reason=reason,
+    )
+
+
+def _find_reason_to_change(state: MembershipState) -> str | None:
+    """Return why the members must change, whether hosts join or not; None: they need not."""
+    staying = {status.host for status in list_staying(state)}
+    leaving = [m.host for m in state.generation.members if m.host in state.hosts and m.host not in staying]
+    if leaving:
+        return f"{join_names(leaving)} got a notice to leave"
+    return None if has_service(state) else "the coordination service has ended"

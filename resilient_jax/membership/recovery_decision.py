@@ -1,0 +1,189 @@
+"""The decision at a change of members: the situation, read from the statuses, and the policy's choice of it. Pure.
+
+A decision follows from the generation, its history included, and the statuses alone, so it is the same whoever leads.
+Time only ends a wait: `RecoveryDecision.wait_s` after the decision was recorded, or after a new leader's term began,
+the policy is asked again, without the hosts that were awaited in vain.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import (
+    MembershipState,
+    awaits_seat,
+    has_service,
+    is_draining,
+    is_on_its_way,
+    join_names,
+)
+from resilient_jax.membership.recovery_policy import (
+    Admission,
+    Choice,
+    Loss,
+    choose_admission,
+    choose_after_loss,
+    price_job,
+)
+from resilient_jax.membership.spare_hosts import count_places, list_staying
+from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.recovery_records import (
+    WAITING_ACTIONS,
+    RecoveryAction,
+    RecoveryDecision,
+    RecoveryOption,
+)
+
+MAX_NAMES: Final = 8
+"""Of hosts in a reason."""
+_STOPS: Final = frozenset(
+    {JobOutcomeKind.STATE_LOST, JobOutcomeKind.TOO_FEW_HOSTS, JobOutcomeKind.INTERRUPTED}
+)
+
+
+def decide_after_loss(
+    state: MembershipState,
+    kept: list[HostStatus],
+    joiners: list[HostStatus],
+    origin: StateOrigin,
+    now: float,
+    config: MembershipConfig,
+) -> RecoveryDecision | None:
+    """Return how these hosts go on, which are enough by the rules; None while a wait that was decided lasts.
+
+    Args:
+        state: of the machine.
+        kept: members that stay.
+        joiners: hosts that join.
+        origin: of the state that they resume from.
+        now: the monotonic time in seconds.
+        config: of the machine.
+    """
+    generation, present = state.generation, [*kept, *joiners]
+    places = count_places(state, present, config.num_hosts)
+    awaited = _list_awaited(state, present)[: max(places - len(present), 0)]
+    recorded = generation.decision
+    has_waited = (
+        recorded is not None
+        and recorded.action is RecoveryAction.WAIT
+        and recorded.number == generation.number
+    )
+    if recorded is not None and has_waited:
+        if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
+            return None
+        awaited = [host for host in awaited if host not in recorded.awaited]
+    loss = Loss(
+        places=places,
+        ready=len(present),
+        num_seated=len(joiners),
+        awaited=len(awaited),
+        is_in_place=can_change_in_place(state, kept, joiners),
+        can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
+        needs_restore=not (origin.sources or origin.part_holders),
+        may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
+    )
+    choice = choose_after_loss(loss, price_job(generation.history, places))
+    return _record(state, choice, (), awaited if choice.action is RecoveryAction.WAIT else ())
+
+
+def decide_admission(
+    state: MembershipState, joining: list[HostStatus], now: float, config: MembershipConfig
+) -> RecoveryDecision | None:
+    """Return whether hosts that are ready join others that train; None while a wait that was decided lasts.
+
+    Args:
+        state: of the machine, whose members train.
+        joining: the hosts, no more than there are places.
+        now: the monotonic time in seconds.
+        config: of the machine.
+    """
+    generation = state.generation
+    staying = list_staying(state)
+    names = tuple(sorted(status.host for status in joining))
+    places = count_places(state, [*staying, *joining], config.num_hosts)
+    free = max(places - len(staying) - len(joining), 0)
+    awaited = _list_awaited(state, [*staying, *joining])[:free]
+    recorded = generation.decision
+    is_same = (
+        recorded is not None and recorded.action in WAITING_ACTIONS and set(recorded.joining) == set(names)
+    )
+    before: RecoveryAction | None = None
+    if recorded is not None and is_same:
+        is_awaited = recorded.action is RecoveryAction.POSTPONE or not set(recorded.awaited).isdisjoint(
+            awaited
+        )
+        if is_awaited and not is_wait_over(state, now):
+            return None
+        awaited = [host for host in awaited if host not in recorded.awaited]
+        before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
+    admission = Admission(
+        places=places,
+        training=len(staying),
+        joining=len(joining),
+        awaited=len(awaited),
+        can_join_in_place=can_change_in_place(state, staying, joining),
+        is_last_copy=not generation.losses_left,
+        before=before,
+    )
+    num_hosts = len(staying) + len(joining)
+    choice = choose_admission(admission, price_job(generation.history, num_hosts, frozenset(names)))
+    return _record(state, choice, names, awaited if choice.action is RecoveryAction.GATHER else ())
+
+
+def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecision | None:
+    """Return the decision to end a job for which nothing else is left; None if it ends for another reason."""
+    if outcome.kind not in _STOPS:
+        return generation.decision
+    option = RecoveryOption(action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0)
+    return RecoveryDecision(
+        action=RecoveryAction.STOP,
+        number=generation.number,
+        reason=f"the job stops, because nothing else is possible: {outcome.message}",
+        options=(option,),
+    )
+
+
+def is_wait_over(state: MembershipState, now: float) -> bool:
+    """Return whether the recorded decision is to be looked at again."""
+    decision = state.generation.decision
+    return decision is not None and now - state.memory.decided_s > decision.wait_s
+
+
+def _list_awaited(state: MembershipState, present: Iterable[HostStatus]) -> list[HostName]:
+    """Return the hosts without part in this change whose agent lives, and has a worker start or a new one to start."""
+    names = {status.host for status in present}
+    return [
+        host
+        for host, status in sorted(state.hosts.items())
+        if host not in names and not is_draining(state, host) and _is_coming(state, status)
+    ]
+
+
+def _is_coming(state: MembershipState, status: HostStatus) -> bool:
+    worker = status.worker
+    if worker is None or worker.exit_code is not None or worker.is_dying:
+        return True
+    return is_on_its_way(status) or awaits_seat(state.generation, status)
+
+
+def _record(
+    state: MembershipState, choice: Choice, joining: Iterable[HostName], awaited: Iterable[HostName]
+) -> RecoveryDecision:
+    awaited = tuple(awaited)
+    return RecoveryDecision(
+        action=choice.action,
+        number=state.generation.number,
+        reason=choice.reason + (f"; awaited: {_describe_hosts(awaited)}" if awaited else ""),
+        options=choice.options,
+        next_failure_s=choice.next_failure_s,
+        joining=tuple(joining),
+        awaited=awaited,
+        wait_s=choice.wait_s,
+    )
+
+
+def _describe_hosts(hosts: tuple[HostName, ...]) -> str:
+    more = f" and {len(hosts) - MAX_NAMES} more" if len(hosts) > MAX_NAMES else ""
+    return join_names(hosts[:MAX_NAMES]) + more

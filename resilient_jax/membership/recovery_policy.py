@@ -1,0 +1,356 @@
+"""The policy: what to do at a change of members, as a pure function of a situation.
+
+Each option is a course of pauses and speeds until the next failure; the best score wins (`recovery_score`). Some
+options exclude each other by the rules: hosts that can go on in place never form a new world, and no older state is
+taken while there is a newer one. Such an option is listed with its score, and with the reason why it is not possible.
+
+What is left to choose:
+- after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause;
+- while others train: that hosts which are ready join now, or together with others that are on their way, or later,
+  because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
+  which they would join without a pause of their own; and a host that is lost again and again costs one each time.
+
+So that decisions do not flutter, another option than the usual one, or than the one that was chosen before in the same
+situation, must lose less by `HYSTERESIS` and `MIN_SAVED_S`. A wait has an end: hosts that have not come by then are not
+awaited again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from resilient_jax.planning.recovery_score import HOUR_S, Phase, estimate_failure_rate, score_phases
+from resilient_jax.protocol.recovery_records import (
+    WAITING_ACTIONS,
+    JobHistory,
+    RecoveryAction,
+    RecoveryOption,
+    TimedChange,
+)
+
+PRIOR_S: Final[Mapping[TimedChange, float]] = {
+    TimedChange.SHRINK: 0.2,
+    TimedChange.GROW: 0.6,
+    TimedChange.REFORM: 3.0,
+    TimedChange.RESTORE: 3.0,
+    TimedChange.RETURN: 5.0,
+}
+"""Seconds until a job has measured its own: docs/benchmarks.md, the stalls of a small model on 4 hosts of one machine.
+A large model and a GPU need more; the first change of each kind corrects that."""
+HYSTERESIS: Final = 0.2
+"""The part of what the usual option loses until the next failure that another one must save."""
+MIN_SAVED_S: Final = 0.5
+"""And it must save so many seconds: the times of one kind of change differ by that much (docs/benchmarks.md)."""
+PATIENCE: Final = 1.5
+"""A wait lasts so many times the expected time of what is waited for, at most."""
+RECONSIDER_S: Final = 60.0
+"""How long a join is postponed until it is looked at again: the job has seen more of its failures by then."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The members are idle after a loss, and know who is left.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        ready: the hosts that can go on now.
+        num_seated: how many of them were no members before.
+        awaited: the hosts that are on their way back.
+        is_in_place: whether those that are ready can go on in their world.
+        can_join_in_place: whether those that come later will have seats in it.
+        needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
+        may_wait: whether it may be waited; the rules allow it once in a change.
+    """
+
+    places: int
+    ready: int
+    num_seated: int = 0
+    awaited: int = 0
+    is_in_place: bool = True
+    can_join_in_place: bool = True
+    needs_restore: bool = False
+    may_wait: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Hosts are ready to join while others train.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        training: the hosts that train.
+        joining: the hosts that are ready to join.
+        awaited: the hosts that are on their way back.
+        can_join_in_place: whether those that are ready have taken seats.
+        is_last_copy: whether the next loss may be that of the state.
+        before: what was chosen for the same hosts before; None: nothing.
+    """
+
+    places: int
+    training: int
+    joining: int
+    awaited: int = 0
+    can_join_in_place: bool = True
+    is_last_copy: bool = False
+    before: RecoveryAction | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What the options of a job cost.
+
+    Attributes:
+        seconds: of each change: the job's own measurement, or the prior.
+        next_failure_s: the expected time to the next failure.
+        joiner_share: the probability that the next failure is of a host that joins now.
+    """
+
+    seconds: Mapping[TimedChange, float]
+    next_failure_s: float
+    joiner_share: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the policy has chosen.
+
+    Attributes:
+        action: of the first option.
+        reason: in a sentence.
+        options: all of them, the chosen one first, then by score.
+        next_failure_s: the expected time to the next failure.
+        wait_s: how long the action lasts, if it changes no members; else 0.
+    """
+
+    action: RecoveryAction
+    reason: str
+    options: tuple[RecoveryOption, ...]
+    next_failure_s: float
+    wait_s: float = 0.0
+
+
+def price_job(history: JobHistory, num_hosts: int, joining: frozenset[str] = frozenset()) -> Prices:
+    """Return the prices for a job, from its history.
+
+    Args:
+        history: of the job.
+        num_hosts: of the job, those that join included.
+        joining: the hosts that join.
+    """
+    measured = {time.change: time.mean_s for time in history.times}
+    of_joiners = sum(failures.count for failures in history.host_failures if failures.host in joining)
+    # Rates of independent hosts add up: of all hosts, and of those that join.
+    rate = estimate_failure_rate(num_hosts, history.failures, history.observed_s)
+    joiner_rate = estimate_failure_rate(len(joining), of_joiners, history.observed_s)
+    return Prices(
+        seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
+        next_failure_s=1 / rate,
+        # Failures of several hosts at once are one of the job's, and one of each host's.
+        joiner_share=min(joiner_rate / rate, 1.0),
+    )
+
+
+def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
+    """Return what to do now that the members are idle after a loss."""
+    usual = _find_usual(loss)
+    options = {
+        action: _price_after_loss(action, loss, prices, _explain_refusal(action, usual, loss))
+        for action in (*_CHANGE_OF, RecoveryAction.WAIT)
+    }
+    stop = RecoveryOption(
+        action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0, why_not="hosts can go on"
+    )
+    reachable = min(loss.ready + loss.awaited, loss.places)
+    chosen = _choose(options, usual, prices, reachable / loss.places)
+    wait_s = PATIENCE * prices.seconds[TimedChange.RETURN] if chosen is RecoveryAction.WAIT else 0.0
+    return _make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
+
+
+_CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
+    RecoveryAction.SHRINK: TimedChange.SHRINK,
+    RecoveryAction.REPLACE: TimedChange.GROW,
+    RecoveryAction.REFORM: TimedChange.REFORM,
+    RecoveryAction.RESTORE: TimedChange.RESTORE,
+}
+_ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
+    RecoveryAction.SHRINK: "goes on in place",
+    RecoveryAction.REPLACE: "goes on in place with hosts in their seats",
+    RecoveryAction.REFORM: "goes on in a new world",
+    RecoveryAction.RESTORE: "goes on from an older state",
+    RecoveryAction.WAIT: "waits for hosts that come back",
+    RecoveryAction.JOIN: "has the hosts that are ready join",
+    RecoveryAction.GATHER: "has the hosts that are ready join together with others",
+    RecoveryAction.POSTPONE: "trains on without the hosts that are ready",
+}
+
+
+def _find_usual(loss: Loss) -> RecoveryAction:
+    """Return how the hosts that are ready go on, as the rules have it."""
+    if loss.needs_restore:
+        return RecoveryAction.RESTORE
+    if not loss.is_in_place:
+        return RecoveryAction.REFORM
+    return RecoveryAction.REPLACE if loss.num_seated else RecoveryAction.SHRINK
+
+
+def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
+    seconds = prices.seconds
+    later = min(loss.ready + loss.awaited, loss.places)
+    join_s = seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
+    return_s = seconds[TimedChange.RETURN]
+    if action is RecoveryAction.WAIT:
+        pause_s = return_s + max(join_s, seconds[_CHANGE_OF[_find_usual(loss)]])
+        phases = (Phase(pause_s=pause_s, speed=later / loss.places),)
+        return _make_option(action, phases, later, prices, why_not)
+    # A shrink leaves out hosts that are ready in their seats.
+    ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
+    pause_s = seconds[_CHANGE_OF[action]]
+    phases = (Phase(pause_s=pause_s, speed=ready / loss.places),)
+    if later > ready:
+        first = dataclasses.replace(phases[0], training_s=max(return_s - pause_s, 0.0))
+        phases = (first, Phase(pause_s=join_s, speed=later / loss.places))
+    return _make_option(action, phases, ready, prices, why_not)
+
+
+def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -> str:
+    """Return why an action after a loss is not possible; empty if it is."""
+    if action is usual:
+        return ""
+    match action:
+        case RecoveryAction.WAIT if not loss.awaited:
+            return "no host is on its way back"
+        case RecoveryAction.WAIT:
+            return "" if loss.may_wait else "the rules wait no longer in this change"
+        case RecoveryAction.RESTORE:
+            return "the hosts have a newer state"
+        case RecoveryAction.REFORM if usual is not RecoveryAction.RESTORE:
+            return "the hosts can go on in place"
+        case RecoveryAction.REPLACE if usual is RecoveryAction.SHRINK:
+            return "no other host is ready in a seat"
+        case RecoveryAction.SHRINK if usual is RecoveryAction.REPLACE:
+            return "other hosts are ready in their seats"
+        case _:
+            is_lost = usual is RecoveryAction.RESTORE
+            return "no host has the newest state" if is_lost else "the hosts cannot go on in place"
+
+
+def choose_admission(admission: Admission, prices: Prices) -> Choice:
+    """Return whether hosts that are ready join now, with others, or later."""
+    seconds, places = prices.seconds, admission.places
+    ready = min(admission.training + admission.joining, places)
+    later = min(ready + admission.awaited, places)
+    join_s = seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM]
+    # What a loss of one of them would cost the others: they would not have it without them.
+    risk_s = prices.joiner_share * seconds[TimedChange.SHRINK]
+    now = (Phase(pause_s=join_s, speed=ready / places),)
+    if later > ready:
+        first = dataclasses.replace(now[0], training_s=max(seconds[TimedChange.RETURN] - join_s, 0.0))
+        now = (first, Phase(pause_s=join_s, speed=later / places))
+    before = Phase(pause_s=0.0, speed=admission.training / places)
+    wait = dataclasses.replace(before, training_s=seconds[TimedChange.RETURN])
+    gather = (wait, Phase(pause_s=join_s, speed=later / places))
+    refusal = "the next loss may be that of the state" if admission.is_last_copy else ""
+    no_more = "" if admission.awaited else "no other host is on its way"
+    options = {
+        option.action: option
+        for option in (
+            _make_option(RecoveryAction.JOIN, now, ready, prices, risk_s=risk_s),
+            _make_option(
+                RecoveryAction.GATHER, gather, admission.training, prices, refusal or no_more, risk_s=risk_s
+            ),
+            _make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
+        )
+    }
+    usual = admission.before or RecoveryAction.JOIN
+    if options[usual].why_not:
+        usual = RecoveryAction.JOIN
+    chosen = _choose(options, usual, prices, later / places)
+    waits = {
+        RecoveryAction.GATHER: PATIENCE * seconds[TimedChange.RETURN],
+        RecoveryAction.POSTPONE: RECONSIDER_S,
+    }
+    return _make_choice(chosen, usual, tuple(options.values()), prices, waits.get(chosen, 0.0))
+
+
+def describe_option(option: RecoveryOption) -> str:
+    """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
+    text = f"{option.action}: score {option.score:.6f}, {option.num_hosts} hosts after {option.pause_s:.2g} s"
+    return f"{text} (not possible: {option.why_not})" if option.why_not else text
+
+
+def _make_option(
+    action: RecoveryAction,
+    phases: tuple[Phase, ...],
+    num_hosts: int,
+    prices: Prices,
+    why_not: str = "",
+    *,
+    risk_s: float = 0.0,
+) -> RecoveryOption:
+    """Return an option with its score; `risk_s` is a further loss of time, at any moment until the next failure."""
+    first, *later = phases
+    priced = (dataclasses.replace(first, pause_s=first.pause_s + risk_s), *later)
+    return RecoveryOption(
+        action=action,
+        score=score_phases(priced, prices.next_failure_s),
+        pause_s=first.pause_s,
+        num_hosts=num_hosts,
+        why_not=why_not,
+    )
+
+
+def _choose(
+    options: Mapping[RecoveryAction, RecoveryOption], usual: RecoveryAction, prices: Prices, reachable: float
+) -> RecoveryAction:
+    """Return the best possible option, or the usual one if the best does not save enough."""
+    best = max((o for o in options.values() if not o.why_not), key=lambda o: (o.score, o.action is usual))
+    lost = _compute_lost_s(options[usual], reachable, prices)
+    saved = lost - _compute_lost_s(best, reachable, prices)
+    return best.action if saved > max(HYSTERESIS * lost, MIN_SAVED_S) else usual
+
+
+def _compute_lost_s(option: RecoveryOption, reachable: float, prices: Prices) -> float:
+    # D (1 - score / best speed that can be reached), in s: what is lost until the next failure, as time at that speed.
+    return prices.next_failure_s * (1 - option.score / reachable)
+
+
+def _make_choice(
+    chosen: RecoveryAction,
+    usual: RecoveryAction,
+    options: tuple[RecoveryOption, ...],
+    prices: Prices,
+    wait_s: float,
+) -> Choice:
+    ordered = sorted(
+        options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)
+    )
+    first, *others = ordered
+    reason = f"the job {_ACTION_TEXTS[chosen]}: {first.num_hosts} hosts after {first.pause_s:.2g} s"
+    if chosen in WAITING_ACTIONS:
+        reason = f"the job {_ACTION_TEXTS[chosen]}, for {wait_s:.2g} s at most"
+    rival = next((option for option in others if not option.why_not), None)
+    if rival is None:
+        why = "nothing else is possible"
+    else:
+        # D (s - s'), in s at the speed of all hosts.
+        gain_s = prices.next_failure_s * (first.score - rival.score)
+        expected = _describe_s(prices.next_failure_s)
+        text = f"{_describe_s(abs(gain_s))} of training until the next failure, expected in {expected}"
+        why = (
+            f"to {rival.action} would lose {text}"
+            if gain_s >= 0
+            else f"to {rival.action} would save no more than {text}, too little for a change from the usual {usual}"
+        )
+    return Choice(
+        action=chosen,
+        reason=f"{reason}; {why}",
+        options=tuple(ordered),
+        next_failure_s=prices.next_failure_s,
+        wait_s=wait_s,
+    )
+
+
+def _describe_s(seconds: float) -> str:
+    if seconds >= HOUR_S:
+        return f"{seconds / HOUR_S:.3g} h"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"

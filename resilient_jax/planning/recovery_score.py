@@ -1,0 +1,96 @@
+"""What an option is worth until the next failure, and when that is expected. Pure, without numpy: agents use it, too.
+
+Chameleon's score (arXiv 2508.21613): with batch B, step time t, transition time T and time D to the next failure,
+`score = (B / t) (D - T) / D`, the samples per second until then. A job's leader knows neither B nor t: it scores with
+the speed as a part of that of all hosts, which leaves the order of the options as it is.
+
+The time to the next failure is the posterior mean of a Gamma-Poisson model. A host's prior rate is that of a published
+cluster, and weighs as much as `PRIOR_EXPOSURE_S` of the job's own time, because the rates of clusters differ by more
+than a factor of ten: after some hours a job is judged by its own failures.
+"""
+
+import dataclasses
+from typing import Final
+
+HOUR_S: Final = 3600.0
+DEVICE_HOURS_PER_FAILURE: Final = 50_700.0
+"""Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
+DEVICES_PER_HOST: Final = 8
+"""Of that cluster."""
+PRIOR_EXPOSURE_S: Final = HOUR_S
+"""The job's own time that the prior weighs as much as."""
+
+
+def compute_score(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
+    """Return the samples per second until the next failure: `(B / t) (D - T) / D`; 0 if `D <= T`.
+
+    >>> compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
+    True
+    """
+    # In samples per second: after T seconds without steps, D - T seconds with a step of B samples each t seconds, over
+    # D seconds in all (Chameleon, arXiv 2508.21613). A transition that outlasts D computes nothing.
+    if next_failure_s <= transition_s:
+        return 0.0
+    return samples / step_s * (next_failure_s - transition_s) / next_failure_s
+
+
+def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
+    """Return the time to the next failure from which on a new plan pays: `T / (1 - t_dyn / t_rr)`.
+
+    >>> compute_break_even_s(2, 1, 10)
+    20.0
+    """
+    # Rerouting has no transition, so scores are equal at (B / t_dyn) (D - T) / D = B / t_rr; solved for D, in s. D is
+    # positive only if the new step is shorter than the rerouted one.
+    return transition_s / (1 - new_step_s / rerouted_step_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of what follows a choice, in order: a pause, and then training at one speed.
+
+    Attributes:
+        pause_s: without steps.
+        speed: as a part of that of all hosts, from the end of the pause on.
+        training_s: at that speed; None: until the next failure.
+    """
+
+    pause_s: float
+    speed: float
+    training_s: float | None = None
+
+
+def score_phases(phases: tuple[Phase, ...], next_failure_s: float) -> float:
+    """Return Chameleon's score of phases that follow each other: the mean speed until the next failure.
+
+    >>> score_phases((Phase(pause_s=10, speed=1.0),), 20) == compute_score(1, 1, 10, 20)
+    True
+    >>> score_phases((Phase(pause_s=0, speed=0.5, training_s=10), Phase(pause_s=0, speed=1.0)), 20)
+    0.75
+    """
+    # sum of v_i min(t_i, what is left of D after all before) / D
+    left_s, trained = next_failure_s, 0.0
+    for phase in phases:
+        left_s -= phase.pause_s
+        trains_s = left_s if phase.training_s is None else min(left_s, phase.training_s)
+        if left_s <= 0:
+            break
+        trained += phase.speed * trains_s
+        left_s -= trains_s
+    return trained / next_failure_s
+
+
+def estimate_failure_rate(num_hosts: int, failures: int, observed_s: float) -> float:
+    """Return the failures per second of some hosts, by the prior and by what a job has seen of them.
+
+    Args:
+        num_hosts: how many.
+        failures: of these hosts, in the job so far.
+        observed_s: how long the job has run.
+
+    >>> 1 / estimate_failure_rate(1, 0, 0.0) / HOUR_S
+    6337.5
+    """
+    # Gamma(shape = prior b, rate = b) after k failures in T: mean (prior b + k) / (b + T), in 1 / s.
+    prior = num_hosts * DEVICES_PER_HOST / (DEVICE_HOURS_PER_FAILURE * HOUR_S)
+    return (prior * PRIOR_EXPOSURE_S + failures) / (PRIOR_EXPOSURE_S + observed_s)

@@ -1,0 +1,137 @@
+"""What a job's leader decided at a change of members, and what the decision rests on; kept in the generation."""
+
+import enum
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, HostName
+
+
+class RecoveryAction(enum.StrEnum):
+    """What to do at a change of members."""
+
+    # after a loss
+    SHRINK = "shrink"
+    """Go on in place with the hosts that are left."""
+    REPLACE = "replace"
+    """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
+    REFORM = "reform"
+    """Go on in a new world with the hosts that are ready."""
+    RESTORE = "restore"
+    """Go on from an older state: that of a snapshot, or of a checkpoint."""
+    WAIT = "wait"
+    """Wait for hosts that are on their way back, without training."""
+    STOP = "stop"
+    """End the job."""
+    # while others train
+    JOIN = "join"
+    """Have the hosts that are ready join at the next step boundary."""
+    GATHER = "gather"
+    """Train on until more hosts are ready, and have all join in one pause."""
+    POSTPONE = "postpone"
+    """Train on without the hosts that are ready, until the next change or until their joining pays."""
+
+
+WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
+"""The actions that change no members, and are looked at again."""
+
+
+class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One action with its price.
+
+    Attributes:
+        action: the action.
+        score: Chameleon's: the mean speed until the next failure, as a part of that of all the job's hosts.
+        pause_s: how long no host trains at first.
+        num_hosts: that train after it.
+        why_not: why it is not possible; empty: it is.
+    """
+
+    action: RecoveryAction
+    score: float
+    pause_s: float
+    num_hosts: int
+    why_not: str = ""
+
+
+class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice at one change.
+
+    Attributes:
+        action: the option that was chosen.
+        number: the generation that stood.
+        reason: why, in a sentence.
+        options: all options, the chosen one first, then by score.
+        next_failure_s: the expected time to the next failure.
+        joining: of a choice while others train: the hosts that are ready to join.
+        awaited: the hosts that are waited for.
+        wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
+    """
+
+    action: RecoveryAction
+    number: GenerationNumber
+    reason: str
+    options: tuple[RecoveryOption, ...] = ()
+    next_failure_s: float = 0.0
+    joining: tuple[HostName, ...] = ()
+    awaited: tuple[HostName, ...] = ()
+    wait_s: float = 0.0
+
+
+class TimedChange(enum.StrEnum):
+    """What the leader measures the time of."""
+
+    SHRINK = "shrink"
+    """From the loss of a host to the end of the next step, less a step, in place with those that are left."""
+    GROW = "grow"
+    """The same for a change in place with hosts that join."""
+    REFORM = "reform"
+    """The same for a change by a re-form."""
+    RESTORE = "restore"
+    """The same for a change in which the state is read from a snapshot or a checkpoint."""
+    RETURN = "return"
+    """From the loss of a host's worker until the host is ready to join again."""
+
+
+class MeasuredTime(msgspec.Struct, frozen=True):
+    """A time that was measured in this job.
+
+    Attributes:
+        change: of what.
+        mean_s: the mean, in which the last few count most.
+        count: how often it was measured.
+    """
+
+    change: TimedChange
+    mean_s: float
+    count: int
+
+
+class HostFailures(msgspec.Struct, frozen=True):
+    """How often a host was lost, or its worker.
+
+    Attributes:
+        host: the host.
+        count: how often.
+    """
+
+    host: HostName
+    count: int
+
+
+class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """What leaders have seen of a job so far; each passes it on to the next in the generation.
+
+    Attributes:
+        observed_s: how long the job was watched.
+        failures: how many losses of members there were; of several members at once it is one.
+        host_failures: the same by host, the newest last.
+        step_s: the time of a step; 0: not known yet.
+        times: of changes.
+    """
+
+    observed_s: float = 0.0
+    failures: int = 0
+    host_failures: tuple[HostFailures, ...] = ()
+    step_s: float = 0.0
+    times: tuple[MeasuredTime, ...] = ()

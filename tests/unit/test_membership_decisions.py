@@ -1,0 +1,196 @@
+"""The decisions of a leader: recorded in the generation, obeyed by the rules, and carried on by another leader."""
+
+import dataclasses
+
+import msgspec
+import pytest
+from membership_job import Job, stop_at_boundary, training
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.job_history import add_time
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.rules import make_initial_state
+from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
+from resilient_jax.protocol.recovery_records import (
+    JobHistory,
+    RecoveryAction,
+    RecoveryDecision,
+    TimedChange,
+)
+
+TRAINS = GenerationPhase.ACTIVE
+
+
+def decided(job: Job) -> RecoveryDecision:
+    assert job.generation.decision is not None
+    return job.generation.decision
+
+
+def know(job: Job, **seconds: float) -> None:
+    """Have the job know the times of changes, as a leader that has measured them."""
+    history = job.generation.history
+    for change, value in seconds.items():
+        history = add_time(history, TimedChange(change), value)
+    generation = msgspec.structs.replace(job.generation, history=history)
+    job.state = dataclasses.replace(job.state, generation=generation)
+
+
+def change_leader(job: Job) -> None:
+    """Have another leader go on from what is in the store."""
+    stored = msgspec.msgpack.encode(job.generation)
+    generation = msgspec.msgpack.decode(stored, type=type(job.generation))
+    job.state = make_initial_state(generation, job.state.hosts.values(), job.now_s)
+
+
+def lose_two(job: Job) -> None:
+    """Kill the workers of c and d; a and b go on in place, and both workers start again."""
+    for name in "cd":
+        job.worker(name, exit_code=-9)
+    job.acknowledge("a", "b", step=6, holds_state=True)
+    job.form()
+    job.train(7)
+    for name in "cd":
+        job.change(name, worker=msgspec.structs.replace(job.worker_of(name), incarnation=2, exit_code=None))
+        job.report(name, state=WorkerState.STARTING)
+
+
+def test_how_the_hosts_go_on_after_a_loss_is_recorded_with_all_options():
+    job = training("a", "b", "c", spare_seats=4)
+    assert job.generation.decision is None, "at the start there is nothing to choose"
+    job.give(HostLeft(HostName("c")))
+    job.acknowledge("a", "b", step=6, holds_state=True)
+    decision = decided(job)
+    assert (job.phase, job.generation.change) == (GenerationPhase.FORM, WorldChange.SHRINK)
+    assert (decision.action, decision.number) == (RecoveryAction.SHRINK, 2)
+    assert {option.action for option in decision.options if not option.why_not} == {RecoveryAction.SHRINK}
+    assert {option.why_not for option in decision.options} >= {
+        "no host is on its way back",
+        "the hosts have a newer state",
+        "the hosts can go on in place",
+    }
+
+
+def test_hosts_that_return_together_are_gathered_where_a_join_is_a_new_world():
+    job = training("a", "b", "c", "d")
+    know(job, reform=20.0)
+    lose_two(job)
+    number = job.generation.number
+    job.restart("c", incarnation=2)
+    decision = decided(job)
+    assert (job.phase, job.generation.number) == (TRAINS, number), "the others train on"
+    assert (decision.action, decision.joining, decision.awaited) == (RecoveryAction.GATHER, ("c",), ("d",))
+    job.restart("d", incarnation=2)
+    assert (decided(job).action, decided(job).joining) == (RecoveryAction.JOIN, ("c", "d"))
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "c, d asked to join")
+    stop_at_boundary(job, 9)
+    job.serve()
+    assert job.members == ["a", "b", "c", "d"]
+
+
+def test_a_host_that_does_not_come_is_not_gathered_again():
+    job = training("a", "b", "c", "d")
+    know(job, reform=20.0)
+    lose_two(job)
+    job.restart("c", incarnation=2)
+    decision = decided(job)
+    assert decision.action is RecoveryAction.GATHER
+    job.wait(decision.wait_s / 2)
+    assert job.phase is TRAINS
+    job.wait(decision.wait_s)
+    assert (job.phase, decided(job).action) == (GenerationPhase.PAUSE, RecoveryAction.JOIN)
+
+
+def test_a_host_that_is_lost_while_it_is_awaited_ends_the_wait():
+    job = training("a", "b", "c", "d")
+    know(job, reform=20.0)
+    lose_two(job)
+    job.restart("c", incarnation=2)
+    assert decided(job).action is RecoveryAction.GATHER
+    job.give(HostLeft(HostName("d")))
+    assert (job.phase, decided(job).action) == (GenerationPhase.PAUSE, RecoveryAction.JOIN)
+
+
+def test_a_new_leader_obeys_the_wait_that_was_decided():
+    job = training("a", "b", "c", "d")
+    know(job, reform=20.0)
+    lose_two(job)
+    job.restart("c", incarnation=2)
+    decision = decided(job)
+    assert decision.action is RecoveryAction.GATHER
+    written = len(job.published)
+    change_leader(job)
+    job.wait(decision.wait_s / 2)
+    assert (job.phase, decided(job)) == (TRAINS, decision)
+    assert len(job.published) == written
+    job.wait(decision.wait_s)
+    assert decided(job).action is RecoveryAction.JOIN
+
+
+@pytest.mark.parametrize("do_come", [True, False])
+def test_a_job_that_would_need_two_new_worlds_waits_for_its_host_once(do_come):
+    job = training("a", "b", "c")
+    know(job, reform=20.0, **{"return": 4.0})
+    job.change("a", services=())
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a", "b", step=6, holds_state=True)
+    decision = decided(job)
+    assert job.phase is GenerationPhase.QUIESCE
+    assert (decision.action, decision.awaited, decision.wait_s) == (RecoveryAction.WAIT, ("c",), 6.0)
+    job.wait(5.5)
+    assert job.phase is GenerationPhase.QUIESCE
+    if do_come:
+        job.restart("c", incarnation=2)
+        job.report("c", generation=job.generation.number)
+    else:
+        job.wait(0.6)  # the end of the wait, and of no other time limit
+    job.serve()
+    assert decided(job).action is RecoveryAction.REFORM
+    assert (job.phase, job.members) == (GenerationPhase.FORM, list("abc") if do_come else list("ab"))
+
+
+def test_a_job_measures_its_changes_and_passes_them_on():
+    job = training("a", "b", "c", spare_seats=4)
+    job.wait(10.0)
+    job.train(15)  # ten steps of a second
+    job.worker("c", exit_code=-9)
+    job.wait(0.5)
+    job.acknowledge("a", "b", step=15, holds_state=True)
+    job.form()
+    job.wait(1.0)
+    job.train(16)
+    job.wait(4.0)
+    job.restart("c", incarnation=2)
+    job.take_seat("c")
+    history = job.generation.history
+    assert (history.failures, [(f.host, f.count) for f in history.host_failures]) == (1, [("c", 1)])
+    assert history.step_s == pytest.approx(1.0)
+    assert {time.change: time.mean_s for time in history.times} == {
+        TimedChange.SHRINK: pytest.approx(0.5),
+        TimedChange.RETURN: pytest.approx(5.5),
+    }
+    assert history.observed_s == pytest.approx(15.5)
+
+
+def test_a_new_leader_measures_nothing_that_it_has_not_seen_begin():
+    job = training("a", "b", "c", spare_seats=4)
+    job.wait(10.0)
+    job.train(15)
+    job.worker("c", exit_code=-9)
+    change_leader(job)
+    job.acknowledge("a", "b", step=15, holds_state=True)
+    job.form()
+    job.wait(50.0)
+    job.train(16)
+    job.change("a", is_draining=True)
+    assert job.generation.history.times == ()
+    assert job.generation.history != JobHistory()
+
+
+def test_the_end_of_a_job_that_has_too_few_hosts_is_a_decision():
+    job = training("a", "b", min_hosts=2, start_timeout_s=30.0)
+    job.give(HostLeft(HostName("b")))
+    job.acknowledge("a", step=6, holds_state=True)
+    job.wait(40.0)
+    assert job.phase is GenerationPhase.FINISHED
+    assert decided(job).action is RecoveryAction.STOP
+    assert "1 of the 2 hosts that the job needs" in decided(job).reason

@@ -1,0 +1,249 @@
+"""The policy of a change of members: against brute force, monotone, and without flutter."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.job_history import add_time, count_failures
+from resilient_jax.membership.recovery_policy import (
+    HYSTERESIS,
+    MIN_SAVED_S,
+    Admission,
+    Choice,
+    Loss,
+    Prices,
+    choose_admission,
+    choose_after_loss,
+    describe_option,
+    price_job,
+)
+from resilient_jax.planning.recovery_score import (
+    HOUR_S,
+    Phase,
+    estimate_failure_rate,
+    score_phases,
+)
+from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, TimedChange
+
+TIMES = st.floats(0.05, 100.0)
+HORIZONS = st.floats(1.0, 1e6)
+
+
+@st.composite
+def draw_prices(draw) -> Prices:
+    return Prices(
+        seconds={change: draw(TIMES) for change in TimedChange},
+        next_failure_s=draw(HORIZONS),
+        joiner_share=draw(st.floats(0.0, 1.0)),
+    )
+
+
+@st.composite
+def draw_loss(draw) -> Loss:
+    places = draw(st.integers(2, 64))
+    ready = draw(st.integers(1, places - 1))
+    return Loss(
+        places=places,
+        ready=ready,
+        num_seated=draw(st.integers(0, ready - 1)),
+        awaited=draw(st.integers(0, places - ready)),
+        is_in_place=draw(st.booleans()),
+        can_join_in_place=draw(st.booleans()),
+        needs_restore=draw(st.booleans()),
+        may_wait=draw(st.booleans()),
+    )
+
+
+@st.composite
+def draw_admission(draw) -> Admission:
+    places = draw(st.integers(2, 4096))
+    training = draw(st.integers(1, places - 1))
+    joining = draw(st.integers(1, places - training))
+    return Admission(
+        places=places,
+        training=training,
+        joining=joining,
+        awaited=draw(st.integers(0, places - training - joining)),
+        can_join_in_place=draw(st.booleans()),
+        is_last_copy=draw(st.booleans()),
+        before=draw(st.sampled_from((None, RecoveryAction.POSTPONE))),
+    )
+
+
+PHASES = st.lists(
+    st.builds(
+        Phase, pause_s=st.floats(0, 50), speed=st.floats(0, 1), training_s=st.none() | st.floats(0, 50)
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@given(phases=PHASES, horizon=st.floats(1.0, 200.0))
+def test_the_score_is_the_mean_speed_of_all_moments_until_the_next_failure(phases, horizon):
+    moments = 4000
+    ends: list[tuple[float, float]] = []
+    at_s = 0.0
+    for phase in phases:
+        ends.append((at_s := at_s + phase.pause_s, 0.0))
+        trains_s = horizon if phase.training_s is None else phase.training_s
+        ends.append((at_s := at_s + trains_s, phase.speed))
+    trained = 0.0
+    for moment in range(moments):
+        now_s = (moment + 0.5) * horizon / moments
+        trained += next((speed for end_s, speed in ends if now_s < end_s), 0.0)
+    assert score_phases(phases, horizon) == pytest.approx(trained / moments, abs=7 / moments)
+
+
+def check_choice(choice: Choice, horizon_s: float) -> None:
+    """Check a choice against all possible options: none of them saves as much as makes another choice."""
+    first, *others = choice.options
+    assert choice.action is first.action
+    assert not first.why_not
+    for option in others:
+        if option.why_not:
+            continue
+        # What the best option loses is at least 0: the margin is the larger, the more the chosen one loses.
+        saved_s = horizon_s * (option.score - first.score)
+        lost_s = horizon_s * (1.0 - first.score)
+        assert saved_s <= max(HYSTERESIS * lost_s, MIN_SAVED_S) + 1e-6 * horizon_s
+
+
+@given(loss=draw_loss(), prices=draw_prices())
+def test_no_other_option_after_a_loss_saves_more_than_the_margin(loss, prices):
+    check_choice(choose_after_loss(loss, prices), prices.next_failure_s)
+
+
+@given(admission=draw_admission(), prices=draw_prices())
+def test_no_other_admission_saves_more_than_the_margin(admission, prices):
+    check_choice(choose_admission(admission, prices), prices.next_failure_s)
+
+
+@given(loss=draw_loss(), prices=draw_prices(), faster=st.floats(0.1, 1.0))
+def test_a_faster_transition_never_loses(loss, prices, faster):
+    choice = choose_after_loss(loss, prices)
+    own = {
+        RecoveryAction.SHRINK: TimedChange.SHRINK,
+        RecoveryAction.REPLACE: TimedChange.GROW,
+        RecoveryAction.REFORM: TimedChange.REFORM,
+        RecoveryAction.RESTORE: TimedChange.RESTORE,
+        RecoveryAction.WAIT: TimedChange.RETURN,
+    }[choice.action]
+    seconds = {**prices.seconds, own: prices.seconds[own] * faster}
+    again = choose_after_loss(loss, dataclasses.replace(prices, seconds=seconds))
+    scores = {option.action: option.score for option in again.options}
+    assert scores[choice.action] >= choice.options[0].score - 1e-12
+
+
+@given(admission=draw_admission(), prices=draw_prices(), longer=st.floats(1.0, 100.0))
+def test_a_longer_time_to_the_next_failure_favors_a_join_over_its_postponing(admission, prices, longer):
+    admission = dataclasses.replace(admission, awaited=0)
+    # A job whose pauses outlast the time between two failures trains in no case.
+    shortest_s = sum(prices.seconds.values())
+    prices = dataclasses.replace(prices, next_failure_s=shortest_s + prices.next_failure_s)
+    if choose_admission(admission, prices).action is not RecoveryAction.JOIN:
+        return
+    later = dataclasses.replace(prices, next_failure_s=prices.next_failure_s * longer)
+    assert choose_admission(admission, later).action is RecoveryAction.JOIN
+
+
+@pytest.mark.parametrize("near", [0.7, 0.75, 0.79, 0.85, 0.95, 1.0, 1.1])
+@given(places=st.integers(100, 4096), join_s=st.floats(10.0, 100.0), noise=st.floats(0.9, 1.1))
+def test_a_choice_does_not_flutter_with_the_noise_of_measured_times(near, places, join_s, noise):
+    admission = Admission(places=places, training=places - 1, joining=1)
+    # Near the time to the next failure at which a join costs what it brings: D / places = its pause.
+    seconds = {change: join_s for change in TimedChange}
+    prices = Prices(seconds=seconds, next_failure_s=near * places * join_s)
+    choice = choose_admission(admission, prices)
+    assert choice.action is (RecoveryAction.POSTPONE if near < 0.8 else RecoveryAction.JOIN)
+    before = None if choice.action is RecoveryAction.JOIN else choice.action
+    noisy = dataclasses.replace(prices, seconds={change: join_s * noise for change in TimedChange})
+    again = choose_admission(dataclasses.replace(admission, before=before), noisy)
+    assert before is None or again.action is before
+
+
+def test_a_returned_host_joins_a_small_job_at_once():
+    admission = Admission(places=4, training=3, joining=1)
+    history = count_failures(JobHistory(observed_s=600.0), [HostName("d")])
+    choice = choose_admission(admission, price_job(history, 4, frozenset("d")))
+    assert choice.action is RecoveryAction.JOIN
+    assert "to postpone would lose" in choice.reason
+
+
+def test_of_thousands_of_hosts_one_that_returns_waits_for_more_or_the_next_change():
+    admission = Admission(places=4096, training=4090, joining=1, can_join_in_place=False)
+    history = count_failures(JobHistory(observed_s=HOUR_S), [HostName("d")])
+    prices = price_job(history, 4096, frozenset("d"))
+    choice = choose_admission(admission, prices)
+    assert (choice.action, choice.wait_s) == (RecoveryAction.POSTPONE, 60.0)
+    assert choose_admission(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.JOIN
+
+
+def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
+    """A host of 512 that dies ten seconds after each join; an hour as the leader would decide it."""
+    history, joins, now_s = JobHistory(), [], 0.0
+    admission = Admission(places=512, training=511, joining=1, can_join_in_place=False)
+    before: RecoveryAction | None = None
+    while now_s < HOUR_S:
+        history = JobHistory(observed_s=now_s, failures=history.failures, host_failures=history.host_failures)
+        prices = price_job(history, 512, frozenset(["flapping"]))
+        choice = choose_admission(dataclasses.replace(admission, before=before), prices)
+        before = choice.action
+        if choice.action is RecoveryAction.JOIN:
+            joins.append(now_s)
+            history, before = count_failures(history, [HostName("flapping")]), None
+        now_s += 15.0 if choice.action is RecoveryAction.JOIN else choice.wait_s
+    assert 1 <= len(joins) <= 12
+    half = HOUR_S / 4
+    assert sum(at_s < half for at_s in joins) >= sum(at_s >= 3 * half for at_s in joins)
+
+
+def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
+    admission = Admission(places=8, training=6, joining=1, awaited=1, can_join_in_place=False)
+    history = add_time(
+        add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0), TimedChange.RETURN, 6.0
+    )
+    choice = choose_admission(admission, price_job(history, 8))
+    assert (choice.action, choice.wait_s) == (RecoveryAction.GATHER, 9.0)
+    quick = add_time(JobHistory(observed_s=HOUR_S), TimedChange.RETURN, 100.0)
+    assert choose_admission(admission, price_job(quick, 8)).action is RecoveryAction.JOIN
+
+
+def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
+    loss = Loss(places=8, ready=7, awaited=1, is_in_place=False, can_join_in_place=False)
+    history = add_time(
+        add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0), TimedChange.RETURN, 6.0
+    )
+    choice = choose_after_loss(loss, price_job(history, 8))
+    assert (choice.action, choice.wait_s) == (RecoveryAction.WAIT, 9.0)
+    in_place = dataclasses.replace(loss, is_in_place=True, can_join_in_place=True)
+    assert choose_after_loss(in_place, price_job(history, 8)).action is RecoveryAction.SHRINK
+
+
+def test_a_join_is_not_put_off_while_the_next_loss_may_be_that_of_the_state():
+    admission = Admission(places=4096, training=4095, joining=1, is_last_copy=True)
+    choice = choose_admission(admission, price_job(JobHistory(failures=100), 4096))
+    assert choice.action is RecoveryAction.JOIN
+    assert "the next loss may be that of the state" in describe_option(choice.options[1])
+
+
+@given(
+    hosts=st.integers(1, 10_000),
+    failures=st.integers(0, 100),
+    observed_s=st.floats(0.0, 1e7),
+)
+def test_the_rate_of_failures_grows_with_hosts_and_failures_and_falls_with_quiet_time(
+    hosts, failures, observed_s
+):
+    rate = estimate_failure_rate(hosts, failures, observed_s)
+    assert rate < estimate_failure_rate(hosts + 1, failures, observed_s)
+    assert rate < estimate_failure_rate(hosts, failures + 1, observed_s)
+    assert rate > estimate_failure_rate(hosts, failures, observed_s + HOUR_S)
+
+
+def test_after_hours_a_job_is_judged_by_its_own_failures():
+    assert 1 / estimate_failure_rate(4, 0, 0.0) == pytest.approx(6337.5 / 4 * HOUR_S)
+    assert 1 / estimate_failure_rate(4, 100, 1000 * HOUR_S) == pytest.approx(10 * HOUR_S, rel=0.01)
