@@ -5,6 +5,8 @@ And what it decides at a change of members, against what another leader would.
 
 import dataclasses
 
+import msgspec
+
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.leader_memory import LeaderMemory
@@ -40,12 +42,14 @@ class CheckedMachine(MembershipMachine):
     def _check_decision(self, before: MembershipState, event: MembershipEvent, now: float) -> None:
         """Check that another leader, whose term begins at this moment, would take the same decision.
 
-        Scores differ a little: it does not know for how long the job was watched since the last record.
+        It gets the history that is recorded with the decision: what this leader has measured just now is a part of it.
         """
         recorded, decision = before.generation.decision, self.state.generation.decision
         if decision == recorded or (recorded is not None and recorded.action in WAITING_ACTIONS):
             return  # none; or the end of a wait, whose time begins anew with a term
-        successor = dataclasses.replace(before, memory=LeaderMemory(observed_until_s=now, decided_s=now))
+        generation = msgspec.structs.replace(before.generation, history=self.state.generation.history)
+        memory = LeaderMemory(observed_until_s=now, decided_s=now)
+        successor = dataclasses.replace(before, generation=generation, memory=memory)
         successor, _ = handle_plainly(successor, event, now, self._config)
         other = successor.generation.decision
         assert decision is not None
