@@ -250,9 +250,10 @@ class MembershipTally:
         if waited_s > config.regroup_grace_s:
             return True
         # All are waited for that are expected to come; standbys that all are in the world already wait for each other.
-        expected = config.num_hosts
+        hosts, quarantined = self._state.hosts, self._state.quarantined
+        expected = config.num_hosts - len(quarantined)
         if config.replaces_workers and generation.progress > 0:
-            expected = min(expected, len(self._state.hosts))
+            expected = min(expected, len(hosts) - sum(host in hosts for host in quarantined))
         can_go_on_in_place = counts[Fact.SEATED_JOINER] > 1 and not counts[Fact.UNREPLACED]
         return counts[Fact.JOINER] >= expected or (config.replaces_workers and can_go_on_in_place)
 

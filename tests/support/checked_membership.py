@@ -42,23 +42,22 @@ class CheckedMachine(MembershipMachine):
     def _check_decision(self, before: MembershipState, event: MembershipEvent, now: float) -> None:
         """Check that another leader, whose term begins at this moment, would take the same decision.
 
-        It gets the history that is recorded with the decision: what this leader has measured just now is a part of it.
+        What this leader has measured just now counts from its next transition on, which may be one of the same event.
+        So the other one begins with the history that is recorded before the event, or after it.
         """
         recorded, decision = before.generation.decision, self.state.generation.decision
         if decision == recorded or (recorded is not None and recorded.action in WAITING_ACTIONS):
             return  # none; or the end of a wait, whose time begins anew with a term
-        generation = msgspec.structs.replace(before.generation, history=self.state.generation.history)
-        memory = LeaderMemory(observed_until_s=now, decided_s=now)
-        successor = dataclasses.replace(before, generation=generation, memory=memory)
-        successor, _ = handle_plainly(successor, event, now, self._config)
-        other = successor.generation.decision
         assert decision is not None
-        assert other is not None
-        assert (other.action, other.joining, other.awaited) == (
-            decision.action,
-            decision.joining,
-            decision.awaited,
-        )
+        others = []
+        for history in (before.generation.history, self.state.generation.history):
+            generation = msgspec.structs.replace(before.generation, history=history)
+            memory = LeaderMemory(observed_until_s=now, decided_s=now)
+            successor = dataclasses.replace(before, generation=generation, memory=memory)
+            other = handle_plainly(successor, event, now, self._config)[0].generation.decision
+            assert other is not None
+            others.append((other.action, other.joining, other.awaited))
+        assert (decision.action, decision.joining, decision.awaited) in others
 
 
 def handle_plainly(
