@@ -50,8 +50,7 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         ratios: of its devices.
         num_unconfirmed: how many measurements in a row have shown nothing before this one.
     """
-    # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
-    limit = max(SHIFT, math.sqrt(finding.factor))
+    limit = _find_limit(finding)
     if ratios.compute > limit:
         kind = FindingKind.COMPUTE
     elif finding.kind is FindingKind.INPUT:
@@ -67,3 +66,19 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         "median of its peers takes at the same time"
     )
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
+
+
+def is_confirmed_still(finding: Finding, ratios: DeviceRatios) -> bool:
+    """Return whether devices alone say that a host that was found slow still is, whatever its work is now.
+
+    Args:
+        finding: about a host, which a measurement has confirmed.
+        ratios: of its devices, now.
+    """
+    return max(ratios.compute, ratios.memory) > _find_limit(finding)
+
+
+def _find_limit(finding: Finding) -> float:
+    """Return above which ratio devices confirm a finding."""
+    # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
+    return max(SHIFT, math.sqrt(finding.factor))

@@ -7,11 +7,12 @@ at the same time, and it concludes what is slow. So hosts take part in a collect
 
 import collections
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -31,6 +32,10 @@ UNUSUAL_ACCUMULATIONS: Final = 2
 
 class SlownessJudge(Protocol):
     """Judges which hosts are slow. Hosts are given by their indexes, as positions in sequences."""
+
+    def set_groups(self, name: str, groups: Mapping[HostName, str]) -> None:
+        """Compare what accumulations of a name take only between hosts of a group, by host, from now on."""
+        ...
 
     def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Take in what the last steps took, by host and in the order of steps; return before they are judged."""
@@ -59,6 +64,16 @@ class SlowHostWatch:
         self._timings: dict[str, collections.deque[StepTiming]] = {}
         self._num_seen: collections.Counter[str] = collections.Counter()
         self._last_step: dict[str, int] = {}
+
+    def set_groups(self, name: str, groups: Mapping[HostName, str]) -> None:
+        """Compare what accumulations of a name take only between hosts of a group, which do the same work.
+
+        Args:
+            name: of the accumulations.
+            groups: by host, of all hosts of the generation.
+        """
+        if self._judge is not None:
+            self._judge.set_groups(name, groups)
 
     def add(
         self, spec: AccumulationSpec, counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]
