@@ -1,7 +1,8 @@
 """How a step is divided among the replicas and in which order hosts run its tasks, by what tasks take. Pure.
 
 A step is priced as the longest path of its own schedule. Another division is taken only where the step is then done a
-tenth sooner, so noise changes nothing. Every host computes the same, from the same numbers.
+tenth sooner by what was measured twice in a row, so noise changes nothing. Every host computes the same, from the same
+numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ import msgspec
 
 from resilient_jax.health.step_prediction import StepPath
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline_schedule.routes import Hop, Team, make_routes
+from resilient_jax.pipeline_schedule.routes import Team, make_routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
-from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.planning.makespan import MachineClass
 from resilient_jax.planning.team_quotas import TeamRate, find_quotas
 from resilient_jax.step.host_speeds import MIN_GAIN
@@ -69,43 +70,51 @@ class DivisionChooser:
         self._teams = [tuple(team) for team in teams]
         self._schedule = schedule
         self._seen: TaskSeconds = {}
+        """What was measured when a division was last looked for."""
+        self._is_wanted = False
+        """By these, another division would have paid."""
 
     def choose(self, measured: TaskSeconds) -> DivisionChange | None:
         """Return another division, which becomes the present one, if a step is then done a tenth sooner; else None.
+
+        It must be so by what was measured now and by what was measured the time before.
 
         Args:
             measured: of every host of the replicas; nothing follows while one of them is not known.
         """
         hosts = {host for team in self._teams for host, _ in team}
-        if any(not measured.get(host) for host in hosts) or _are_alike(self._seen, measured):
+        if any(not measured.get(host) for host in hosts):
             return None
-        self._seen = measured
+        if _are_alike(self._seen, measured) and not self._is_wanted:
+            return None
+        before, was_wanted = self._seen, self._is_wanted
         change = self._find_change(measured)
-        if change is not None:
-            self.present = change.division
+        self._seen, self._is_wanted = measured, change is not None
+        if change is None or not was_wanted:
+            return None
+        if self._price(self.present, before) <= MIN_GAIN * self._price(change.division, before):
+            return None
+        self.present, self._is_wanted = change.division, False
         return change
 
     def _find_change(self, measured: TaskSeconds) -> DivisionChange | None:
+        """Return the division that pays by what was measured once, if any does."""
         present, seconds = self.present, spread_over_blocks(self._teams, measured)
-        routes = make_routes(self._teams, present.quotas)
-        orders = order_tasks(routes, present.seconds, schedule=self._schedule).orders
-        by_hop: dict[tuple[Hop, TaskKind], float] = {}
-
-        def take(task: Task) -> float:
-            key = task.hop, task.kind
-            if key not in by_hop:
-                by_hop[key] = sum(seconds(task.hop.host, task.kind, block) for block in task.hop.blocks)
-            return by_hop[key]
-
-        before_s = StepPath(orders, routes).predict_s(take)
-        # The smaller change first: microbatches that stay where they are are already read ahead.
-        found_s = before_s
+        before_s = found_s = self._price(present, measured)
         found: StepDivision | None = None
+        # The smaller change first: microbatches that stay where they are have been read ahead.
         for quotas in dict.fromkeys((present.quotas, divide_by_speed(self._teams, present.quotas, measured))):
-            step = order_tasks(make_routes(self._teams, quotas), seconds, schedule=self._schedule)
-            if found_s > MIN_GAIN * step.makespan_s:
-                found, found_s = StepDivision(quotas, seconds), step.makespan_s
+            division = StepDivision(quotas, seconds)
+            step_s = self._price(division, measured)
+            if found_s > MIN_GAIN * step_s:
+                found, found_s = division, step_s
         return None if found is None else DivisionChange(found, before_s, found_s)
+
+    def _price(self, division: StepDivision, measured: TaskSeconds) -> float:
+        """Return the seconds of a step that is divided in this way, if tasks take what was measured."""
+        routes = make_routes(self._teams, division.quotas)
+        orders = order_tasks(routes, division.seconds, schedule=self._schedule).orders
+        return StepPath(orders, routes).predict_s(lambda task: measured[task.hop.host][task.kind])
 
 
 def spread_over_blocks(teams: Sequence[Team], measured: TaskSeconds) -> BlockSeconds:
