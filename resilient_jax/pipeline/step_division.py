@@ -1,8 +1,8 @@
 """How a step is divided among the replicas and in which order hosts run its tasks, by what tasks take. Pure.
 
 A step is priced as the longest path of its own schedule. Another division is taken only where the step is then done a
-tenth sooner by what was measured twice in a row, so noise changes nothing. Every host computes the same, from the same
-numbers.
+tenth sooner, and 10 ms, by what was measured twice in a row: so noise changes nothing. Every host computes the same,
+from the same numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from resilient_jax.health.monitor import MIN_EXCESS_S
 from resilient_jax.health.step_prediction import StepPath
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import Team, make_routes
@@ -75,9 +76,9 @@ class DivisionChooser:
         """By these, another division would have paid."""
 
     def choose(self, measured: TaskSeconds) -> DivisionChange | None:
-        """Return another division, which becomes the present one, if a step is then done a tenth sooner; else None.
+        """Return another division, which becomes the present one, if that pays; else None.
 
-        It must be so by what was measured now and by what was measured the time before.
+        It must pay by what was measured now and by what was measured the time before.
 
         Args:
             measured: of every host of the replicas; nothing follows while one of them is not known.
@@ -92,7 +93,7 @@ class DivisionChooser:
         self._seen, self._is_wanted = measured, change is not None
         if change is None or not was_wanted:
             return None
-        if self._price(self.present, before) <= MIN_GAIN * self._price(change.division, before):
+        if not _pays(self._price(self.present, before), self._price(change.division, before)):
             return None
         self.present, self._is_wanted = change.division, False
         return change
@@ -106,7 +107,7 @@ class DivisionChooser:
         for quotas in dict.fromkeys((present.quotas, divide_by_speed(self._teams, present.quotas, measured))):
             division = StepDivision(quotas, seconds)
             step_s = self._price(division, measured)
-            if found_s > MIN_GAIN * step_s:
+            if _pays(found_s, step_s):
                 found, found_s = division, step_s
         return None if found is None else DivisionChange(found, before_s, found_s)
 
@@ -154,6 +155,11 @@ def divide_by_speed(teams: Sequence[Team], quotas: Sequence[int], measured: Task
     found = find_quotas(sum(quotas) - len(teams), rates)
     assert found is not None, "microbatches of one unit add up to any number"
     return tuple(1 + quota for quota in found)
+
+
+def _pays(before_s: float, after_s: float) -> bool:
+    """Return whether it is worth a change that a step takes so long no longer, but only so long."""
+    return before_s > MIN_GAIN * after_s and before_s - after_s >= MIN_EXCESS_S
 
 
 def _are_alike(one: TaskSeconds, other: TaskSeconds) -> bool:

@@ -1,6 +1,7 @@
 """What the tasks of this host take, as the runner measures them: without waits for other hosts."""
 
 import collections
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Final
@@ -47,7 +48,8 @@ class TaskTimings:
     def __init__(self) -> None:
         self._step: list[tuple[Task, float]] = []
         self._waited_s: dict[int, float] = {}
-        self._means: dict[TaskKind, collections.deque[float]] = {}
+        self._means: collections.deque[dict[TaskKind, float]] = collections.deque(maxlen=WINDOW)
+        """By step, the mean of each kind."""
 
     def begin_generation(self) -> None:
         """Forget everything: this host may have other blocks now."""
@@ -73,8 +75,8 @@ class TaskTimings:
         for task, seconds in self._step:
             waited_s = self._waited_s.get(task.microbatch, 0.0) if task.kind is TaskKind.FORWARD else 0.0
             by_kind.setdefault(task.kind, []).append(seconds - waited_s)
-        for kind, found in by_kind.items():
-            self._means.setdefault(kind, collections.deque(maxlen=WINDOW)).append(statistics.fmean(found))
+        if by_kind:
+            self._means.append({kind: statistics.fmean(found) for kind, found in by_kind.items()})
         microbatches = tuple(task.microbatch for task, _ in self._step if task.kind is TaskKind.FORWARD)
         work = StepWork(
             microbatches=microbatches,
@@ -86,6 +88,13 @@ class TaskTimings:
 
     def estimate(self) -> dict[TaskKind, float]:
         """Return the seconds of a task of each kind, over all blocks of this host; empty while they are unknown."""
-        if not self._means or min(map(len, self._means.values())) < MIN_MEASURED:
+        if len(self._means) < MIN_MEASURED:
             return {}
-        return {kind: statistics.median(means) for kind, means in self._means.items()}
+        # The median of the sum, not of each kind: a processor that stops for a while in each step stops in one kind.
+        usual_s = statistics.median(sum(means.values()) for means in self._means)
+        total_s = math.fsum(seconds for means in self._means for seconds in means.values())
+        kinds = {kind for means in self._means for kind in means}
+        return {
+            kind: usual_s / total_s * math.fsum(means.get(kind, 0.0) for means in self._means)
+            for kind in sorted(kinds)
+        }
