@@ -12,7 +12,6 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from resilient_jax.ids import HostName
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -33,7 +32,7 @@ UNUSUAL_ACCUMULATIONS: Final = 2
 class SlownessJudge(Protocol):
     """Judges which hosts are slow. Hosts are given by their indexes, as positions in sequences."""
 
-    def set_groups(self, name: str, groups: Mapping[HostName, str]) -> None:
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
         """Compare what accumulations of a name take only between hosts of a group, by host, from now on."""
         ...
 
@@ -65,7 +64,7 @@ class SlowHostWatch:
         self._num_seen: collections.Counter[str] = collections.Counter()
         self._last_step: dict[str, int] = {}
 
-    def set_groups(self, name: str, groups: Mapping[HostName, str]) -> None:
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
         """Compare what accumulations of a name take only between hosts of a group, which do the same work.
 
         Args:

@@ -67,7 +67,7 @@ class StageWatch:
         """Of vectors, in the present step."""
         if self._slow_hosts is not None:
             blocks = placement.describe_blocks()
-            self._slow_hosts.set_groups(WORK_NAME, {host: blocks[host] for host in world.hosts})
+            self._slow_hosts.set_groups(WORK_NAME, {str(host): blocks[host] for host in world.hosts})
 
     def begin_step(self, step: int) -> None:
         """Act on what the hosts told each other in the step before, if they did. Every host must call this.

@@ -51,7 +51,7 @@ class HealthRecord:
     generation: GenerationNumber
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     monitors: dict[str, HealthMonitor] = dataclasses.field(default_factory=dict)
-    groups: dict[str, dict[HostName, str]] = dataclasses.field(default_factory=dict)
+    groups: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     unconfirmed: dict[Finding, int] = dataclasses.field(default_factory=dict)
     reported: dict[Finding, Finding] = dataclasses.field(default_factory=dict)
     carried: set[Finding] = dataclasses.field(default_factory=set)
@@ -103,7 +103,7 @@ class HostHealth:
                 self._end(finding, "the host takes no part any more")
             self._report()
 
-    def set_groups(self, name: str, groups: Mapping[HostName, str]) -> None:
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
         """Compare hosts with those of their group from now on; what was learned in other groups is dropped.
 
         A host that was slow stays reported: its new work says nothing about the old one, its devices do.
