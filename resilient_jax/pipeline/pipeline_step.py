@@ -179,7 +179,7 @@ class PipelineWorker:
         self._generation = generation
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
-        self.timings.begin_generation()
+        self.timings.clear()
         self._service.begin_generation(generation.number, generation.addresses)
 
     def replace_state(self, step: int, states: Mapping[int, UnitState]) -> None:

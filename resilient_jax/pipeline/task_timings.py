@@ -51,8 +51,8 @@ class TaskTimings:
         self._means: collections.deque[dict[TaskKind, float]] = collections.deque(maxlen=WINDOW)
         """By step, the mean of each kind."""
 
-    def begin_generation(self) -> None:
-        """Forget everything: this host may have other blocks now."""
+    def clear(self) -> None:
+        """Forget everything: this host may have other blocks now, or loaded programs."""
         self._means.clear()
         self.begin_step()
 

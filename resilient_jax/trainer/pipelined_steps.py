@@ -117,7 +117,9 @@ class PipelinedSteps:
             )
         )
         schedule = PipelineSchedule(self._options.schedule)
-        self._watch = StageWatch(placement, worker, self._data, schedule, self._balance_by_speed)
+        self._watch = StageWatch(
+            placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
+        )
         world.record_event(
             EventKind.PIPELINE_FORMED,
             replicas=len(placement.teams),

@@ -20,13 +20,12 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
 
 WORK_NAME: Final = "pipeline"
 """Under which tasks are judged, as the microbatches of an accumulation are under its name."""
-UNUSUAL_STEPS: Final = 2
-"""The first ones of a generation: they load programs, or go on with what others have begun."""
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -52,6 +51,7 @@ class StageWatch:
         worker: PipelineWorker,
         data: Prefetcher,
         schedule: PipelineSchedule,
+        *,
         balance_by_speed: bool,
     ) -> None:
         world = placement.world
@@ -91,19 +91,16 @@ class StageWatch:
 
     def end_tasks(self, step: int) -> StageReport | None:
         """Count the tasks of a step, which all are done here; return what to tell, in a step in which hosts do."""
+        work = self._worker.timings.end_step()
+        if self._slow_hosts is not None and work.microbatches:
+            inputs = [
+                MicrobatchInput(waited_s, self._data.lengths(step, microbatch))
+                for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
+            ]
+            self._slow_hosts.add(self._describe_step(step), [len(work.microbatches)], work.seconds, inputs)
         self._num_steps += 1
-        if self._num_steps <= UNUSUAL_STEPS:
-            self._worker.timings.begin_step()
-        else:
-            work = self._worker.timings.end_step()
-            if self._slow_hosts is not None and work.microbatches:
-                inputs = [
-                    MicrobatchInput(waited_s, self._data.lengths(step, microbatch))
-                    for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
-                ]
-                self._slow_hosts.add(
-                    self._describe_step(step), [len(work.microbatches)], work.seconds, inputs
-                )
+        if self._num_steps <= UNUSUAL_ACCUMULATIONS:
+            self._worker.timings.clear()
         if step % EXCHANGE_INTERVAL_STEPS or len(self._placement.world.hosts) == 1:
             return None
         timings = b""

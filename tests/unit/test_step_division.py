@@ -137,7 +137,7 @@ def test_tasks_are_known_after_some_steps_without_waits_for_data():
         assert (work.microbatches, work.waited_s, work.seconds) == ((4, 5), (0.25, 0.25), 12.5)
     estimate = timings.estimate()
     assert [estimate[kind] for kind in KINDS[SCHEDULE]] == pytest.approx([1.0, 2.0, 3.0])
-    timings.begin_generation()
+    timings.clear()
     assert timings.estimate() == {}
 
 
