@@ -247,6 +247,10 @@ class EventKind(enum.StrEnum):
     PIPELINE_STEP_RESUMED = "pipeline.step_resumed"
     """A step goes on in a new generation. Detail: `kept` (tasks that this host had done), `seconds` (of those
     that were left)."""
+    PIPELINE_REBALANCED = "pipeline.rebalanced"
+    """Replicas compute other shares of a step's microbatches from now on, or hosts run their tasks in another order, by
+    what tasks were measured to take. Detail: `shares` (microbatches of each replica), `before_s` and `after_s`
+    (what the tasks of a step take by that, without and with the change). The first host's worker records it."""
     STATE_SHARDED = "state.sharded"
     """The state is sharded. Detail: `bytes` of the state, `bytes_here` on this host, `bytes_everywhere` (what every
     host has, because it could not be sharded)."""

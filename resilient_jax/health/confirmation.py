@@ -63,8 +63,7 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
         ratios: of its devices.
         num_unconfirmed: how many measurements in a row have shown nothing before this one.
     """
-    # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
-    limit = max(SHIFT, math.sqrt(finding.factor))
+    limit = _find_limit(finding)
     # A slow processor would slow down the microbatches themselves, too.
     is_input_alone = finding.kind is FindingKind.INPUT and finding.input_share >= WHOLE_INPUT_SHARE
     if ratios.compute > limit and not is_input_alone:
@@ -86,6 +85,16 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
 
 
+def is_confirmed_still(finding: Finding, ratios: DeviceRatios) -> bool:
+    """Return whether devices alone say that a host that was found slow still is, whatever its work is now.
+
+    Args:
+        finding: about a host, which a measurement has confirmed.
+        ratios: of its devices, now.
+    """
+    return max(ratios.compute, ratios.memory) > _find_limit(finding)
+
+
 def confirm_link(
     finding: Finding, hosts: Sequence[str], rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
 ) -> Finding | None:
@@ -97,7 +106,7 @@ def confirm_link(
         rounds: of the measurement, as `pair_hosts` returned them.
         seconds: by host and round, what an exchange took.
     """
-    slow = find_slow_link(rounds, seconds, max(MIN_LINK_RATIO, math.sqrt(finding.factor)))
+    slow = find_slow_link(rounds, seconds, max(MIN_LINK_RATIO, _find_limit(finding)))
     if slow is None:
         return None
     peers = "each of its peers" if slow.peer is None else hosts[slow.peer]
@@ -106,3 +115,9 @@ def confirm_link(
         "of other pairs at the same time"
     )
     return msgspec.structs.replace(finding, host=hosts[slow.host], evidence=f"{finding.evidence}; {measured}")
+
+
+def _find_limit(finding: Finding) -> float:
+    """Return above which ratio a measurement confirms a finding."""
+    # Nearer to what was found than to "as fast as its peers": hosts of one job may differ a little all the time.
+    return max(SHIFT, math.sqrt(finding.factor))

@@ -117,7 +117,8 @@ class HealthMonitor:
 
     Args:
         groups: hosts that do the same work, by host, such as those of one stage of a pipeline; hosts that are not named
-            are one group.
+            are one group. How far a host that is alone in its group is from its own past is compared with how far all
+            others are from theirs; its seconds with nobody's, so one that was slow from the start is not found.
     """
 
     def __init__(self, groups: Mapping[str, str] | None = None) -> None:
@@ -229,7 +230,7 @@ class HealthMonitor:
             for one in group:
                 one.usual = of_all
                 if len(group) <= SMALL_GROUP:
-                    others = [other.ratio for other in healthy if other is not one]
+                    others = _list_other_ratios(one, group) or _list_other_ratios(one, measured)
                     one.usual = statistics.median(others) if others else 1.0
 
     def _conclude(self, step: int, one: _Measured, state: SeriesState) -> Iterator[FindingChange]:
@@ -395,6 +396,15 @@ def _list_samples(
     shortest_s = min(timing.wait_s for timing in told.values())
     if are_all and shortest_s > MIN_DURATION_S and not any(t.is_disturbed for t in told.values()):
         yield LINKS, [_make_plain_sample(shortest_s)], 0.0
+
+
+def _list_other_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[float]:
+    """Return the ratios of the others of its name that are not known to be slow."""
+    return [
+        other.ratio
+        for other in measured
+        if other is not one and other.part.name == one.part.name and other.watched.finding is None
+    ]
 
 
 def _make_plain_sample(seconds: float) -> WorkSample:

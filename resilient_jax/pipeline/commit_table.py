@@ -19,6 +19,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import StepSums
+from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.transport.mail_protocol import MailKind
 
 
@@ -47,11 +48,13 @@ class HostRows(msgspec.Struct, frozen=True):
         units: that it holds.
         misfits: blocks whose sums were beyond their limits.
         results: means of results that it has.
+        report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
     """
 
     units: tuple[UnitRow, ...]
     misfits: tuple[int, ...]
     results: Mapping[str, float]
+    report: StageReport | None = None
 
 
 class CommitTable(msgspec.Struct, frozen=True):
@@ -70,13 +73,19 @@ class CommitTable(msgspec.Struct, frozen=True):
     results: Mapping[str, float]
 
 
-def make_rows(sums: StepSums, gradients: Mapping[int, Mapping[str, Any]], num_microbatches: int) -> HostRows:
+def make_rows(
+    sums: StepSums,
+    gradients: Mapping[int, Mapping[str, Any]],
+    num_microbatches: int,
+    report: StageReport | None = None,
+) -> HostRows:
     """Return the rows of this host.
 
     Args:
         sums: of the step.
         gradients: the sums of each unit that it holds, by number and name.
         num_microbatches: that are in the sums.
+        report: of its tasks, if they are told in this step.
     """
     units = []
     for number, found in sorted(gradients.items()):
@@ -91,17 +100,18 @@ def make_rows(sums: StepSums, gradients: Mapping[int, Mapping[str, Any]], num_mi
         for name, value in sums.list_results().items()
         if np.shape(value) == ()
     }
-    return HostRows(units=tuple(units), misfits=tuple(sums.list_misfits()), results=results)
+    return HostRows(units=tuple(units), misfits=tuple(sums.list_misfits()), results=results, report=report)
 
 
-def exchange_rows(mail: StepMail, hosts: Sequence[HostName], own: HostName, rows: HostRows) -> CommitTable:
-    """Return the table, when all living hosts have said their rows.
+def exchange_rows(
+    mail: StepMail, hosts: Sequence[HostName], own: HostName, rows: HostRows
+) -> dict[HostName, HostRows]:
+    """Return the rows of all living hosts, when all have said theirs.
 
     Raises:
-        SumsDiffer: two hosts have different sums of one unit.
         PeerUnreachable: a host is lost, or late.
     """
-    return make_table(mail.exchange_messages(hosts, own, MailKind.ROWS, rows))
+    return mail.exchange_messages(hosts, own, MailKind.ROWS, rows)
 
 
 def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:

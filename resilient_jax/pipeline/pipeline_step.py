@@ -23,7 +23,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
-from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows
+from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
@@ -36,9 +36,10 @@ from resilient_jax.pipeline.step_progress import (
 )
 from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
+from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
-from resilient_jax.pipeline_schedule.task_orders import order_tasks, take_equal_time
+from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, PipelineSchedule, Task
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
@@ -103,6 +104,9 @@ class PipelineWorker:
         state: of the units that it holds.
         step: the next one to be committed.
         unit_holders: the hosts that had each unit when the hosts last agreed on a step.
+        timings: of the tasks of this host.
+        reports: what all hosts said of their tasks in the last step; empty where they said nothing.
+        block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
     """
 
     def __init__(
@@ -139,6 +143,9 @@ class PipelineWorker:
         self._log = BoundaryLog(config.log_bytes)
         self._sums = BlockSums(host, list_sum_pieces(cut, units), config.num_microbatches, config.reduction)
         self._runner = StageRunner(host, cut, self._log, self._sums)
+        self.timings = self._runner.timings
+        self.reports: Mapping[HostName, StageReport] = {}
+        self.block_seconds: BlockSeconds = take_equal_time
         self._units = units
         self._routes: Routes = ()
         self._routed_in = 0
@@ -147,7 +154,7 @@ class PipelineWorker:
         """The sums of the step, from when they are here until it is committed."""
         self._table: CommitTable | None = None
         self._progress: dict[HostName, TaskProgress] = {}
-        self._ordered: tuple[Routes, frozenset[Task]] | None = None
+        self._ordered: tuple[Routes, frozenset[Task], BlockSeconds] | None = None
         self._order: tuple[Task, ...] = ()
         self._generation: PipelineGeneration | None = None
 
@@ -170,6 +177,9 @@ class PipelineWorker:
     def begin_generation(self, generation: PipelineGeneration) -> None:
         """Have these hosts from now on; what has been done of a step is kept."""
         self._generation = generation
+        # A host that joins knows of no measured ones.
+        self.block_seconds, self.reports = take_equal_time, {}
+        self.timings.clear()
         self._service.begin_generation(generation.number, generation.addresses)
 
     def replace_state(self, step: int, states: Mapping[int, UnitState]) -> None:
@@ -310,12 +320,15 @@ class PipelineWorker:
         make_rows(StepSums({}), sums, config.num_microbatches)
         self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
 
-    def finish_step(self, before_update: BeforeUpdate = lambda table: None) -> CommitTable:
+    def finish_step(
+        self, before_update: BeforeUpdate = lambda table: None, report: StageReport | None = None
+    ) -> CommitTable:
         """Exchange sums and table, and update the state; the step is then committed here.
 
         Args:
             before_update: called with the table when this host knows that all hosts have their sums; what it raises
                 keeps the step from being committed.
+            report: of this host's tasks, in a step in which all hosts tell theirs.
 
         Raises:
             PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
@@ -325,8 +338,9 @@ class PipelineWorker:
         sums = self._sums.finish(mail, self._make_layout())
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
         self._gradients = gradients
-        rows = make_rows(sums, gradients, config.num_microbatches)
-        table = exchange_rows(mail, self._require_generation().hosts, self._host, rows)
+        rows = make_rows(sums, gradients, config.num_microbatches, report)
+        found = exchange_rows(mail, self._require_generation().hosts, self._host, rows)
+        table = make_table(found)
         if table.misfits:
             raise InternalError(
                 f"blocks {list(table.misfits)}: found gradients beyond the limits that follow from microbatch 0, "
@@ -334,6 +348,7 @@ class PipelineWorker:
             )
         before_update(table)
         self._commit(table, gradients)
+        self.reports = {host: one.report for host, one in found.items() if one.report is not None}
         return table
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
@@ -367,9 +382,10 @@ class PipelineWorker:
 
     def _find_order(self, done: frozenset[Task]) -> tuple[Task, ...]:
         """Return the order of this host's tasks; that of the same routes is made once."""
-        if self._ordered != (self._routes, done):
-            found = order_tasks(self._routes, take_equal_time, schedule=self._config.schedule, done=done)
-            self._ordered, self._order = (self._routes, done), found.orders.get(self._host, ())
+        wanted = self._routes, done, self.block_seconds
+        if self._ordered != wanted:
+            found = order_tasks(self._routes, self.block_seconds, schedule=self._config.schedule, done=done)
+            self._ordered, self._order = wanted, found.orders.get(self._host, ())
         return self._order
 
     def _make_layout(self) -> SumLayout:

@@ -5,6 +5,7 @@ cannot deadlock. A failure leaves what is finished in place; `run` goes on with 
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, assert_never
@@ -21,6 +22,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.task_timings import TaskTimings
 from resilient_jax.pipeline_schedule.routes import Hop, Route
 from resilient_jax.pipeline_schedule.tasks import (
     Boundary,
@@ -73,6 +75,7 @@ class StageRunner:
 
     Attributes:
         done: the tasks that are finished in this step.
+        timings: of the tasks that were run in this step.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class StageRunner:
         place: PlaceValues = place_on_first_device,
     ) -> None:
         self.done: set[Task] = set()
+        self.timings = TaskTimings()
         self._host = host
         self._cut = cut
         self._log = log
@@ -97,6 +101,7 @@ class StageRunner:
     def begin_step(self) -> None:
         """Drop everything of the step before."""
         self.done.clear()
+        self.timings.begin_step()
         self._residuals.clear()
         self._kept.clear()
         self._results.clear()
@@ -136,6 +141,7 @@ class StageRunner:
             route = routes[task.microbatch]
             with worker_activity.task(WorkerTask.SUM):  # a wait for another host, as in a sum
                 received = self._receive(task, route, mail)
+            started_s = time.monotonic()
             try:
                 with worker_activity.task(WorkerTask.COMPUTE):
                     sent = self._execute(task, received, weights, read)
@@ -147,6 +153,7 @@ class StageRunner:
             self.done.add(task)
             if sent is not None:
                 self._send(task, sent, route, mail)
+            self.timings.add(task, time.monotonic() - started_s)
 
     def rehearse(
         self, block: Block, weights: Weights, data: tuple[Any, Any], kinds: Collection[TaskKind]
@@ -224,8 +231,10 @@ class StageRunner:
     def _forward(
         self, task: Task, x: BoundaryValues, weights: Mapping[int, Weights], read: ReadMicrobatch
     ) -> BoundaryValues:
+        started_s = time.monotonic()
         with worker_activity.task(WorkerTask.INPUT):
             batch, key = read(task.microbatch)
+        self.timings.add_wait(task.microbatch, time.monotonic() - started_s)
         residuals: list[tuple[Any, ...]] = []
         for block in self._list_blocks(task):
             x, results, kept = block.programs.forward(weights[block.number], x, batch, key)

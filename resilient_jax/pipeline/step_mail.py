@@ -91,24 +91,25 @@ class StepMail:
         return decode_message(decoder, self._take(sender, key), f"{key} from {sender}")
 
     def exchange_messages(
-        self, hosts: Sequence[HostName], own: HostName, kind: MailKind, message: MessageT
+        self, hosts: Sequence[HostName], own: HostName, kind: MailKind, message: MessageT, number: int = 0
     ) -> dict[HostName, MessageT]:
         """Return the messages of all hosts, when all have said theirs.
 
         Args:
             hosts: all that take part, in the same order everywhere.
             own: this host.
-            kind: of the message; one of a kind in a step and generation.
+            kind: of the message.
             message: of this host.
+            number: of the exchange, among those of one kind in a step and generation.
         """
         for host in hosts:
             if host != own:
-                self.send_message(host, self.make_key(kind, hosts.index(own), 0), message)
+                self.send_message(host, self.make_key(kind, hosts.index(own), number), message)
         return {
             host: message
             if host == own
-            else self.take_message(host, self.make_key(kind, number, 0), type(message))
-            for number, host in enumerate(hosts)
+            else self.take_message(host, self.make_key(kind, index, number), type(message))
+            for index, host in enumerate(hosts)
         }
 
     def _take(self, sender: HostName, key: MailKey) -> memoryview:

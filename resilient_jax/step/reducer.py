@@ -124,6 +124,7 @@ class Reducer:
     Attributes:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
         lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
+        watch: see above; for steps that are not made here, too.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Reducer:
     ) -> None:
         self._max_microbatches = max_microbatches
         self._auditor = auditor
-        self._watch = watch
+        self.watch = watch
         self._list_devices = list_devices
         self._process_index = process_index
         self._kept = kept
@@ -244,8 +245,8 @@ class Reducer:
             )
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
-        if self._watch is not None:
-            self._watch.look(
+        if self.watch is not None:
+            self.watch.look(
                 spec, found.watched, self._collectives, functools.partial(measure_links, self._live.grid)
             )
         claims, has_limits = found.microbatches > 0, found.has_limits
@@ -272,8 +273,8 @@ class Reducer:
         with worker_activity.task(WorkerTask.SUM):
             total, misfits = self._reduce(contributions, zeros)
             jax.block_until_ready(total)
-        if self._watch is not None:
-            self._watch.add_wait(spec, time.monotonic() - began_s)
+        if self.watch is not None:
+            self.watch.add_wait(spec, time.monotonic() - began_s)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         if not misfits.any():
@@ -358,7 +359,7 @@ class Reducer:
                 microbatches=contributions.list_claims(),
                 has_limits=np.array(contributions.limits is not None),
                 seconds=np.array(self._speeds.estimate(spec), np.float32),
-                watched=self._watch.take_row(spec) if self._watch is not None else make_empty_row(),
+                watched=self.watch.take_row(spec) if self.watch is not None else make_empty_row(),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)
@@ -428,8 +429,8 @@ class Reducer:
         taken_s = time.monotonic() - started_s - exchange.seconds
         self._speeds.add(contributions.spec.name, taken_s / sum(counts) if any(counts) else None)
         # The hosts of one replica wait for each other in each microbatch.
-        if self._watch is not None and all(replica.is_on_one_host for replica in replicas.values()):
-            self._watch.add(contributions.spec, counts, taken_s, accumulator.inputs)
+        if self.watch is not None and all(replica.is_on_one_host for replica in replicas.values()):
+            self.watch.add(contributions.spec, counts, taken_s, accumulator.inputs)
 
     def _audit(
         self,

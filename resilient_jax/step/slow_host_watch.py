@@ -9,7 +9,7 @@ hosts take part in a collective by what all of them were told.
 import collections
 import enum
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -46,6 +46,10 @@ class Measurement(enum.IntEnum):
 class SlownessJudge(Protocol):
     """Judges what is slow. Hosts are given by their indexes, as positions in sequences."""
 
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
+        """Compare what accumulations of a name take only between hosts of a group, by host, from now on."""
+        ...
+
     def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Take in what the last steps took, by host and in the order of steps; return before they are judged."""
         ...
@@ -80,6 +84,16 @@ class SlowHostWatch:
         self._num_seen: collections.Counter[str] = collections.Counter()
         self._last_step: dict[str, int] = {}
 
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
+        """Compare what accumulations of a name take only between hosts of a group, which do the same work.
+
+        Args:
+            name: of the accumulations.
+            groups: by host, of all hosts of the generation.
+        """
+        if self._judge is not None:
+            self._judge.set_groups(name, groups)
+
     def add(
         self, spec: AccumulationSpec, counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]
     ) -> None:
@@ -113,7 +127,11 @@ class SlowHostWatch:
         return np.append(encode_timings(self._timings.pop(spec.name, ())), np.int32(due))
 
     def look(
-        self, spec: AccumulationSpec, rows: np.ndarray, hosts: HostCollectives, measure_links: LinkMeasure
+        self,
+        spec: AccumulationSpec,
+        rows: np.ndarray,
+        hosts: HostCollectives,
+        measure_links: LinkMeasure | None = None,
     ) -> None:
         """Have judged what hosts have told each other, and measure what is to be measured. For all hosts at once.
 
@@ -121,7 +139,7 @@ class SlowHostWatch:
             spec: of the accumulation that begins.
             rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
             hosts: exchange integers.
-            measure_links: `link_speed.measure_links` on these hosts.
+            measure_links: `link_speed.measure_links` on these hosts; None where reductions are not watched.
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
@@ -133,6 +151,7 @@ class SlowHostWatch:
                 if self._judge is not None:
                     self._judge.conclude(spec, [DeviceSeconds(*row) for row in found])
             case Measurement.LINKS:
+                assert measure_links is not None, "links are suspected because of reductions only"
                 rounds = pair_hosts(hosts.num_hosts)
                 found = _exchange_floats(measure_links(rounds), hosts)
                 if self._judge is not None:

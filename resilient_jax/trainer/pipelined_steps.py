@@ -40,6 +40,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.pipeline_options import Pipeline
+from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_placement import UnitPlacement
@@ -69,6 +70,7 @@ class PipelinedSteps:
         self._options: Pipeline = options
         self._recipe = config.recipe
         self._reduction: Reduction = config.parallelism.reduction
+        self._balance_by_speed = config.parallelism.balance_by_speed
         self._data = data
         _check_recipe(config, programs)
         state = programs.abstract_state
@@ -76,6 +78,7 @@ class PipelinedSteps:
         self._costs = _estimate_costs(self._cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
+        self._watch: StageWatch | None = None
         self._units: UnitStates | None = None
         self._abstract = state
         self._early_stopping: dict[int, Tree] = {}
@@ -112,6 +115,10 @@ class PipelinedSteps:
                 holders=placement.holders,
                 addresses=dict(zip(world.hosts, texts, strict=True)),
             )
+        )
+        schedule = PipelineSchedule(self._options.schedule)
+        self._watch = StageWatch(
+            placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
         )
         world.record_event(
             EventKind.PIPELINE_FORMED,
@@ -186,6 +193,10 @@ class PipelinedSteps:
         if world.is_rehearsal:
             self._rehearse(placement, state)
             return state, {}
+        watch = self._watch
+        assert watch is not None, "begin_generation comes first"
+        with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
+            watch.begin_step(step)
         self._expect_data(placement, step)
         before = functools.partial(self._before_task, world)
         # As it is now: an evaluation may have changed it since the state was committed.
@@ -196,7 +207,8 @@ class PipelinedSteps:
             self._resume(worker, placement, step, before)
         world.step_services.hit_failpoint(FailPoint.BEFORE_REDUCE)
         with worker_activity.task(WorkerTask.SUM):
-            table = worker.finish_step(functools.partial(_pass_before_update, world, self._recipe, step))
+            pass_before_update = functools.partial(_pass_before_update, world, self._recipe, step)
+            table = worker.finish_step(pass_before_update, watch.end_tasks(step))
         self._early_stopping.pop(step, None)
         new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
         metrics = {name: float(value) for name, value in table.results.items()}
@@ -291,7 +303,7 @@ class PipelinedSteps:
         """Drop every array: the devices are going away, or the others have another state."""
         if self._worker is not None:
             self._worker.drop_state()
-        self._placement, self._early_stopping = None, {}
+        self._placement, self._watch, self._early_stopping = None, None, {}
 
     def close(self) -> None:
         """End the threads, and keep nothing."""

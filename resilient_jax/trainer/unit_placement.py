@@ -35,7 +35,8 @@ class UnitPlacement:
     Attributes:
         world: of the generation.
         teams: the replicas.
-        routes: of a step that begins in this generation.
+        quotas: how many microbatches each replica computes in a step that begins in this generation.
+        routes: of such a step.
         holders: the hosts that have each block.
     """
 
@@ -49,7 +50,8 @@ class UnitPlacement:
     ) -> None:
         self.world = world
         self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages)
-        self.routes: Routes = make_routes(self.teams, share_microbatches(self.teams, num_microbatches))
+        self.quotas = tuple(share_microbatches(self.teams, num_microbatches))
+        self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_holders(self.teams)
         self._states = states
         self._devices = {world.host_of_device(device): device for device in reversed(world.devices)}
@@ -58,16 +60,24 @@ class UnitPlacement:
         self.held = sorted(self.list_units_by_host()[world.host])
         """The units of this host."""
 
+    def set_quotas(self, quotas: Sequence[int]) -> None:
+        """Have the replicas compute so many microbatches each from the next step on; the same on all hosts."""
+        self.quotas, self.routes = tuple(quotas), make_routes(self.teams, quotas)
+
+    def describe_blocks(self) -> dict[HostName, str]:
+        """Return what blocks each host has, such as "0-3": hosts with the same ones do the same work."""
+        found: dict[HostName, str] = {}
+        for team in self.teams:
+            first = 0
+            for host, count in team:
+                found[host] = f"{first}-{first + count - 1}"
+                first += count
+        return found
+
     def describe(self) -> str:
         """Return the replicas for people: hosts, each with its first and last block."""
-        parts = []
-        for team in self.teams:
-            first, hops = 0, []
-            for host, count in team:
-                hops.append(f"{host} {first}-{first + count - 1}")
-                first += count
-            parts.append(" -> ".join(hops))
-        return "; ".join(parts)
+        blocks = self.describe_blocks()
+        return "; ".join(" -> ".join(f"{host} {blocks[host]}" for host, _ in team) for team in self.teams)
 
     # The state.
 

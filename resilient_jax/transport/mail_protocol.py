@@ -59,6 +59,8 @@ class MailKind(enum.StrEnum):
     """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
     ROWS = "rows"
     """What a host says about its sums before it updates its state."""
+    DEVICES = "devices"
+    """What a host has measured of its devices, at the same time as the others."""
     PROGRESS = "progress"
     """What a host says about its tasks when a step goes on in another generation."""
     STATE = "state"

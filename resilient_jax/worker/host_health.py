@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from resilient_jax.clock import Clock
@@ -19,8 +19,9 @@ from resilient_jax.health.confirmation import (
     compare_devices,
     confirm_finding,
     confirm_link,
+    is_confirmed_still,
 )
-from resilient_jax.health.finding import Finding
+from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
@@ -47,8 +48,10 @@ class HealthRecord:
         generation: in which it was the first.
         lock: of all that follows, which the judging thread changes, too.
         monitors: by the name of an accumulation, whose microbatches are compared with each other only.
+        groups: by the same, of hosts that do the same work; none: all of them do.
         unconfirmed: of open findings, how many measurements in a row have shown nothing.
         reported: of open findings that are confirmed, what was reported.
+        carried: of these, the ones about work that a host no longer has: measurements of devices say when they end.
         next_measurement_s: the monotonic time before which nothing is measured.
         next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
         thread: judges, beside the training.
@@ -57,8 +60,10 @@ class HealthRecord:
     generation: GenerationNumber
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     monitors: dict[str, HealthMonitor] = dataclasses.field(default_factory=dict)
+    groups: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     unconfirmed: dict[Finding, int] = dataclasses.field(default_factory=dict)
     reported: dict[Finding, Finding] = dataclasses.field(default_factory=dict)
+    carried: set[Finding] = dataclasses.field(default_factory=set)
     next_measurement_s: float = 0.0
     next_measurement_step: int = 0
     thread: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
@@ -103,6 +108,28 @@ class HostHealth:
         with self._record.lock:
             for monitor in record.monitors.values():
                 self._note(monitor.set_members(self._hosts, step=0))
+            for finding in [one for one in record.carried if one.host not in self._hosts]:
+                self._end(finding, "the host takes no part any more")
+            self._report()
+
+    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
+        """Compare hosts with those of their group from now on; what was learned in other groups is dropped.
+
+        A host that was slow stays reported: its new work says nothing about the old one, its devices do.
+        """
+        with self._record.lock:
+            if self._record.groups.get(name) == groups:
+                return
+            self._record.groups[name] = dict(groups)
+            monitor = self._record.monitors.pop(name, None)
+            for finding in monitor.findings if monitor is not None else ():
+                self._record.unconfirmed.pop(finding, None)
+                if finding not in self._record.reported:
+                    continue
+                if self._record.reported[finding].kind in (FindingKind.COMPUTE, FindingKind.MEMORY):
+                    self._record.carried.add(finding)
+                else:
+                    self._end(finding, "the host has other layers now")
             self._report()
 
     def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
@@ -120,7 +147,7 @@ class HostHealth:
             if not (is_late and is_news):
                 return Measurement.NOTHING
             # A slow host first: a link may seem to be slow because the host at its end is.
-            if self._list_suspicions(spec.name):
+            if self._list_suspicions(spec.name) or self._record.carried:
                 due = Measurement.DEVICES
             elif self._find_link_suspicion(spec.name) is not None:
                 due = Measurement.LINKS
@@ -143,6 +170,10 @@ class HostHealth:
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 num_unconfirmed = self._record.unconfirmed.get(finding, 0)
                 self._settle(spec, finding, confirm_finding(finding, ratios, num_unconfirmed))
+            for finding in tuple(self._record.carried):
+                ratios = compare_devices(self._hosts.index(finding.host), *seconds)
+                if not is_confirmed_still(finding, ratios):
+                    self._end(finding, "its devices are as fast as those of its peers")
             self._report()
 
     def conclude_links(
@@ -167,6 +198,9 @@ class HostHealth:
             self._record.unconfirmed[finding] = self._record.unconfirmed.get(finding, 0) + 1
             return
         self._record.unconfirmed.pop(finding, None)
+        for carried in [one for one in self._record.carried if one.host == finding.host]:
+            self._record.carried.discard(carried)
+            del self._record.reported[carried]
         self._record.reported[finding] = confirmed
         self._record_event(
             EventKind.HOST_SLOW,
@@ -186,7 +220,7 @@ class HostHealth:
         )
         with self._record.lock:
             if name not in self._record.monitors:
-                self._record.monitors[name] = HealthMonitor()
+                self._record.monitors[name] = HealthMonitor(self._record.groups.get(name))
                 self._record.monitors[name].set_members(self._hosts, step=0)
             try:
                 for _, host, timing in told:
@@ -218,10 +252,14 @@ class HostHealth:
             if not isinstance(change, FindingClosed):
                 continue
             self._record.unconfirmed.pop(change.finding, None)
-            if (reported := self._record.reported.pop(change.finding, None)) is not None:
-                self._record_event(
-                    EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=change.reason
-                )
+            if change.finding in self._record.reported:
+                self._end(change.finding, change.reason)
+
+    def _end(self, finding: Finding, why: str) -> None:
+        """Report that a host that was reported is no longer slow."""
+        self._record.carried.discard(finding)
+        reported = self._record.reported.pop(finding)
+        self._record_event(EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=why)
 
     def _report(self) -> None:
         """Tell the agent what is slow now, for `status`."""

@@ -6,6 +6,7 @@ from typing import Any
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.state.flat_state import flatten_state
+from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
@@ -18,11 +19,13 @@ class StepServices:
 
     Attributes:
         host: of this worker.
+        watch: finds hosts that are slow; None: nothing is found.
     """
 
     host: HostName
     _session: Session
     _mail: MailOpener
+    watch: SlowHostWatch | None = None
 
     @property
     def wait_timeout_s(self) -> float:

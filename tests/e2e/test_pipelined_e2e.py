@@ -10,11 +10,18 @@ from collections.abc import Iterator
 import pytest
 from pipelined_job import PipelinedJob
 
-from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.events import EventKind
+from resilient_jax.chaos.cpu_quota import limit_cpu
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 
 HOSTS, STAGES = 4, 2
+SLOW_SHARE = 0.1
+"""Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
+LEARNED_STEPS = 66
+"""Twenty steps to learn from, and the rest to be wrong about a healthy host."""
+NAMED_S = 90.0
+"""A timeout for a busy machine; it takes some 15 s."""
 PLACES = (
     FailPoint.BEFORE_MICROBATCH,
     FailPoint.BEFORE_INPUT_GRADIENT,
@@ -44,6 +51,48 @@ def break_and_recover(job: PipelinedJob, place: FailPoint, hosts: list[str], par
         job.signal(part, host, signal.SIGKILL)
     job.job.release()
     job.wait_protected(HOSTS, after_generation=before.number)
+
+
+@pytest.mark.timeout(600)
+def test_a_slow_stage_is_named_and_its_replica_gets_fewer_microbatches(broken: PipelinedJob) -> None:
+    """At first, on a job in which nothing else was wrong, and nothing was found."""
+    job, hurry = broken.job, broken.work / "hurry"
+    hurry.touch()  # steps with pauses would need less of a processor than the quota allows
+    job.wait_for("steps to learn from", lambda: broken.step() >= LEARNED_STEPS or None, broken.patience_s)
+    assert find_named(broken) == set()
+    (pid,) = find_pids(broken.read_report(), JobComponent.WORKER, "host-1")
+    lift = limit_cpu(pid, SLOW_SHARE)
+    try:
+        named = job.wait_event("a slow host", lambda e: e.kind is EventKind.HOST_SLOW, NAMED_S)
+        shares = job.wait_event("other shares", is_less_for_the_first_replica, NAMED_S)
+        broken.wait_report("a slow host in the report", lambda now: is_shown_slow(now, "host-1"))
+    finally:
+        lift()
+        hurry.unlink()
+    assert (named.detail["slow"], named.detail["part"]) == ("host-1", "compute")
+    assert float(shares.detail["after_s"]) < float(shares.detail["before_s"])
+    assert find_named(broken) == {"host-1"}
+
+
+def find_named(job: PipelinedJob) -> set[str]:
+    """Return the hosts that were ever named as slow."""
+    return {str(e.detail["slow"]) for e in job.job.read_events() if e.kind is EventKind.HOST_SLOW}
+
+
+def is_less_for_the_first_replica(event: Event) -> bool:
+    """Return whether the replica of host-1 has fewer microbatches than the other one from now on."""
+    if event.kind is not EventKind.PIPELINE_REBALANCED:
+        return False
+    first, second = map(int, str(event.detail["shares"]).split())
+    return first < second
+
+
+def is_shown_slow(report: JobReport, host: str) -> bool:
+    """Return whether a worker reports a host as slow, which `status` then shows."""
+    found = [
+        slow for one in report.hosts if one.worker is not None for slow, _ in one.worker.report.slow_hosts
+    ]
+    return host in found
 
 
 @pytest.mark.timeout(600)

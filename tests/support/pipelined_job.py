@@ -9,9 +9,13 @@ from pathlib import Path
 from sharded_job import ShardedJob
 from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, read_logs
 
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "pipelined.py"
 UNITS = 7
 """Embedding and head, which share a table, and four layers: a unit of each block, and one of the table."""
+CHECKPOINT_STEPS = 50
+"""Between two checkpoints, in the script."""
 ALONE_TIMEOUT_S = 300.0
 PATIENCE_S = 240.0
 """The programs of each kind of block are many."""
@@ -31,6 +35,16 @@ class PipelinedJob(ShardedJob):
     ) -> None:
         super().__init__(work, hosts, parity, [str(stages), *words], config, SCRIPT, ONE_DEVICE)
         self.patience_s = PATIENCE_S
+
+    def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
+        """Hold these hosts at `place` in a step without a checkpoint.
+
+        In the step before one the others would wait for their part of it, and when they are killed leave the
+        step without a line in any log, although it is committed.
+        """
+        while any((self.step() + ahead + passed) % CHECKPOINT_STEPS == 0 for passed in range(1, 4)):
+            ahead += 1
+        return super().hold(place, hosts, ahead=ahead, index=index)
 
     def check_steps(self) -> None:
         """Check that every unit has the bits of an undisturbed run after every step, on all hosts that have it."""

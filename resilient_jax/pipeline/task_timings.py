@@ -1,0 +1,100 @@
+"""What the tasks of this host take, as the runner measures them: without waits for other hosts."""
+
+import collections
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
+
+WINDOW: Final = 16
+"""Steps whose median is what a task takes: one that compiled, or was stopped, does not count."""
+MIN_MEASURED: Final = 4
+"""Fewer say nothing."""
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """What a host says about its tasks, every few steps, beside its rows of the commit table.
+
+    Attributes:
+        timings: of its last steps, and whether devices are to be measured: int32 words, see `SlowHostWatch.take_row`.
+        task_seconds: of each kind of task the seconds of one microbatch, over all blocks of this host; empty: unknown.
+    """
+
+    timings: bytes
+    task_seconds: Mapping[TaskKind, float]
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """The tasks of a step on this host.
+
+    Attributes:
+        microbatches: whose forward passes it ran, in their order.
+        waited_s: for the data of each of them.
+        seconds: of all tasks, with these waits, without those for other hosts.
+    """
+
+    microbatches: tuple[int, ...]
+    waited_s: tuple[float, ...]
+    seconds: float
+
+
+class TaskTimings:
+    """The times of the tasks that this host runs."""
+
+    def __init__(self) -> None:
+        self._step: list[tuple[Task, float]] = []
+        self._waited_s: dict[int, float] = {}
+        self._means: collections.deque[dict[TaskKind, float]] = collections.deque(maxlen=WINDOW)
+        """By step, the mean of each kind."""
+
+    def clear(self) -> None:
+        """Forget everything: this host may have other blocks now, or loaded programs."""
+        self._means.clear()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the step before, unless `end_step` has counted it."""
+        self._step.clear()
+        self._waited_s.clear()
+
+    def add(self, task: Task, seconds: float) -> None:
+        """Note a finished task."""
+        self._step.append((task, seconds))
+
+    def add_wait(self, microbatch: int, seconds: float) -> None:
+        """Note how long the forward pass of a microbatch waited for its data; that is part of the task's time, too."""
+        self._waited_s[microbatch] = seconds
+
+    def end_step(self) -> StepWork:
+        """Count the tasks of the step, all of which this host ran in an ordinary way, and return them."""
+        by_kind: dict[TaskKind, list[float]] = {}
+        for task, seconds in self._step:
+            waited_s = self._waited_s.get(task.microbatch, 0.0) if task.kind is TaskKind.FORWARD else 0.0
+            by_kind.setdefault(task.kind, []).append(seconds - waited_s)
+        if by_kind:
+            self._means.append({kind: statistics.fmean(found) for kind, found in by_kind.items()})
+        microbatches = tuple(task.microbatch for task, _ in self._step if task.kind is TaskKind.FORWARD)
+        work = StepWork(
+            microbatches=microbatches,
+            waited_s=tuple(self._waited_s.get(number, 0.0) for number in microbatches),
+            seconds=sum(seconds for _, seconds in self._step),
+        )
+        self.begin_step()
+        return work
+
+    def estimate(self) -> dict[TaskKind, float]:
+        """Return the seconds of a task of each kind, over all blocks of this host; empty while they are unknown."""
+        if len(self._means) < MIN_MEASURED:
+            return {}
+        # The median of the sum, not of each kind: a processor that stops for a while in each step stops in one kind.
+        usual_s = statistics.median(sum(means.values()) for means in self._means)
+        total_s = math.fsum(seconds for means in self._means for seconds in means.values())
+        kinds = {kind for means in self._means for kind in means}
+        return {
+            kind: usual_s / total_s * math.fsum(means.get(kind, 0.0) for means in self._means)
+            for kind in sorted(kinds)
+        }

@@ -1,0 +1,142 @@
+"""What the hosts of a pipeline take for their tasks: told to each other, judged, and used to divide a step.
+
+Every few steps each host tells the others, beside its rows of the commit table, what its tasks took. Before the next
+step the first host judges which hosts are slow, all of them measure their devices if it asked for that, and each
+computes the same division of the steps that follow.
+"""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from resilient_jax.data.prefetcher import Prefetcher
+from resilient_jax.events import EventKind
+from resilient_jax.pipeline.pipeline_step import PipelineWorker
+from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser
+from resilient_jax.pipeline.task_timings import StageReport
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
+from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.auditor import HostCollectives
+from resilient_jax.step.batch_source import MicrobatchInput
+from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
+from resilient_jax.trainer.unit_placement import UnitPlacement
+from resilient_jax.transport.mail_protocol import MailKind
+
+WORK_NAME: Final = "pipeline"
+"""Under which tasks are judged, as the microbatches of an accumulation are under its name."""
+
+
+class _Words(msgspec.Struct, frozen=True):
+    """An integer vector of a host, int32 in the order of its bytes."""
+
+    data: bytes
+
+
+class StageWatch:
+    """The tasks of one generation.
+
+    Args:
+        placement: of the generation; gets other quotas.
+        worker: of this host; gets other times of tasks.
+        data: has the lengths of documents.
+        schedule: of the job.
+        balance_by_speed: whether steps are divided by what tasks take.
+    """
+
+    def __init__(
+        self,
+        placement: UnitPlacement,
+        worker: PipelineWorker,
+        data: Prefetcher,
+        schedule: PipelineSchedule,
+        *,
+        balance_by_speed: bool,
+    ) -> None:
+        world = placement.world
+        self._placement = placement
+        self._worker = worker
+        self._data = data
+        self._slow_hosts = world.step_services.watch
+        self._chooser = (
+            DivisionChooser(placement.teams, placement.quotas, schedule) if balance_by_speed else None
+        )
+        self._num_steps = 0
+        self._num_sums = 0
+        """Of vectors, in the present step."""
+        if self._slow_hosts is not None:
+            blocks = placement.describe_blocks()
+            self._slow_hosts.set_groups(WORK_NAME, {str(host): blocks[host] for host in world.hosts})
+
+    def begin_step(self, step: int) -> None:
+        """Act on what the hosts told each other in the step before, if they did. Every host must call this.
+
+        Raises:
+            PeerUnreachable: a host is lost, or late, while devices are measured.
+        """
+        hosts, reports = self._placement.world.hosts, self._worker.reports
+        self._worker.reports = {}
+        if len(reports) < len(hosts) or len(hosts) == 1:
+            return
+        if self._slow_hosts is not None:
+            rows = np.stack([np.frombuffer(reports[host].timings, np.int32) for host in hosts])
+            self._num_sums = 0
+            collectives = HostCollectives(self._placement.world.host_index, len(hosts), self._add_up)
+            self._slow_hosts.look(self._describe_step(step - 1), rows, collectives)
+        if self._chooser is not None:
+            change = self._chooser.choose({host: report.task_seconds for host, report in reports.items()})
+            if change is not None:
+                self._take(change, step)
+
+    def end_tasks(self, step: int) -> StageReport | None:
+        """Count the tasks of a step, which all are done here; return what to tell, in a step in which hosts do."""
+        work = self._worker.timings.end_step()
+        if self._slow_hosts is not None and work.microbatches:
+            inputs = [
+                MicrobatchInput(waited_s, self._data.lengths(step, microbatch))
+                for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
+            ]
+            self._slow_hosts.add(self._describe_step(step), [len(work.microbatches)], work.seconds, inputs)
+        self._num_steps += 1
+        if self._num_steps <= UNUSUAL_ACCUMULATIONS:
+            self._worker.timings.clear()
+        if step % EXCHANGE_INTERVAL_STEPS or len(self._placement.world.hosts) == 1:
+            return None
+        timings = b""
+        if self._slow_hosts is not None:
+            timings = self._slow_hosts.take_row(self._describe_step(step)).tobytes()
+        return StageReport(timings, self._worker.timings.estimate())
+
+    def _describe_step(self, step: int) -> AccumulationSpec:
+        return AccumulationSpec(
+            name=WORK_NAME,
+            step=step,
+            num_microbatches=sum(self._placement.quotas),
+            reduction="exact",
+            balance_by_speed=self._chooser is not None,
+        )
+
+    def _take(self, change: DivisionChange, step: int) -> None:
+        world = self._placement.world
+        self._placement.set_quotas(change.division.quotas)
+        self._worker.block_seconds = change.division.seconds
+        if world.host == world.hosts[0]:
+            world.record_event(
+                EventKind.PIPELINE_REBALANCED,
+                step=step,
+                shares=" ".join(map(str, change.division.quotas)),
+                before_s=round(change.before_s, 4),
+                after_s=round(change.after_s, 4),
+            )
+
+    def _add_up(self, vector: np.ndarray) -> np.ndarray:
+        """Return the sum over hosts of an integer vector, by mail: no pipeline waits inside of JAX."""
+        number, self._num_sums = self._num_sums, self._num_sums + 1
+        world = self._placement.world
+        found = self._worker.make_mail().exchange_messages(
+            tuple(sorted(world.hosts)), world.host, MailKind.DEVICES, _Words(vector.tobytes()), number
+        )
+        return np.sum(
+            [np.frombuffer(one.data, vector.dtype) for one in found.values()], axis=0, dtype=vector.dtype
+        )
