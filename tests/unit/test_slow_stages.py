@@ -13,6 +13,7 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
+from resilient_jax.step.slow_host_watch import Measurement
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 
 HOSTS = tuple(HostName(name) for name in "abcd")
@@ -92,7 +93,7 @@ class Job:
             self.step += 16
             self.clock.advance(100.0)
             spec = AccumulationSpec(name="pipeline", step=self.step, num_microbatches=8, reduction="exact")
-            is_due = self.health.is_measurement_due(spec)
+            is_due = self.health.choose_measurement(spec) is Measurement.DEVICES
             if is_due:
                 self.health.conclude(spec, [device if host == "b" else SOUND for host in self.hosts])
             self.health.observe(spec, told)
