@@ -18,7 +18,7 @@ The first may have come after a busy moment."""
 WHOLE_INPUT_SHARE: Final = 0.9
 """Of the additional time: then waits for data explain all of it, whatever a measurement on a busy machine shows."""
 MIN_LINK_RATIO: Final = 1.5
-"""Links of one job differ more than its devices do: by racks, and by what else is sent over them."""
+"""What else is sent over links makes them vary more than devices do."""
 
 
 class DeviceRatios(msgspec.Struct, frozen=True):
@@ -96,7 +96,11 @@ def is_confirmed_still(finding: Finding, ratios: DeviceRatios) -> bool:
 
 
 def confirm_link(
-    finding: Finding, hosts: Sequence[str], rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
+    finding: Finding,
+    hosts: Sequence[str],
+    rounds: Sequence[Pairs],
+    seconds: Sequence[Sequence[float]],
+    before: Sequence[Sequence[float]],
 ) -> Finding | None:
     """Return the finding about links as one about the host whose link is slow; None: all links are alike, or unknown.
 
@@ -105,14 +109,15 @@ def confirm_link(
         hosts: names, by index.
         rounds: of the measurement, as `pair_hosts` returned them.
         seconds: by host and round, what an exchange took.
+        before: the same while nothing was wrong.
     """
-    slow = find_slow_link(rounds, seconds, max(MIN_LINK_RATIO, _find_limit(finding)))
+    slow = find_slow_link(rounds, seconds, before, max(MIN_LINK_RATIO, _find_limit(finding)))
     if slow is None:
         return None
     peers = "each of its peers" if slow.peer is None else hosts[slow.peer]
     measured = (
-        f"an exchange of {hosts[slow.host]} with {peers} takes {slow.seconds:.3g} s, {slow.ratio:.1f} times the median "
-        "of other pairs at the same time"
+        f"an exchange of {hosts[slow.host]} with {peers} takes {slow.ratio:.1f} times as long as before, other pairs "
+        f"{slow.usual:.1f} times"
     )
     return msgspec.structs.replace(finding, host=hosts[slow.host], evidence=f"{finding.evidence}; {measured}")
 

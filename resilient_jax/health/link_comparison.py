@@ -1,7 +1,9 @@
 """Which link is slow, from exchanges between pairs of hosts at the same time. Pure.
 
-In each round every host exchanges the same bytes with one other host. A host whose own link is slow is slow in all of
-its rounds, its partners only in that with it. So what counts of a host is its fastest round.
+In each round every host exchanges the same bytes with one other host. What that takes is compared with what it took
+while nothing was wrong: links of one job differ for good, by racks and switches. A host whose own link became slow is
+slow in all of its rounds, its partners only in that with it. So what counts of a host is the round that differs least
+from before.
 """
 
 import statistics
@@ -22,19 +24,14 @@ class SlowestLink(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: index of the host.
         peer: index of the host at its other end; None: the host is slow with all that it was paired with.
-        seconds: what an exchange over it takes.
-        usual_s: the median of others at the same time.
+        ratio: how many times as long an exchange takes as before.
+        usual: the median of that of others at the same time.
     """
 
     host: int
     peer: int | None
-    seconds: float
-    usual_s: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times as long an exchange takes."""
-        return self.seconds / self.usual_s
+    ratio: float
+    usual: float
 
 
 def pair_hosts(num_hosts: int) -> tuple[Pairs, ...]:
@@ -61,35 +58,41 @@ def pair_hosts(num_hosts: int) -> tuple[Pairs, ...]:
 
 
 def find_slow_link(
-    rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]], min_ratio: float
+    rounds: Sequence[Pairs],
+    seconds: Sequence[Sequence[float]],
+    before: Sequence[Sequence[float]],
+    min_ratio: float,
 ) -> SlowestLink | None:
-    """Return the slowest link that takes more than `min_ratio` times what others take; None: all are alike, or unknown.
+    """Return the link that has become slower most, by more than `min_ratio` times the median of others.
+
+    None: all are alike, or what one of them takes is unknown.
 
     Args:
         rounds: as `pair_hosts` returned them.
         seconds: by host and round, what an exchange took; 0: unknown.
+        before: the same while nothing was wrong.
         min_ratio: see above.
     """
-    by_pair = {
-        # The ends of a pair wait for each other. Whatever else one of them waited for is in its own time alone.
-        pair: min(seconds[host][number] for host in pair)
-        for number, pairs in enumerate(rounds)
-        for pair in pairs
-    }
-    if not all(by_pair.values()):
-        return None
-    fastest = [
-        min((taken for pair, taken in by_pair.items() if host in pair), default=0.0)
-        for host in range(len(seconds))
+    by_pair: dict[tuple[int, int], float] = {}
+    for number, pairs in enumerate(rounds):
+        for pair in pairs:
+            # The ends of a pair wait for each other. Whatever else one of them waited for is in its own time alone.
+            now_s, then_s = (
+                min(of_host[number] for of_host in (told[pair[0]], told[pair[1]]))
+                for told in (seconds, before)
+            )
+            if not now_s or not then_s:
+                return None
+            by_pair[pair] = now_s / then_s
+    least = [
+        min((r for pair, r in by_pair.items() if host in pair), default=1.0) for host in range(len(seconds))
     ]
-    slowest = max(range(len(seconds)), key=fastest.__getitem__)
-    others = fastest[:slowest] + fastest[slowest + 1 :]
-    found = SlowestLink(host=slowest, peer=None, seconds=fastest[slowest], usual_s=statistics.median(others))
-    if found.ratio > min_ratio:
-        return found
+    slowest = max(range(len(seconds)), key=least.__getitem__)
+    usual = statistics.median(least[:slowest] + least[slowest + 1 :])
+    if least[slowest] > min_ratio * usual:
+        return SlowestLink(host=slowest, peer=None, ratio=least[slowest], usual=usual)
     worst = max(by_pair, key=by_pair.__getitem__)
-    rest = [taken for pair, taken in by_pair.items() if pair != worst]
-    if not rest:
+    rest = [ratio for pair, ratio in by_pair.items() if pair != worst]
+    if not rest or by_pair[worst] <= min_ratio * statistics.median(rest):
         return None
-    found = SlowestLink(host=worst[0], peer=worst[1], seconds=by_pair[worst], usual_s=statistics.median(rest))
-    return found if found.ratio > min_ratio else None
+    return SlowestLink(host=worst[0], peer=worst[1], ratio=by_pair[worst], usual=statistics.median(rest))

@@ -17,7 +17,7 @@ A host that waits in the reduction for another is not slow: what it waits for is
 import collections
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -134,6 +134,12 @@ class HealthMonitor:
     def findings(self) -> tuple[Finding, ...]:
         """What is slow now."""
         return tuple(w.finding for w in self._watched.values() if w.finding is not None)
+
+    @property
+    def knows_links(self) -> bool:
+        """Whether it is known what a reduction takes between these hosts, and none is slow."""
+        watched = self._watched.get(LINKS)
+        return watched is not None and watched.series.model is not None and watched.finding is None
 
     def set_members(self, hosts: Iterable[str], step: int) -> list[FindingChange]:
         """Take these as the hosts that take part, from a step on; findings about others end."""
@@ -353,7 +359,8 @@ class HealthMonitor:
             if watched.series.model is None and any(True for _ in self._list_peer_models(part)):
                 samples = watched.series.fit_early()
                 if samples:
-                    watched.finding = self._judge_fit(step, _Measured(part, watched, samples, 0.0, 1.0))
+                    mean = [_make_mean_sample(samples)]
+                    watched.finding = self._judge_fit(step, _Measured(part, watched, mean, 0.0, 1.0))
                 if watched.finding is not None:
                     yield FindingOpened(watched.finding)
 
@@ -410,6 +417,15 @@ def _list_other_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[fl
 def _make_plain_sample(seconds: float) -> WorkSample:
     """Return a sample of what depends on no lengths."""
     return WorkSample(tokens=1, squares=0, seconds=seconds)
+
+
+def _make_mean_sample(samples: Sequence[WorkSample]) -> WorkSample:
+    """Return a sample of a mean step."""
+    tokens, squares, seconds = (
+        sum(of_sample) / len(samples)
+        for of_sample in zip(*((s.tokens, s.squares, s.seconds) for s in samples), strict=True)
+    )
+    return WorkSample(tokens=tokens, squares=squares, seconds=seconds)
 
 
 def _make_sample(work: ReplicaWork) -> WorkSample:

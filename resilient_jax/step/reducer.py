@@ -24,6 +24,7 @@ import numpy as np
 
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.errors import CallerError
+from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.program_analysis.program_digest import ProgramDescription
@@ -50,7 +51,7 @@ from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, 
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
-from resilient_jax.step.link_speed import measure_links
+from resilient_jax.step.link_speed import LinkMeasurement
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
     ComputeFunction,
@@ -178,6 +179,9 @@ class Reducer:
         """Whether any accumulation used a replica on several hosts, whose programs wait for other hosts."""
         return any(shape.hosts > 1 for shape in self._replicas)
 
+    def _prepare_links(self, rounds: Sequence[Pairs]) -> LinkMeasurement:
+        return LinkMeasurement(self._live.grid, rounds, self._hooks.raise_if_ended)
+
     def take_new_shares(self) -> tuple[tuple[int, float], ...]:
         """Return `HostSpeeds.new_shares`, once: a sum that is made again knows no news."""
         found, self._speeds.new_shares = self._speeds.new_shares, ()
@@ -246,9 +250,7 @@ class Reducer:
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
         if self.watch is not None:
-            self.watch.look(
-                spec, found.watched, self._collectives, functools.partial(measure_links, self._live.grid)
-            )
+            self.watch.look(spec, found.watched, self._collectives, self._prepare_links)
         claims, has_limits = found.microbatches > 0, found.has_limits
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)

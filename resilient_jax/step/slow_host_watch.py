@@ -8,6 +8,7 @@ hosts take part in a collective by what all of them were told.
 
 import collections
 import enum
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -22,6 +23,7 @@ from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.link_speed import LinkMeasurement
 from resilient_jax.step.row_exchange import exchange_rows
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
 """Of what one host tells: the timings of all steps since the last exchange, and what is to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
-LinkMeasure = Callable[[Sequence[Pairs]], Sequence[float]]
+LinkPreparation = Callable[[Sequence[Pairs]], LinkMeasurement]
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
 
 
@@ -58,6 +60,10 @@ class SlownessJudge(Protocol):
         """Return what all hosts are to measure before this accumulation."""
         ...
 
+    def begin_measurement(self) -> None:
+        """Note that all hosts begin to measure now: measuring must take a small part of the time."""
+        ...
+
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
         """Say which host is slow, by what all hosts' devices take; nothing if one host's are `UNKNOWN_SECONDS`."""
         ...
@@ -65,7 +71,7 @@ class SlownessJudge(Protocol):
     def conclude_links(
         self, spec: AccumulationSpec, rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
     ) -> None:
-        """Say which link is slow, by what exchanges took, by host and round; see `measure_links`."""
+        """Say which link is slow, by what exchanges took, by host and round; see `LinkMeasurement.run`."""
         ...
 
 
@@ -131,7 +137,7 @@ class SlowHostWatch:
         spec: AccumulationSpec,
         rows: np.ndarray,
         hosts: HostCollectives,
-        measure_links: LinkMeasure | None = None,
+        prepare_links: LinkPreparation | None = None,
     ) -> None:
         """Have judged what hosts have told each other, and measure what is to be measured. For all hosts at once.
 
@@ -139,11 +145,14 @@ class SlowHostWatch:
             spec: of the accumulation that begins.
             rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
             hosts: exchange integers.
-            measure_links: `link_speed.measure_links` on these hosts; None where reductions are not watched.
+            prepare_links: makes a `LinkMeasurement` of these hosts; None where reductions are not watched.
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
-        match Measurement(int(rows[:, -1].max())):
+        due = Measurement(int(rows[:, -1].max()))
+        if self._judge is not None and due is not Measurement.NOTHING:
+            self._judge.begin_measurement()
+        match due:
             case Measurement.NOTHING:
                 pass
             case Measurement.DEVICES:
@@ -151,9 +160,9 @@ class SlowHostWatch:
                 if self._judge is not None:
                     self._judge.conclude(spec, [DeviceSeconds(*row) for row in found])
             case Measurement.LINKS:
-                assert measure_links is not None, "links are suspected because of reductions only"
+                assert prepare_links is not None, "links are suspected because of reductions only"
                 rounds = pair_hosts(hosts.num_hosts)
-                found = _exchange_floats(measure_links(rounds), hosts)
+                found = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
                 if self._judge is not None:
                     self._judge.conclude_links(spec, rounds, found)
         if self._judge is not None:
@@ -166,6 +175,22 @@ class SlowHostWatch:
         except Exception:  # a device without free memory, for example
             logger.exception("the devices of this host could not be measured; training goes on")
             return UNKNOWN_SECONDS
+
+
+def _measure_links(
+    prepare: Callable[[], LinkMeasurement], num_rounds: int, hosts: HostCollectives
+) -> list[list[float]]:
+    """Return what exchanges took, by host and round; zeros if a host cannot take part in them."""
+    try:
+        prepared = prepare()
+    except Exception:  # a device without free memory, for example
+        logger.exception("the links of this host could not be measured; training goes on")
+        prepared = None
+    # A host that could not prepare would not enter the exchanges, in which the others would wait for it.
+    ready = _exchange_floats([prepared is not None], hosts)
+    if prepared is None or not all(flag for (flag,) in ready):
+        return [[0.0] * num_rounds] * hosts.num_hosts
+    return _exchange_floats(prepared.run(), hosts)
 
 
 def _exchange_floats(own: Sequence[float], hosts: HostCollectives) -> list[list[float]]:

@@ -52,6 +52,9 @@ class HealthRecord:
         unconfirmed: of open findings, how many measurements in a row have shown nothing.
         reported: of open findings that are confirmed, what was reported.
         carried: of these, the ones about work that a host no longer has: measurements of devices say when they end.
+        hosts: of the generation.
+        usual_links: by host and round, what exchanges took while nothing was wrong; None: not measured yet.
+        judge: of the generation.
         next_measurement_s: the monotonic time before which nothing is measured.
         next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
         thread: judges, beside the training.
@@ -64,6 +67,9 @@ class HealthRecord:
     unconfirmed: dict[Finding, int] = dataclasses.field(default_factory=dict)
     reported: dict[Finding, Finding] = dataclasses.field(default_factory=dict)
     carried: set[Finding] = dataclasses.field(default_factory=set)
+    hosts: tuple[HostName, ...] = ()
+    usual_links: Sequence[Sequence[float]] | None = None
+    judge: "HostHealth | None" = None
     next_measurement_s: float = 0.0
     next_measurement_step: int = 0
     thread: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
@@ -106,6 +112,9 @@ class HostHealth:
         self._asked_s = 0.0
         record.next_measurement_step = 0  # steps may have gone back
         with self._record.lock:
+            record.judge = self
+            if record.hosts != self._hosts:
+                record.hosts, record.usual_links = self._hosts, None
             for monitor in record.monitors.values():
                 self._note(monitor.set_members(self._hosts, step=0))
             for finding in [one for one in record.carried if one.host not in self._hosts]:
@@ -141,23 +150,33 @@ class HostHealth:
         if not self._record.lock.acquire(blocking=False):
             return Measurement.NOTHING  # it is still judging
         try:
-            self._asked_s = self._clock.monotonic_s()
-            is_late = self._asked_s >= self._record.next_measurement_s
+            now_s = self._clock.monotonic_s()
+            is_late = now_s >= self._record.next_measurement_s
             is_news = spec.step >= self._record.next_measurement_step
             if not (is_late and is_news):
                 return Measurement.NOTHING
-            # A slow host first: a link may seem to be slow because the host at its end is.
-            if self._list_suspicions(spec.name) or self._record.carried:
-                due = Measurement.DEVICES
-            elif self._find_link_suspicion(spec.name) is not None:
-                due = Measurement.LINKS
-            else:
-                return Measurement.NOTHING
-            # Until it is known what it takes: the generation may end before that.
-            self._record.next_measurement_s = self._asked_s + 2 * MEASURE_S / MEASURING_SHARE
+            due = self._choose(spec.name)
+            if due is not Measurement.NOTHING:
+                # Until it is known what it takes: the generation may end before that.
+                self._record.next_measurement_s = now_s + 2 * MEASURE_S / MEASURING_SHARE
             return due
         finally:
             self._record.lock.release()
+
+    def _choose(self, name: str) -> Measurement:
+        # A slow host first: a link may seem to be slow because the host at its end is.
+        if self._list_suspicions(name):
+            return Measurement.DEVICES
+        if self._find_link_suspicion(name) is not None:
+            return Measurement.LINKS
+        monitor = self._record.monitors.get(name)
+        if monitor is not None and monitor.knows_links and self._record.usual_links is None:
+            return Measurement.LINKS  # while nothing is wrong, to compare with
+        return Measurement.DEVICES if self._record.carried else Measurement.NOTHING
+
+    def begin_measurement(self) -> None:
+        """Note that all hosts begin to measure now."""
+        self._asked_s = self._clock.monotonic_s()
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
         """Report which hosts are slow, by what the devices of all hosts take; none if one host's are unknown."""
@@ -167,6 +186,8 @@ class HostHealth:
                 return
             seconds = tuple(zip(*measured, strict=True))
             for finding in self._list_suspicions(spec.name):
+                if finding.host not in self._hosts:
+                    continue
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 num_unconfirmed = self._record.unconfirmed.get(finding, 0)
                 self._settle(spec, finding, confirm_finding(finding, ratios, num_unconfirmed))
@@ -181,9 +202,17 @@ class HostHealth:
     ) -> None:
         """Report whose link is slow, by what exchanges between hosts took; none if all links are alike."""
         with self._record.lock:
-            self._note_measurement(spec)
-            if (finding := self._find_link_suspicion(spec.name)) is not None:
-                self._settle(spec, finding, confirm_link(finding, self._hosts, rounds, seconds))
+            usual, finding = self._record.usual_links, self._find_link_suspicion(spec.name)
+            if finding is None:
+                # Once for these hosts: it must not delay the first measurement of a suspicion.
+                self._record.usual_links, self._record.next_measurement_s = seconds, 0.0
+            else:
+                self._note_measurement(spec)
+                # Suspected before there was anything to compare with: nobody can be named.
+                confirmed = (
+                    None if usual is None else confirm_link(finding, self._hosts, rounds, seconds, usual)
+                )
+                self._settle(spec, finding, confirmed)
             self._report()
 
     def _note_measurement(self, spec: AccumulationSpec) -> None:
@@ -219,6 +248,8 @@ class HostHealth:
             key=lambda one: one[:2],
         )
         with self._record.lock:
+            if self._record.judge is not self:
+                return  # of a generation that has ended
             if name not in self._record.monitors:
                 self._record.monitors[name] = HealthMonitor(self._record.groups.get(name))
                 self._record.monitors[name].set_members(self._hosts, step=0)

@@ -278,6 +278,16 @@ def test_a_host_too_slow_to_get_microbatches_is_named_by_the_few_that_it_had():
     assert finding.since_step == 0
 
 
+def test_a_host_that_was_slower_by_milliseconds_is_not_named_when_it_gets_no_microbatches():
+    def change(host: str, step: int, timing: StepTiming) -> StepTiming:
+        timing = scale_work(timing, 0.004)
+        if host != "host-3":
+            return timing
+        return scale_work(timing, 1.75) if step < 15 else StepTiming(step, wait_s=timing.wait_s)
+
+    assert watch(change)[0] == []
+
+
 def test_a_healthy_host_without_microbatches_is_not_named():
     def change(host: str, step: int, timing: StepTiming) -> StepTiming:
         return timing if host != "host-3" or step < 14 else StepTiming(step, wait_s=timing.wait_s)

@@ -35,7 +35,7 @@ def test_the_host_that_is_slow_with_all_is_found(hosts: int) -> None:
     rounds = pair_hosts(hosts)
     for slow in range(hosts):
         pairs = {pair: 5 * USUAL_S for pair in itertools.combinations(range(hosts), 2) if slow in pair}
-        found = find_slow_link(rounds, measure(rounds, hosts, pairs), 1.5)
+        found = find_slow_link(rounds, measure(rounds, hosts, pairs), measure(rounds, hosts, {}), 1.5)
         assert found is not None
         assert (found.host, found.peer, found.ratio) == (slow, None, pytest.approx(5))
 
@@ -47,7 +47,7 @@ def test_the_slower_of_two_slow_hosts_is_found() -> None:
         for pair in itertools.combinations(range(8), 2)
         if {2, 6} & {*pair}
     }
-    found = find_slow_link(rounds, measure(rounds, 8, pairs), 1.5)
+    found = find_slow_link(rounds, measure(rounds, 8, pairs), measure(rounds, 8, {}), 1.5)
     assert found is not None
     assert (found.host, found.ratio) == (6, pytest.approx(9))
 
@@ -56,7 +56,9 @@ def test_the_slower_of_two_slow_hosts_is_found() -> None:
 def test_a_slow_pair_is_found_whose_hosts_are_fast_with_others(hosts: int) -> None:
     rounds = pair_hosts(hosts)
     pair = rounds[1][0]
-    found = find_slow_link(rounds, measure(rounds, hosts, {pair: 3 * USUAL_S}), 1.5)
+    found = find_slow_link(
+        rounds, measure(rounds, hosts, {pair: 3 * USUAL_S}), measure(rounds, hosts, {}), 1.5
+    )
     assert found is not None
     assert ((found.host, found.peer), found.ratio) == (pair, pytest.approx(3))
 
@@ -65,17 +67,37 @@ def test_a_slow_pair_is_found_whose_hosts_are_fast_with_others(hosts: int) -> No
 def test_none_is_found_where_all_are_alike_or_one_is_unknown(hosts: int) -> None:
     rounds = pair_hosts(hosts)
     alike = measure(rounds, hosts, {})
-    assert find_slow_link(rounds, alike, 1.1) is None
-    alike[1] = [0.0] * len(rounds)
-    assert find_slow_link(rounds, alike, 1.1) is None
+    slower = [[3 * seconds for seconds in of_host] for of_host in alike]
+    assert find_slow_link(rounds, alike, alike, 1.1) is None
+    assert find_slow_link(rounds, slower, alike, 1.1) is None, "what slows all links is the fault of none"
+    unknown = [*alike[:1], [0.0] * len(rounds), *alike[2:]]
+    assert find_slow_link(rounds, unknown, alike, 1.1) is None
+    assert find_slow_link(rounds, alike, unknown, 1.1) is None
+
+
+@pytest.mark.parametrize("hosts", range(3, 14))
+def test_a_host_in_another_rack_is_not_slow(hosts: int) -> None:
+    rounds = pair_hosts(hosts)
+    far = {pair: 4 * USUAL_S for pair in itertools.combinations(range(hosts), 2) if hosts - 1 in pair}
+    before = measure(rounds, hosts, far)
+    assert find_slow_link(rounds, before, before, 1.5) is None
+    busy = [[2 * seconds for seconds in of_host] for of_host in before]
+    assert find_slow_link(rounds, busy, before, 1.5) is None
+    far[0, hosts - 1] = 40 * USUAL_S
+    pairs = {
+        pair: 10 * far.get(pair, USUAL_S) for pair in itertools.combinations(range(hosts), 2) if 0 in pair
+    }
+    found = find_slow_link(rounds, measure(rounds, hosts, {**far, **pairs}), before, 1.5)
+    assert found is not None
+    assert (found.host, found.peer) == (0, None)
 
 
 def test_of_two_hosts_no_link_is_slower_than_another() -> None:
-    assert find_slow_link(pair_hosts(2), [[1.0], [1.0]], 1.5) is None
+    assert find_slow_link(pair_hosts(2), [[5.0], [5.0]], [[1.0], [1.0]], 1.5) is None
 
 
 def test_what_one_end_waited_for_besides_is_not_the_links() -> None:
     rounds = pair_hosts(4)
     seconds = measure(rounds, 4, {})
     seconds[1] = [9.0] * len(rounds)  # its processor was busy: its partners were ready at once
-    assert find_slow_link(rounds, seconds, 1.5) is None
+    assert find_slow_link(rounds, seconds, measure(rounds, 4, {}), 1.5) is None

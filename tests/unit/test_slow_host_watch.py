@@ -21,6 +21,7 @@ from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.link_speed import LinkMeasurement
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
@@ -80,6 +81,16 @@ class RecordingControl(StandaloneControl):
         return super().record_event(kind, **detail)
 
 
+class MeasuredLinks(LinkMeasurement):
+    """A measurement with these results."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = seconds
+
+    def run(self) -> list[float]:
+        return self._seconds
+
+
 class Job:
     """Hosts that tell each other what their steps take; `measured` counts devices measured, `rounds` are of links."""
 
@@ -93,6 +104,7 @@ class Job:
         self.reduction_s = REDUCTION_S
         self.links: dict[tuple[int, int], float] = collections.defaultdict(lambda: EXCHANGE_S)
         self.rounds: list[Sequence[Pairs]] = []
+        self.without_memory: int | None = None
         self._chance = random.Random(0)
         self._record = record
         health = HostHealth(self.names, control.record_event, control.report_slow_hosts, record, self.clock)
@@ -127,11 +139,13 @@ class Job:
 
         return measure
 
-    def _measure_links(self, host: int, rounds: Sequence[Pairs]) -> list[float]:
+    def _prepare_links(self, host: int, rounds: Sequence[Pairs]) -> "MeasuredLinks":
+        if host == self.without_memory:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         if host == 0:
             self.rounds.append(rounds)
         partners = ((pair for pair in pairs if host in pair) for pairs in rounds)
-        return [sum(self.links[pair] for pair in found) for found in partners]
+        return MeasuredLinks([sum(self.links[pair] for pair in found) for found in partners])
 
     def _exchange(self, spec: AccumulationSpec) -> None:
         """Have all hosts look at what all tell, each on a thread: in a collective all must take part."""
@@ -154,7 +168,7 @@ class Job:
                     spec,
                     rows,
                     HostCollectives(host, count, all_reduce),
-                    functools.partial(self._measure_links, host),
+                    functools.partial(self._prepare_links, host),
                 )
                 for host, watch in enumerate(self._watches)
             ]
@@ -339,8 +353,8 @@ def test_a_slow_link_is_named_after_one_measurement(
     assert kind == EventKind.HOST_SLOW
     assert (detail["slow"], detail["part"]) == ("host-2" if len(slow) > 1 else "host-1", "link")
     assert detail["factor"] == pytest.approx(3.0, abs=0.3)
-    assert f"with {peer} takes 0.004 s, 4.0 times the median of other pairs" in str(detail["why"])
-    assert len(job.rounds) == 1
+    assert f"with {peer} takes 4.0 times as long as before, other pairs 1.0 times" in str(detail["why"])
+    assert len(job.rounds) == 2, "before, and now"
     assert not job.measured
     assert control.shown[0][1].startswith("slow (link): 3.")
     job.reduction_s /= 3
@@ -354,7 +368,7 @@ def test_what_slows_all_links_names_no_host_and_is_not_measured_for_ever(
     job.reduction_s *= 3
     job.run(range(64, 1000))
     assert not control.found
-    assert len(job.rounds) == 2
+    assert len(job.rounds) == 3
 
 
 def test_reductions_of_fewer_hosts_are_learned_anew(
@@ -363,7 +377,15 @@ def test_reductions_of_fewer_hosts_are_learned_anew(
     smaller = Job(["host-0", "host-1", "host-3"], control, record)
     smaller.reduction_s *= 2
     smaller.run(range(100, 200))
-    assert not smaller.rounds
+    assert len(smaller.rounds) == 1, "to compare with"
+
+
+def test_links_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:
+    job.without_memory = 3
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys([(0, 2), (1, 2), (2, 3)], 4 * EXCHANGE_S))
+    job.run(range(64, 130))
+    assert not control.found
 
 
 def test_devices_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:
