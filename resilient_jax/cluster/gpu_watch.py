@@ -70,6 +70,9 @@ class GpuWatch:
         self._exclusion = NO_EXCLUSION
         self._excluded = asyncio.Event()
         """Set when `_exclusion` has changed."""
+        self._answered_s = math.inf
+        """When the driver last answered the thread; infinite: nothing is awaited of it."""
+        self._is_silence_told = False
         self._worker_ended_for_s = -math.inf
         """The beginning of the exclusion for which the worker was ended: the one that follows waits."""
 
@@ -116,13 +119,26 @@ class GpuWatch:
     async def run(self) -> None:
         """Take this host out whenever a GPU must not train, until cancelled."""
         while True:
-            await self._excluded.wait()
+            if not await self._wait_excluded():
+                continue
             self._excluded.clear()
             is_written = await self._try_quarantine()
             self._end_worker()  # after the record, or the worker that follows might join before it is there
             while not is_written:
                 await asyncio.sleep(STORE_TIMEOUT_S)
                 is_written = await self._try_quarantine()
+
+    async def _wait_excluded(self) -> bool:
+        """Wait for an exclusion; return False after a while without one, and report a driver that does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_INTERVAL_S):
+                await self._excluded.wait()
+                return True
+        silent_s = self._context.clock.monotonic_s() - self._answered_s
+        if silent_s > FIRST_READING_TIMEOUT_S and not self._is_silence_told:
+            self._is_silence_told = True
+            self._tell_unwatched(f"GPUs are no longer watched: NVML has not answered for {silent_s:.0f} s")
+        return False
 
     async def _try_quarantine(self) -> bool:
         """Write why this host takes no part; return whether the store has it."""
@@ -164,6 +180,7 @@ class GpuWatch:
             # Of the binding, of which there are many versions. Training does not need it.
             _call(loop, self._fail, GpusUnreadable(f"{type(error).__name__}: {error}"))
         finally:
+            self._answered_s = math.inf
             _call(loop, self._end)
 
     def _read(self, loop: asyncio.AbstractEventLoop, reader: NvmlReader) -> None:
@@ -171,6 +188,7 @@ class GpuWatch:
         clock, told = self._context.clock, reader.xid_problem
         next_s = clock.monotonic_s() + READ_INTERVAL_S
         while not self._stop.is_set():
+            self._answered_s = clock.monotonic_s()
             xids = reader.wait_xids(XID_WAIT_S)
             if xids is None:
                 self._stop.wait(XID_WAIT_S)

@@ -29,6 +29,8 @@ THROTTLING: Final = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCur
 
 def uses_gpus(environment: Mapping[str, str]) -> bool:
     """Return whether workers with this environment train on NVIDIA's GPUs, as far as one can know without JAX."""
+    if parse_visible_devices(environment.get(VISIBLE)) == ():
+        return False  # a usual way to train on the processor of a machine with GPUs
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms:
         return not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
@@ -149,7 +151,11 @@ class NvmlReader:
                 )
         if visible is None:
             return present
-        return [self._find(word, present) for word in visible]
+        found: dict[tuple[int, str], _Device] = {}
+        for device in (self._find(word, present) for word in visible):
+            # Two parts of one GPU are one: its readings would count twice.
+            found.setdefault((device.index, device.uuid), device)
+        return list(found.values())
 
     def _find(self, word: str, present: Sequence[_Device]) -> _Device:
         """Return the GPU that a word of CUDA_VISIBLE_DEVICES means: an index, or the beginning of a UUID."""

@@ -25,15 +25,38 @@ LIMIT_S: Final = 1.0
 """A read that takes longer counts as this long: a disk that hangs must not hold up the step in which it is measured."""
 
 
+_LIBRARIES: Final = tuple(
+    f"{folder}/" for folder in {sys.prefix, sys.base_prefix, "/usr/lib", "/usr/share"} - {"/", "/usr"}
+)
+
+
+class _Reading:
+    """A measurement on a thread of its own, whose end need not be awaited."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        """None: it has not ended."""
+        self.thread = threading.Thread(target=self._run, name="resilient-jax-input-disk", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.seconds = _measure()
+        except Exception:  # a file that has shrunk meanwhile, for example; the measurement is only evidence
+            self.seconds = 0.0
+
+
+_last: _Reading | None = None
+
+
 def measure_input_disk() -> float:
     """Return the seconds of a read of `READ_BYTES` of the slowest input file; 0: there is none on a disk."""
-    found: list[float] = []
-    reader = threading.Thread(
-        target=lambda: found.append(_measure()), name="resilient-jax-input-disk", daemon=True
-    )
-    reader.start()
-    reader.join(LIMIT_S)
-    return found[0] if found else LIMIT_S
+    global _last
+    if _last is not None and _last.thread.is_alive():
+        return LIMIT_S  # it hangs since an earlier measurement: another read would hang, too
+    _last = _Reading()
+    _last.thread.join(LIMIT_S)
+    return _last.seconds if _last.seconds is not None else LIMIT_S
 
 
 def list_input_files() -> list[str]:
@@ -41,7 +64,7 @@ def list_input_files() -> list[str]:
     sizes: dict[str, int] = {}
     disks = set(_list_disks())
     for path in {*_list_open_files(), *_list_mapped_files()}:
-        if path.startswith((sys.prefix, sys.base_prefix)):
+        if path.startswith(_LIBRARIES):
             continue  # libraries, and what comes with them
         with contextlib.suppress(OSError):
             status = os.stat(path)

@@ -19,7 +19,7 @@ import msgspec
 
 HAZARD: Final = 1 / 250
 """A change every 250 values: more than there are, so that few values suffice; what follows a change is checked."""
-MIN_PROBABILITY: Final = 1e-5
+MIN_PROBABILITY: Final = 1e-6
 MAX_RUNS: Final = 24
 """Kept, the most probable ones."""
 MEAN_SPREAD: Final = 0.7

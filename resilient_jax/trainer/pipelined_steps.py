@@ -206,9 +206,10 @@ class PipelinedSteps:
         else:
             self._resume(worker, placement, step, before)
         world.step_services.hit_failpoint(FailPoint.BEFORE_REDUCE)
+        told = watch.end_tasks(step)
         with worker_activity.task(WorkerTask.SUM):
             pass_before_update = functools.partial(_pass_before_update, world, self._recipe, step)
-            table = worker.finish_step(pass_before_update, watch.end_tasks(step))
+            table = worker.finish_step(pass_before_update, told)
         self._early_stopping.pop(step, None)
         new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
         metrics = {name: float(value) for name, value in table.results.items()}

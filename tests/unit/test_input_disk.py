@@ -60,8 +60,22 @@ def test_a_file_that_is_gone_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_disk_that_hangs_holds_up_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
+    monkeypatch.setattr(input_disk, "_last", None)
     monkeypatch.setattr(input_disk, "LIMIT_S", 0.01)
     monkeypatch.setattr(input_disk, "_time_reads", lambda path: is_over.wait())
     monkeypatch.setattr(input_disk, "list_input_files", lambda: ["tokens.bin"])
     assert measure_input_disk() == 0.01
+    readers = threading.active_count()
+    assert measure_input_disk() == 0.01
+    assert threading.active_count() == readers, "another thread would hang, too"
     is_over.set()
+
+
+def test_a_read_that_fails_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> float:
+        raise ValueError("empty range for randrange(0)")
+
+    monkeypatch.setattr(input_disk, "_last", None)
+    monkeypatch.setattr(input_disk, "_time_reads", fail)
+    monkeypatch.setattr(input_disk, "list_input_files", lambda: ["tokens.bin"])
+    assert measure_input_disk() == 0.0
