@@ -16,8 +16,45 @@ from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key
 from resilient_jax.store.interface import Compare, CompareOperator, CompareTarget, PutOp
 
 
+class SingleLosses:
+    """The losses of a leader's term that have no common cause: no other host is lost within a lease of them.
+
+    Args:
+        lease_ttl_s: the lease of the job's hosts. Hosts that a switch cuts off together are lost within one.
+    """
+
+    def __init__(self, lease_ttl_s: float) -> None:
+        self._lease_ttl_s = lease_ttl_s
+        self._lost: list[tuple[float, HostName, bool]] = []
+
+    def add(self, host: HostName, now: float, *, is_counted: bool) -> None:
+        """Note the loss of a host, in the order of time.
+
+        Args:
+            host: the host.
+            now: the monotonic time, in seconds.
+            is_counted: see `is_loss_counted`; else it only tells that another loss was not the only one.
+        """
+        self._lost.append((now, host, is_counted))
+
+    def take(self, now: float) -> list[HostName]:
+        """Return the losses, each once, of which it is known by now that they were the only ones."""
+        found: list[HostName] = []
+        kept: list[tuple[float, HostName, bool]] = []
+        for lost_s, host, is_counted in self._lost:
+            if now - lost_s > 2 * self._lease_ttl_s:
+                continue
+            near = [other for other_s, other, _ in self._lost if abs(other_s - lost_s) <= self._lease_ttl_s]
+            is_known = is_counted and now - lost_s > self._lease_ttl_s
+            if is_known and set(near) == {host}:
+                found.append(host)
+            kept.append((lost_s, host, is_counted and not is_known))
+        self._lost = kept
+        return found
+
+
 def is_loss_counted(state: MembershipState, host: HostName, min_hosts: int) -> bool:
-    """Return whether a host that is gone took part without a notice to leave, and enough hosts are left without it."""
+    """Return whether a host that is gone was there without a notice to leave, and enough hosts are left without it."""
     is_over = state.generation.phase is GenerationPhase.FINISHED
     if is_over or host not in state.hosts or is_draining(state, host):
         return False

@@ -14,7 +14,7 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
-from resilient_jax.cluster.host_losses import is_loss_counted, note_host_loss
+from resilient_jax.cluster.host_losses import SingleLosses, is_loss_counted, note_host_loss
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
@@ -193,6 +193,7 @@ class _Term:
         """The newest generation that this leader has read from the store or written to it."""
         self._inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         self._tree = ProgressTree()
+        self._losses = SingleLosses(leader._context.settings.config.lease_ttl_s)
         self._unseated: list[HostName] = []
         """The spares that were last found to have no seat."""
 
@@ -223,12 +224,13 @@ class _Term:
             # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
-                min_hosts = self._leader._config.min_hosts
-                if isinstance(event, HostLeft) and is_loss_counted(machine.state, event.host, min_hosts):
-                    await note_host_loss(self._leader._context, event.host, self._token)
+                if isinstance(event, HostLeft):
+                    self._note_loss(machine.state, event.host)
                 commands = machine.handle(event, self._now())
                 for command in commands:
                     await self._execute(command, machine.state)
+                for host in self._losses.take(self._now()):
+                    await note_host_loss(self._leader._context, host, self._token)
                 if commands or isinstance(event, Tick):
                     self._record_unseated(machine.state)
                     late = list_late_members(machine.state)
@@ -238,6 +240,10 @@ class _Term:
             for task in watching:
                 task.cancel()
             self._leader._relay.follow("", on_refused=lambda: None)
+
+    def _note_loss(self, state: MembershipState, host: HostName) -> None:
+        is_counted = is_loss_counted(state, host, self._leader._config.min_hosts)
+        self._losses.add(host, self._now(), is_counted=is_counted)
 
     async def _next(self, watching: "list[asyncio.Task[None]]") -> MembershipEvent:
         # Without its watches a leader would decide about hosts as they were.

@@ -18,11 +18,20 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     is_joiner,
 )
+from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
-from resilient_jax.protocol.recovery_records import HostFailures, JobHistory, MeasuredTime, TimedChange
+from resilient_jax.protocol.recovery_records import (
+    HostFailures,
+    JobHistory,
+    MeasuredTime,
+    RecoveryAction,
+    TimedChange,
+)
 
 MAX_WEIGHT: Final = 8
 """A mean follows a change of the machine after about so many measurements."""
+MAX_QUIESCE_S: Final = 5.0
+"""Until all members are idle, as by default (`quiesce_timeout_s`). What lasts longer is a wait for hosts."""
 MAX_HOSTS: Final = 64
 """The hosts whose failures are counted one by one: those that failed last. The record stays small in a large job."""
 
@@ -61,9 +70,19 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
             )
     elif before.phase is GenerationPhase.BOUNDARY:
         memory = dataclasses.replace(memory, stalled_since_s=now)
+    elif after.phase is GenerationPhase.FORM and _has_waited(before, memory, now):
+        memory = dataclasses.replace(memory, stalled_since_s=None)
     return dataclasses.replace(
         state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
     )
+
+
+def _has_waited(before: Generation, memory: LeaderMemory, now: float) -> bool:
+    """Return whether hosts were waited for in this change: then it is no measure of its kind."""
+    decision = before.decision
+    if decision is not None and decision.action is RecoveryAction.WAIT and decision.number == before.number:
+        return True
+    return memory.stalled_since_s is not None and now - memory.stalled_since_s > MAX_QUIESCE_S
 
 
 def note_progress(state: MembershipState, now: float) -> MembershipState:
@@ -109,7 +128,9 @@ def _note_step_time(state: MembershipState, history: JobHistory, now: float) -> 
     steps = find_newest_step(state) - memory.steady_step
     if steps <= 0 or now <= memory.steady_since_s:
         return history
-    return msgspec.structs.replace(history, step_s=(now - memory.steady_since_s) / steps)
+    step_s = (now - memory.steady_since_s) / steps
+    # It has the time until a loss was noticed in it, which in a short generation is most of it.
+    return msgspec.structs.replace(history, step_s=min(step_s, history.step_s or step_s))
 
 
 def _note_first_step(state: MembershipState, now: float) -> MembershipState:

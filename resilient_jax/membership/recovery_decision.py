@@ -81,7 +81,8 @@ def decide_after_loss(
         awaited=len(awaited),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
-        needs_restore=not (origin.sources or origin.part_holders),
+        needs_restore=not (origin.sources or origin.part_holders)
+        and (origin.snapshot is not None or generation.progress > 0),
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     choice = choose_after_loss(loss, price_job(generation.history, places))
@@ -107,14 +108,17 @@ def decide_admission(
     awaited = _list_awaited(state, [*staying, *joining])[:free]
     recorded = generation.decision
     is_same = (
-        recorded is not None and recorded.action in WAITING_ACTIONS and set(recorded.joining) == set(names)
+        recorded is not None
+        and recorded.number == generation.number
+        and recorded.action in WAITING_ACTIONS
+        and set(recorded.joining) == set(names)
     )
     before: RecoveryAction | None = None
     if recorded is not None and is_same:
         is_awaited = recorded.action is RecoveryAction.POSTPONE or not set(recorded.awaited).isdisjoint(
             awaited
         )
-        if is_awaited and not is_wait_over(state, now):
+        if is_awaited and generation.losses_left and not is_wait_over(state, now):
             return None
         awaited = [host for host in awaited if host not in recorded.awaited]
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None

@@ -11,8 +11,8 @@ What is left to choose:
   which they would join without a pause of their own; and a host that is lost again and again costs one each time.
 
 So that decisions do not flutter, another option than the usual one, or than the one that was chosen before in the same
-situation, must lose less by `HYSTERESIS` and `MIN_SAVED_S`. A wait has an end: hosts that have not come by then are not
-awaited again.
+situation, must lose less by `HYSTERESIS` of that, and by `MIN_SAVED_S` at least. A wait has an end: hosts that have not
+come by then are not awaited again.
 """
 
 import dataclasses
@@ -219,6 +219,8 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
     match action:
         case RecoveryAction.WAIT if not loss.awaited:
             return "no host is on its way back"
+        case RecoveryAction.WAIT if loss.is_in_place and loss.can_join_in_place:
+            return "a host that comes back joins in place"
         case RecoveryAction.WAIT:
             return "" if loss.may_wait else "the rules wait no longer in this change"
         case RecoveryAction.RESTORE:

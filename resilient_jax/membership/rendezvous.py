@@ -11,7 +11,7 @@ from resilient_jax.membership.facts import (
     is_snapshot_settling,
 )
 from resilient_jax.membership.redundancy import is_last_copy_without
-from resilient_jax.membership.spare_hosts import count_places
+from resilient_jax.membership.spare_hosts import count_missing_places, count_places
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
 
@@ -94,11 +94,11 @@ def _count_expected(
     # No member waits for a decision: waiting for all hosts is cheaper than another world for each that comes later.
     # If there is a state to continue from, the wait is short.
     patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
-    num_hosts = config.num_hosts - len(state.quarantined)
+    num_hosts = config.num_hosts - count_missing_places(state)
     if config.replaces_workers and state.generation.progress > 0:
         # Hosts whose workers are replaced stay registered, so no other is waited for, but these for longer.
         here = [status for host, status in state.hosts.items() if host not in state.quarantined]
-        num_hosts = min(num_hosts, len(here))
+        num_hosts = min(config.num_hosts, len(here))
         if any(map(is_on_its_way, here)):
             patience_s = max(patience_s, config.forming_timeout_s)
         if origin.exists and can_change_in_place(state, [], joiners):

@@ -24,6 +24,14 @@ from resilient_jax.membership.world_formation import can_be_seated, can_change_i
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 
+def count_missing_places(state: MembershipState) -> int:
+    """Return how many places are left empty by hosts in quarantine, at most: a spare may have the place of one."""
+    if not state.quarantined:
+        return 0
+    spares = sum(status.is_spare and host not in state.quarantined for host, status in state.hosts.items())
+    return max(len(state.quarantined) - spares, 0)
+
+
 def list_staying(state: MembershipState) -> list[HostStatus]:
     """Return the members that got no notice to leave. A quarantine alone ends no job: the last members stay in it."""
     members = [state.hosts[member.host] for member in state.generation.members if member.host in state.hosts]

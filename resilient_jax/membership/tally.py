@@ -23,6 +23,7 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.hangs import HANGING_PHASES
 from resilient_jax.membership.redundancy import RedundancyTally
+from resilient_jax.membership.spare_hosts import count_missing_places
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -251,9 +252,9 @@ class MembershipTally:
             return True
         # All are waited for that are expected to come; standbys that all are in the world already wait for each other.
         hosts, quarantined = self._state.hosts, self._state.quarantined
-        expected = config.num_hosts - len(quarantined)
+        expected = config.num_hosts - count_missing_places(self._state)
         if config.replaces_workers and generation.progress > 0:
-            expected = min(expected, len(hosts) - sum(host in hosts for host in quarantined))
+            expected = min(config.num_hosts, len(hosts) - sum(host in hosts for host in quarantined))
         can_go_on_in_place = counts[Fact.SEATED_JOINER] > 1 and not counts[Fact.UNREPLACED]
         return counts[Fact.JOINER] >= expected or (config.replaces_workers and can_go_on_in_place)
 

@@ -128,7 +128,7 @@ def test_a_child_leaves_no_descriptor_behind():
         for _ in range(3):
             async with running(SLEEPER):
                 pass
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # fewer: those of an earlier test's loop
 
     run(main)
 

@@ -9,7 +9,7 @@ from membership_job import Job, training
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.host_losses import is_loss_counted, note_host_loss
+from resilient_jax.cluster.host_losses import SingleLosses, is_loss_counted, note_host_loss
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
@@ -77,3 +77,23 @@ def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:
     job.change("b", is_draining=True)
     assert not is_loss_counted(job.state, HOST, min_hosts=1)
     assert is_loss_counted(job.state, OTHER, min_hosts=1)
+
+
+def test_losses_within_a_lease_have_a_common_cause() -> None:
+    losses = SingleLosses(lease_ttl_s=3.0)
+    losses.add(HOST, 0.0, is_counted=True)
+    assert losses.take(2.9) == []
+    assert losses.take(3.1) == [HOST]
+    assert losses.take(3.2) == [], "once"
+    losses.add(HOST, 20.0, is_counted=True)
+    losses.add(OTHER, 22.0, is_counted=False)
+    assert losses.take(23.5) == losses.take(26.0) == []
+    losses.add(OTHER, 40.0, is_counted=False)
+    assert losses.take(43.5) == [], "it had a notice to leave"
+
+
+def test_a_host_that_is_lost_again_within_a_lease_counts_each_time() -> None:
+    losses = SingleLosses(lease_ttl_s=3.0)
+    losses.add(HOST, 0.0, is_counted=True)
+    losses.add(HOST, 2.0, is_counted=True)
+    assert losses.take(5.5) == [HOST, HOST]

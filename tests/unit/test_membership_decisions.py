@@ -171,6 +171,41 @@ def test_a_job_measures_its_changes_and_passes_them_on():
     assert history.observed_s == pytest.approx(15.5)
 
 
+@pytest.mark.parametrize(("waited_s", "is_measured"), [(4.0, True), (200.0, False)])
+def test_a_change_that_waited_for_hosts_is_no_measure_of_its_kind(waited_s, is_measured):
+    job = training("a", "b", "c", min_hosts=3)
+    job.wait(10.0)
+    job.train(15)
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a", "b", step=15, holds_state=True)
+    job.wait(waited_s)  # with two hosts there is nothing to do
+    job.restart("c", incarnation=2)
+    job.report("c", generation=job.generation.number)
+    job.serve()
+    job.form()
+    job.train(16)
+    job.change("a", is_draining=True)
+    measured = {time.change for time in job.generation.history.times}
+    assert (TimedChange.REFORM in measured) is is_measured
+
+
+def test_a_short_generation_does_not_make_steps_seem_long():
+    job = training("a", "b", "c", spare_seats=4)
+    job.wait(10.0)
+    job.train(15)
+    job.wait(240.0)  # a hang
+    job.worker("c", exit_code=-9)
+    assert job.generation.history.step_s == pytest.approx(25.0)
+    job.acknowledge("a", "b", step=15, holds_state=True)
+    job.form()
+    job.wait(1.0)
+    job.train(16)
+    job.wait(4.0)
+    job.train(20)
+    job.change("a", is_draining=True)
+    assert job.generation.history.step_s == pytest.approx(1.0)
+
+
 def test_a_new_leader_measures_nothing_that_it_has_not_seen_begin():
     job = training("a", "b", "c", spare_seats=4)
     job.wait(10.0)
