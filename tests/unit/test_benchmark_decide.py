@@ -1,14 +1,19 @@
 """The decide benchmark: its losses, and the keys of its line of JSON."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 from benchmarks import command_line
 from benchmarks.decide import command as bench
+from benchmarks.decide.drawn_changes import Outcome, judge_drawn_changes, play_admission, play_loss
 from benchmarks.decide.figures import LOSS_CASES, LossCase, lose_devices
 from benchmarks.plan.figures import SearchCase, make_topology
 from topologies import MESHES
+
+from resilient_jax.membership.recovery_policy import Admission, Loss
+from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 
 
 @pytest.fixture
@@ -37,6 +42,7 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     small = (SearchCase(hosts=8, model="llama3_8b", global_batch=16),)
     monkeypatch.setattr(bench, "SEARCH_CASES", small)
     monkeypatch.setattr(bench, "AIMS_MS", {64: 10})
+    monkeypatch.setattr(bench, "DRAWN_CHANGES", 50)
     code, shown, _ = run("--json", "--rounds", "1", "--no-programs")
     found = json.loads(shown)
     assert code == 0
@@ -46,6 +52,44 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     assert found["search_ms_64"] > 0
     assert found["search_wall_ms_64"] > 0
     assert 0 < found["decision_ms"] < 1000
+    assert 0 <= found["decision_regret"] < 0.01
+    assert found["changes"] == 50
+
+
+OUTCOME = Outcome(
+    seconds={TimedChange.SHRINK: 1.0, TimedChange.GROW: 2.0, TimedChange.REFORM: 10.0},
+    returned_s=20.0,
+    failed_s=100.0,
+    wait_s=30.0,
+)
+
+
+def test_what_a_choice_after_a_loss_is_worth():
+    loss = Loss(places=4, ready=3, awaited=1)
+    go_on, wait = RecoveryAction.REFORM, RecoveryAction.WAIT
+    # 10 s of re-forming, 10 s with three hosts, 2 s until the fourth has joined, 78 s with all.
+    assert play_loss(go_on, go_on, loss, OUTCOME) == pytest.approx(10 * 0.75 + 78)
+    assert play_loss(wait, go_on, loss, OUTCOME) == pytest.approx(100 - 20 - 10)
+    in_vain = dataclasses.replace(OUTCOME, wait_s=15.0)
+    assert play_loss(wait, go_on, loss, in_vain) == pytest.approx(100 - 15 - 10 - 2)
+    soon = dataclasses.replace(OUTCOME, failed_s=12.0)
+    assert play_loss(go_on, go_on, loss, soon) == pytest.approx(2 * 0.75)
+    assert play_loss(wait, go_on, loss, soon) == 0
+
+
+def test_what_a_choice_about_hosts_that_are_ready_is_worth():
+    admission = Admission(places=4, training=2, joining=1, awaited=1)
+    assert play_admission(RecoveryAction.JOIN, admission, OUTCOME) == pytest.approx(18 * 0.75 + 78)
+    assert play_admission(RecoveryAction.GATHER, admission, OUTCOME) == pytest.approx(20 * 0.5 + 78)
+    assert play_admission(RecoveryAction.POSTPONE, admission, OUTCOME) == pytest.approx(50)
+
+
+def test_the_policy_misses_little_and_is_not_worse_than_a_fixed_rule():
+    found = judge_drawn_changes(2000)
+    assert 0 <= found.decision_regret < 0.01
+    assert found.policy_gain_at_once >= 0
+    assert found.policy_gain_waiting >= 0
+    assert found.waits > 0
 
 
 def test_zero_rounds_are_rejected(run):

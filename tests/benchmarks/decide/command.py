@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.decide.decision_time import AIM_MS, DECISION_HOSTS, measure_decision_ms
+from benchmarks.decide.drawn_changes import DrawnFigures, judge_drawn_changes
 from benchmarks.decide.figures import (
     DEVICES_PER_HOST,
     FEW_SEQUENCES_PER_DEVICE,
@@ -29,6 +30,7 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.search import search_plan
 
 MODEL = "llama2_7b"
+DRAWN_CHANGES = 10_000
 AIMS_MS = {1024: 50, 16_384: 300, 131_072: 2000}
 
 
@@ -52,6 +54,10 @@ def decide(
     decision_ms: processor time of a leader's decision at a change of members,
     of 4,096 hosts; the slower of two, median.
 
+    decision_regret: work until the next failure that a leader's choices miss, of
+    the best option in hindsight; drawn changes of members. policy_gain_at_once,
+    policy_gain_waiting: over going on at once, and over waiting, each time.
+
     regret, rank_correlation: as of the plan benchmark, which says what they
     are; --no-programs leaves them out. n: rounds.
     """
@@ -67,12 +73,14 @@ def decide(
     for search in SEARCH_CASES:
         if search.devices in AIMS_MS:
             _time_search(figures, search, rounds)
+    figures.drawn = judge_drawn_changes(DRAWN_CHANGES)
     figures.decision_ms = statistics.median(measure_decision_ms(DECISION_HOSTS) for _ in range(rounds))
     if programs:
         console.print("all plans of four models on eight CPU devices")
         figures.programs = make_program_figures(measure_programs(rounds))
     console.print(_tabulate_kept(figures))
     console.print(_tabulate_searches(figures))
+    console.print(_tabulate_drawn(figures.drawn))
     console.print(f"a decision of {DECISION_HOSTS} hosts: {figures.decision_ms:.2f} ms, aim {AIM_MS:g} ms")
     print_json_line(figures.line())
 
@@ -109,6 +117,15 @@ def _tabulate_kept(figures: DecideFigures) -> Table:
             f"{kept.equal:.3f}",
             f"{few.best:.3f}",
         )
+    return table
+
+
+def _tabulate_drawn(found: DrawnFigures) -> Table:
+    table = Table("figure", "found", "aim", title=f"{found.changes} drawn changes of members")
+    table.add_row("decision_regret", f"{found.decision_regret:.5f}", "0.03")
+    table.add_row("policy_gain_at_once", f"{found.policy_gain_at_once:.5f}", "")
+    table.add_row("policy_gain_waiting", f"{found.policy_gain_waiting:.5f}", "")
+    table.add_row("share of changes in which it waits", f"{found.waits:.3f}", "")
     return table
 
 

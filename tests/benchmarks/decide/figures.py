@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.decide.drawn_changes import DrawnFigures
 from benchmarks.plan.estimate_errors import ProgramFigures
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
@@ -80,6 +81,7 @@ class DecideFigures:
     search_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     search_wall_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     decision_ms: float = 0.0
+    drawn: DrawnFigures | None = None
     programs: ProgramFigures | None = None
 
     def line(self) -> msgspec.Struct:
@@ -89,6 +91,8 @@ class DecideFigures:
         fields |= {f"{key}_few_sequences": round(found.best, 4) for key, found in self.kept_few.items()}
         fields |= {key: round(number, 1) for key, number in (self.search_ms | self.search_wall_ms).items()}
         fields |= {"decision_ms": round(self.decision_ms, 2)}
+        if self.drawn is not None:
+            fields |= msgspec.structs.asdict(self.drawn)
         if self.programs is not None:
             fields |= {
                 "regret": self.programs.regret,
