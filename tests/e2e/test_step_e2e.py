@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
+from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
@@ -105,14 +106,17 @@ def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
     All hosts are alive, so the first ones are the first replica. Its first host is the owner of its microbatches.
 
     The log of a step is written after the step is reported, so the newest row may still be of a generation without it.
+    And the first step of a generation may have been begun in the one before, by other hosts.
     """
-    hosts = members(tiny.wait_training(HOSTS))
+    report = tiny.wait_training(HOSTS)
+    hosts, begun = members(report), newest_step(report)
     owner = hosts[hosts.index(host) // hosts_of_replica * hosts_of_replica]
     end_s = time.monotonic() + RECOVERY_S
     while True:
         rows = [row for rows in tiny.logs().values() for row in rows]
         newest = max(rows, key=lambda row: row["step"])
-        indices = [index for index, name in enumerate(newest["owners"]) if name == owner]
+        owners = newest["owners"] if newest["step"] > begun else ()
+        indices = [index for index, name in enumerate(owners) if name == owner]
         if indices:
             return indices[-1]
         assert time.monotonic() < end_s, (
