@@ -23,6 +23,7 @@ import logging
 import math
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -46,6 +47,7 @@ SILENCE_LIMIT_S: Final = 0.25
 HANG_UP_DELAY_S: Final = 0.12
 SERIES_GAP_S: Final = 1.0
 """Calls that are further apart belong to different interruptions."""
+ANSWER_LIMIT_S: Final = 0.5
 CONNECT_TIMEOUT_S: Final = 0.2
 """Our own listener is on this host: it answers at once or not at all."""
 _WORD: Final = struct.Struct("<Q")
@@ -76,6 +78,7 @@ class CliqueInterrupter:
         self._began_s = -math.inf
         self._last_s = -math.inf
         self.is_detached = False
+        self._releasing: threading.Thread | None = None
         self._called: set[int] = set()
         self.is_current: Callable[[frozenset[Seat]], bool] = lambda _: True
 
@@ -101,15 +104,37 @@ class CliqueInterrupter:
             self._client.shutdown()  # 0.5 ms, measured with a stopped service
         if self.is_detached:
             return shut_connections_to(self._service)
+        return self._release_in_time(may_hang_up=since_s >= HANG_UP_DELAY_S)
+
+    def _release_in_time(self, *, may_hang_up: bool) -> int:
+        """Publish, connect and close; return 0 if the service does not answer that within `ANSWER_LIMIT_S`.
+
+        Its calls have no deadline, and it may have died since it was found alive: they never return then, and neither
+        would the guard thread, which says that this process lives.
+        """
+        if self._releasing is not None and self._releasing.is_alive():
+            return 0
+        released: list[int] = []
+        self._releasing = threading.Thread(
+            target=lambda: released.append(self._release(may_hang_up=may_hang_up)),
+            name="resilient-jax-release-cliques",
+            daemon=True,
+        )
+        self._releasing.start()
+        self._releasing.join(ANSWER_LIMIT_S)
+        return sum(released)
+
+    def _release(self, *, may_hang_up: bool) -> int:
+        try:
+            found = _published(self._client)
+        except JaxRuntimeError as error:
+            logger.debug("the service does not say which cliques are being formed: %s", error)
+            return 0
         published = {
-            clique: by_rank
-            for clique, by_rank in _published(self._client).items()
-            if self.is_current(_find_seats(clique))
+            clique: by_rank for clique, by_rank in found.items() if self.is_current(_find_seats(clique))
         }
         released = sum(_try_publish(self._client, key) for key in find_missing_keys(published))
-        if since_s >= HANG_UP_DELAY_S:
-            released += self._hang_up(published)
-        return released
+        return released + (self._hang_up(published) if may_hang_up else 0)
 
     def _hang_up(self, published: Published) -> int:
         """Connect to our own listener in the place of each missing peer, once, and close.
