@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 SlowHosts = tuple[tuple[HostName, str], ...]
 """Hosts that are slow, each with what of it is."""
+FIRST_LINKS_INTERVAL_STEPS: Final = 128
+"""Links are measured for the first time in such a step. A host that compiles the programs for it is late to stop if
+another one dies just then, so not soon after each change."""
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices or links are measured."""
 
@@ -155,7 +158,7 @@ class HostHealth:
             is_news = spec.step >= self._record.next_measurement_step
             if not (is_late and is_news):
                 return Measurement.NOTHING
-            due = self._choose(spec.name)
+            due = self._choose(spec.name, spec.step)
             if due is not Measurement.NOTHING:
                 # Until it is known what it takes: the generation may end before that.
                 self._record.next_measurement_s = now_s + 2 * MEASURE_S / MEASURING_SHARE
@@ -163,14 +166,15 @@ class HostHealth:
         finally:
             self._record.lock.release()
 
-    def _choose(self, name: str) -> Measurement:
+    def _choose(self, name: str, step: int) -> Measurement:
         # A slow host first: a link may seem to be slow because the host at its end is.
         if self._list_suspicions(name):
             return Measurement.DEVICES
         if self._find_link_suspicion(name) is not None:
             return Measurement.LINKS
         monitor = self._record.monitors.get(name)
-        if monitor is not None and monitor.knows_links and self._record.usual_links is None:
+        is_first_due = self._record.usual_links is None and step % FIRST_LINKS_INTERVAL_STEPS == 0
+        if is_first_due and monitor is not None and monitor.knows_links:
             return Measurement.LINKS  # while nothing is wrong, to compare with
         return Measurement.DEVICES if self._record.carried else Measurement.NOTHING
 

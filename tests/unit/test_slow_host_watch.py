@@ -346,9 +346,10 @@ def test_a_host_that_was_not_the_first_for_a_while_begins_anew(record: HealthRec
 def test_a_slow_link_is_named_after_one_measurement(
     job: Job, control: RecordingControl, slow: list[tuple[int, int]], peer: str
 ) -> None:
+    job.run(range(64, 144))
     job.reduction_s *= 3
     job.links.update(dict.fromkeys(slow, 4 * EXCHANGE_S))
-    job.run(range(64, 130))
+    job.run(range(144, 210))
     ((kind, detail),) = control.found
     assert kind == EventKind.HOST_SLOW
     assert (detail["slow"], detail["part"]) == ("host-2" if len(slow) > 1 else "host-1", "link")
@@ -358,15 +359,16 @@ def test_a_slow_link_is_named_after_one_measurement(
     assert not job.measured
     assert control.shown[0][1].startswith("slow (link): 3.")
     job.reduction_s /= 3
-    job.run(range(130, 200))
+    job.run(range(210, 280))
     assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
 
 
 def test_what_slows_all_links_names_no_host_and_is_not_measured_for_ever(
     job: Job, control: RecordingControl
 ) -> None:
+    job.run(range(64, 144))
     job.reduction_s *= 3
-    job.run(range(64, 1000))
+    job.run(range(144, 1000))
     assert not control.found
     assert len(job.rounds) == 3
 
@@ -376,15 +378,16 @@ def test_reductions_of_fewer_hosts_are_learned_anew(
 ) -> None:
     smaller = Job(["host-0", "host-1", "host-3"], control, record)
     smaller.reduction_s *= 2
-    smaller.run(range(100, 200))
+    smaller.run(range(100, 300))
     assert len(smaller.rounds) == 1, "to compare with"
 
 
 def test_links_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:
+    job.run(range(64, 144))
     job.without_memory = 3
     job.reduction_s *= 3
     job.links.update(dict.fromkeys([(0, 2), (1, 2), (2, 3)], 4 * EXCHANGE_S))
-    job.run(range(64, 130))
+    job.run(range(144, 210))
     assert not control.found
 
 
