@@ -1,7 +1,7 @@
 """Measures what a read of this process's input files takes, past the page cache. Linux only.
 
-Which files a data source reads nobody says. But those that are large and read again and again are open or mapped: array
-records, memory maps, packed tokens. Files that are read through a library's own protocol (an object store) are not.
+A data source does not say which files it reads. But large files that are read again and again are open or mapped: array
+records, memory maps, packed tokens. What is read through a library's own protocol (an object store) is not found.
 """
 
 import contextlib

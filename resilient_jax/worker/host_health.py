@@ -208,8 +208,10 @@ class HostHealth:
         with self._record.lock:
             usual, finding = self._record.usual_links, self._find_link_suspicion(spec.name)
             if finding is None:
-                # Once for these hosts: it must not delay the first measurement of a suspicion.
-                self._record.usual_links, self._record.next_measurement_s = seconds, 0.0
+                # It must not delay the first measurement of a suspicion.
+                self._record.next_measurement_s = 0.0
+                if any(map(any, seconds)):  # else a host could not take part, and it is tried again
+                    self._record.usual_links = seconds
             else:
                 self._note_measurement(spec)
                 # Suspected before there was anything to compare with: nobody can be named.

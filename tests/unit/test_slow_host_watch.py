@@ -391,6 +391,19 @@ def test_links_that_cannot_be_measured_end_nothing(job: Job, control: RecordingC
     assert not control.found
 
 
+def test_what_links_usually_take_is_measured_again_if_it_could_not_be(
+    job: Job, control: RecordingControl
+) -> None:
+    job.without_memory = 3
+    job.run(range(64, 144))
+    job.without_memory = None
+    job.run(range(144, 272))
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys([(0, 2), (1, 2), (2, 3)], 4 * EXCHANGE_S))
+    job.run(range(272, 340))
+    assert [(detail["slow"], detail["part"]) for _, detail in control.found] == [("host-2", "link")]
+
+
 def test_devices_that_cannot_be_measured_end_nothing(job: Job, control: RecordingControl) -> None:
     def fail() -> DeviceSeconds:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
