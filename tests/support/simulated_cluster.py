@@ -817,7 +817,7 @@ class Cluster:
             host.term = None
             return
         term.known = result.revision
-        self.check_write(generation, term.token)
+        self.check_write(generation, term)
         self.written.append((generation, term.token))
 
     # The worker's main thread.
@@ -925,13 +925,13 @@ class Cluster:
 
     # Invariants.
 
-    def check_write(self, new: Generation, token: Revision) -> None:
-        """Check the invariants of a generation that the store accepts."""
+    def check_write(self, new: Generation, term: Term) -> None:
+        """Check the invariants of a generation that the store accepts in this term."""
         if not self.written:
             old = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE)
         else:
             old, old_token = self.written[-1]
-            assert token >= old_token, "a deposed leader wrote"
+            assert term.token >= old_token, "a deposed leader wrote"
         assert old.phase is not GenerationPhase.FINISHED, "nothing follows the end"
         if new.phase is GenerationPhase.FINISHED:
             assert new.outcome is not None
@@ -955,7 +955,7 @@ class Cluster:
             assert set(new.members) <= set(old.members), "nobody joins by a quiesce"
         self.check_seats(new)
         if new.phase is GenerationPhase.FORM:
-            self.check_form(old, new)
+            self.check_form(old, new, term.machine.state.quarantined)
 
     def check_seats(self, new: Generation) -> None:
         """Check that no seat of a world is ever given to two workers."""
@@ -964,7 +964,7 @@ class Cluster:
             assert self.seats.setdefault((new.world, member.seat), who) == who, "a seat is taken twice"
             assert member.seat < new.next_seat <= new.num_seats
 
-    def check_form(self, old: Generation, new: Generation) -> None:
+    def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that no worker trains or can begin to, and that all resume from the former members' newest step."""
         assert new.members
         assert len({m.seat for m in new.members}) == len({m.host for m in new.members})
@@ -1047,7 +1047,7 @@ class ReplacingCluster(Cluster):
         host = self.hosts[worker.host]
         host.snapshots = (*host.snapshots[-1:], made)
 
-    def check_form(self, old: Generation, new: Generation) -> None:
+    def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that a world that was left by force passes no worker on to the next."""
         if new.change is WorldChange.REFORM and not new.sources:
             workers = [self.workers[m.host, m.incarnation] for m in new.members]
@@ -1079,11 +1079,12 @@ class SpareCluster(Cluster):
             len(workers) == len(waiting) and all(is_ready) and (now.next_seat == now.num_seats or all(tried))
         )
 
-    def check_form(self, old: Generation, new: Generation) -> None:
+    def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that there is a place for each member, and that no member has lost its own to another host."""
-        super().check_form(old, new)
+        super().check_form(old, new, quarantined)
         assert new.max_members == self.config.num_hosts
-        staying = {m for m in old.members if not self.hosts[m.host].draining}
+        leaving = {h.name for h in self.hosts.values() if h.draining} | quarantined
+        staying = {m for m in old.members if m.host not in leaving}
         lasting = [m for m in new.members if self.workers[m.host, m.incarnation].runs]
         assert len([m for m in lasting if not self.hosts[m.host].draining]) <= new.max_members
         if new.change is not WorldChange.REFORM and old.phase is GenerationPhase.BOUNDARY:
