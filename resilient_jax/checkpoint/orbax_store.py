@@ -20,7 +20,7 @@ import numpy as np
 
 from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, plan_reads, split_into_batches
 from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
-from resilient_jax.checkpoint.host_copy import HostCopy
+from resilient_jax.checkpoint.host_copy import HostCopy, list_leaves
 from resilient_jax.checkpoint.messages import (
     FailureReply,
     ReadBoxesReply,
@@ -28,11 +28,13 @@ from resilient_jax.checkpoint.messages import (
     Reply,
     SaveReply,
     SaveRequest,
+    SaveShare,
     VerifyReply,
     VerifyRequest,
 )
+from resilient_jax.checkpoint.part_folder import PartFolder
 from resilient_jax.checkpoint.storage_client import POLL_INTERVAL_S, ReplyWait, StorageClient
-from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
+from resilient_jax.checkpoint.stored_tree import LeafPart, Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -73,6 +75,7 @@ class OrbaxStore:
         self._client = StorageClient(timeout_s)
         self._copy = HostCopy()
         self._save_in_flight: _SaveInFlight | None = None
+        self._share: SaveShare | None = None
         self._failure: str | None = None
         """The reason why the last save failed."""
         self._distrusted: set[int] = set()
@@ -126,36 +129,94 @@ class OrbaxStore:
             record_event: records events.
             verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
         """
-        self.poll_save(record_event)
-        if self._save_in_flight is not None:
-            since_s = time.monotonic() - self._save_in_flight.started_s
-            logger.warning(
-                "step %d: no checkpoint, that of step %d is not done", step, self._save_in_flight.step
-            )
-            record_event(
-                EventKind.CHECKPOINT_SKIPPED,
-                step=step,
-                in_flight=self._save_in_flight.step,
-                in_flight_s=since_s,
-            )
+        if self.must_skip(step, record_event):
             return False
+        self._start(step, list_leaves(state), None, record_event, verified_step)
+        return True
+
+    def start_part(
+        self,
+        step: int,
+        leaves: Sequence[LeafPart],
+        share: SaveShare,
+        record_event: RecordEvent = ignore_event,
+        verified_step: int | None = None,
+    ) -> None:
+        """Copy this host's part of a state, and have the copy written. Return once it is copied.
+
+        All hosts of the share must call this. A checkpoint of the step that is on storage is replaced. If this host
+        still writes a part of an earlier save, the one that was to put that together has given it up: so does this one.
+
+        Args:
+            step: how many steps are in the state.
+            leaves: what this host has. The first one names all leaves of the state.
+            share: of this host.
+            record_event: records events.
+            verified_step: as of `start_save`.
+        """
+        self.poll_save(record_event)
+        self.give_up_save("another one was begun", record_event)
+        self._start(step, leaves, share, record_event, verified_step)
+
+    def must_skip(self, step: int, record_event: RecordEvent = ignore_event) -> bool:
+        """Return whether a save of this step must be skipped, since one is still in flight. That is an event, too."""
+        self.poll_save(record_event)
+        if self._save_in_flight is None:
+            return False
+        since_s = time.monotonic() - self._save_in_flight.started_s
+        logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._save_in_flight.step)
+        record_event(
+            EventKind.CHECKPOINT_SKIPPED,
+            step=step,
+            in_flight=self._save_in_flight.step,
+            in_flight_s=since_s,
+        )
+        return True
+
+    def give_up_save(self, why: str, record_event: RecordEvent) -> None:
+        """End the save in flight, if there is one: a failure for no fault of the storage, so another may be begun."""
+        if self._save_in_flight is not None:
+            self._client.close()
+            self._end_save(FailureReply(reason=why), record_event)
+            self._failure = None
+
+    @property
+    def newest_share(self) -> SaveShare | None:
+        """What this process writes, or wrote last, as a part of a checkpoint; None: no part."""
+        return self._share
+
+    def list_missing_parts(self) -> list[str]:
+        """Return the hosts whose parts of the save in flight are not complete, if it puts parts together."""
+        flight, share = self._save_in_flight, self._share
+        if flight is None or share is None or share.number > 0:
+            return []
+        return PartFolder(self._directory, flight.step, share).list_missing()
+
+    def _start(
+        self,
+        step: int,
+        leaves: Sequence[LeafPart],
+        share: SaveShare | None,
+        record_event: RecordEvent,
+        verified_step: int | None,
+    ) -> None:
         started_s = time.monotonic()
-        leaves, descriptor = self._copy.copy(state)
-        self._save_in_flight = _SaveInFlight(step, started_s)
+        stored, descriptor = self._copy.copy(leaves)
+        self._save_in_flight, self._share = _SaveInFlight(step, started_s), share
         request = SaveRequest(
             directory=str(self._directory),
             step=step,
             max_to_keep=self._keep,
             distrusted=tuple(self._distrusted),
             verified_step=verified_step,
-            leaves=leaves,
+            leaves=stored,
+            share=share,
         )
         try:
             self._client.send(request, descriptor)
         except CheckpointFailed as error:
             self._client.close()
             self._end_save(FailureReply(reason=str(error)), record_event)
-        return True
 
     def poll_save(self, record_event: RecordEvent = ignore_event) -> None:
         """Record the outcome of the save in flight, if there is one. Do not wait."""
@@ -224,12 +285,15 @@ class OrbaxStore:
 
     def _end_save(self, reply: Reply, note: RecordEvent) -> None:
         assert self._save_in_flight is not None
+        missing = self.list_missing_parts() if isinstance(reply, FailureReply) else []
         step, self._save_in_flight = self._save_in_flight.step, None
         path = str(self.get_folder(step))
         if isinstance(reply, SaveReply):
             self._failure = None
             # It was written anew, or found to be readable.
             self._distrusted.discard(step)
+            if self._share is not None and self._share.number > 0:
+                return  # the first host's process has yet to put the parts together, and says so
             note(
                 EventKind.CHECKPOINT_SAVED,
                 step=step,
@@ -240,6 +304,8 @@ class OrbaxStore:
             )
         else:
             reason = reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
+            if missing:
+                reason += f"; without the parts of {', '.join(missing)}"
             self._failure = f"step {step}: {reason}"
             logger.warning("the checkpoint %s could not be written: %s", path, reason)
             note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
