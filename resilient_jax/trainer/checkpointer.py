@@ -75,7 +75,7 @@ class Checkpointer:
     def _agree_on_share(self, world: World, step: int) -> SaveShare | None:
         """Return this host's share of a save; None: the first host's last one is not done. All hosts must call this."""
         token = 0
-        if world.host_index == 0 and not self._store.must_skip(step, world.record_event):
+        if world.host_index == 0 and not self._store.in_flight.must_skip(step, world.record_event):
             token = 1 + secrets.randbelow(MAX_TOKEN)
         token = int(world.all_reduce(np.array([token], np.int32))[0])
         if token == 0:
@@ -90,14 +90,14 @@ class Checkpointer:
         if world.generation == self._generation:
             return
         self._generation = world.generation
-        share = self._store.newest_share
+        share = self._store.in_flight.share
         tokens = gather_texts(world, share.token.encode() if share is not None else b"")
         written = {
             host for host, token in zip(world.hosts, tokens, strict=True) if share and token == share.token
         }
-        if lost := [host for host in self._store.list_missing_parts() if host not in written]:
+        if lost := [host for host in self._store.in_flight.list_missing_parts() if host not in written]:
             names = ", ".join(lost)
-            self._store.give_up_save(f"{names} ended before its part was written", world.record_event)
+            self._store.in_flight.give_up(f"{names} ended before its part was written", world.record_event)
 
     def distrust_after(self, world: World, step: int) -> None:
         """Set aside the checkpoints of more than `step` steps, which a host that computed wrongly may have touched."""

@@ -84,7 +84,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     found = Hosts(tmp_path / "checkpoints")
     yield found
     for store in found.stores:
-        store.give_up_save("the test is over", found.note(0))
+        store.in_flight.give_up("the test is over", found.note(0))
         store.close()
 
 
@@ -130,8 +130,8 @@ def test_without_a_lost_host_there_is_none_and_the_next_one_is_made(hosts: Hosts
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
     hosts.wait(1)
-    wait_until(lambda: hosts.stores[0].list_missing_parts() == ["host-2"])
-    hosts.stores[0].give_up_save("host-2 ended before its part was written", hosts.note(0))
+    wait_until(lambda: hosts.stores[0].in_flight.list_missing_parts() == ["host-2"])
+    hosts.stores[0].in_flight.give_up("host-2 ended before its part was written", hosts.note(0))
     (failed,) = [detail for _, kind, detail in hosts.events if kind is EventKind.CHECKPOINT_FAILED]
     assert failed["reason"] == "host-2 ended before its part was written; without the parts of host-2"
     assert not hosts.stores[0].has_checkpoint(3)
