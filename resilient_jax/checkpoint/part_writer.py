@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.future as orbax_future
 import tensorstore as ts
 
 from resilient_jax.checkpoint.directory_listing import ITEM_NAME
@@ -128,10 +129,10 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
         values: Sequence[np.ndarray],
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
-    ) -> Sequence[ocp.future.Future]:
+    ) -> Sequence[orbax_future.Future]:
         # In the background, where Orbax has made the item's folder before.
         work = self._write_all(values, infos, args or ())
-        return [ocp.future.CommitFutureAwaitingContractedSignals(work, name="part")]
+        return [orbax_future.CommitFutureAwaitingContractedSignals(work, name="part")]
 
     async def _write_all(
         self,
