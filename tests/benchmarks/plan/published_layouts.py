@@ -102,7 +102,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The layout in words."""
         parts = [f"{axis} {getattr(self, axis)}" for axis in ("tensor", "pipeline", "fsdp")]
-        return f"{', '.join(parts)}, microbatch {self.sequences}{', remat' if self.remat else ''}"
+        microbatch = f"microbatch {self.sequences} of {self.tokens} tokens"
+        return ", ".join([*parts, microbatch, *["remat"] * self.remat])
 
     @property
     def grid(self) -> str:
