@@ -7,7 +7,8 @@ derivatives of maxima and integers (Hooke and Jeeves 1961, https://doi.org/10.11
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.cost_model import CostModel
@@ -22,8 +23,11 @@ FITTED_CONSTANTS = (
     "kernel_overhead_s",
     "step_overhead_s",
 )
-"""Fitted in this order. The overlaps and memory are left out: step times hardly tell them apart."""
-_PARTS = frozenset(FITTED_CONSTANTS[:3])
+"""Fitted in this order, unless others are asked for. The steps of one job hardly tell the rest apart: its sequences
+are equally long, so that attention is a fixed part of its products, and what overlaps is not seen alone."""
+_PARTS = frozenset(
+    {*FITTED_CONSTANTS[:3], "attention_efficiency", "fsdp_overlap", "activation_overlap", "usable_memory"}
+)
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
 WORTHWHILE = 0.99
 """If the error falls by less than this ratio, the factor is reduced."""
@@ -65,8 +69,16 @@ def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
     return cost_model.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
 
 
+Estimate = Callable[[Plan, Calibration], float]
+"""Seconds of a step of a plan under given constants."""
+
+
 def fit_calibration(
-    measurements: Sequence[StepMeasurement], start: Calibration | None = None
+    measurements: Sequence[StepMeasurement],
+    start: Calibration | None = None,
+    *,
+    constants: Sequence[str] = FITTED_CONSTANTS,
+    estimate: Estimate = estimate_step_s,
 ) -> CalibrationFit:
     """Return the constants whose estimates are nearest to measured steps.
 
@@ -74,6 +86,8 @@ def fit_calibration(
         measurements: steps of several plans, best of several models; two constants that are never seen apart are fitted
             together, and constants without influence stay as they were.
         start: initial constants; None: those of the first plan.
+        constants: names of the constants to fit, in this order.
+        estimate: for steps of another program than a plan's own, such as one with another pipeline schedule.
 
     Raises:
         PlanError: there is no measurement, or a time is not positive.
@@ -82,40 +96,51 @@ def fit_calibration(
         raise PlanError(
             f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
         )
+    fit = _Fit(measurements, constants, estimate)
     base = measurements[0].plan.request.calibration if start is None else start
-    error_before = base_error = _error(measurements, base)
+    error_before = base_error = fit.error(base)
     # Factors are 2, 2^(1/2), 2^(1/4), ...: one that lowers the error by less than 1 % is replaced by its root.
     factor = FIRST_FACTOR
     while factor > LAST_FACTOR:
-        best, error = _explore(measurements, base, base_error, factor)
+        best, error = fit.explore(base, base_error, factor)
         if error >= base_error * WORTHWHILE:
             factor = math.sqrt(factor)
         # The pattern move of Hooke and Jeeves: repeat the last improvement while it improves.
         while error < base_error:
-            ahead = _beyond(base, best)
+            ahead = fit.move_beyond(base, best)
             base, base_error = best, error
-            best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
+            best, error = fit.explore(ahead, fit.error(ahead), factor)
     return CalibrationFit(calibration=base, error=base_error, error_before=error_before)
 
 
-def _explore(
-    measurements: Sequence[StepMeasurement], calibration: Calibration, error: float, factor: float
-) -> tuple[Calibration, float]:
-    """Return the best calibration found by changing each constant by a factor, one after the other, and its error."""
-    for name in FITTED_CONSTANTS:
-        for times in (factor, 1 / factor):
-            other = _with(calibration, {name: getattr(calibration, name) * times})
-            if (found := _error(measurements, other)) < error:
-                calibration, error = other, found
-                break
-    return calibration, error
+class _Fit(NamedTuple):
+    """What is fitted to what."""
 
+    measurements: Sequence[StepMeasurement]
+    constants: Sequence[str]
+    estimate: Estimate
 
-def _beyond(start: Calibration, end: Calibration) -> Calibration:
-    """Return the calibration as far beyond `end` as `end` is from `start`, in factors."""
-    # c_ahead = c_end (c_end / c_start) for each constant: the pattern move in logarithms.
-    ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED_CONSTANTS}
-    return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
+    def explore(self, calibration: Calibration, error: float, factor: float) -> tuple[Calibration, float]:
+        """Return the best calibration found by changing each constant by a factor in turn, and its error."""
+        for name in self.constants:
+            for times in (factor, 1 / factor):
+                other = _with(calibration, {name: getattr(calibration, name) * times})
+                if (found := self.error(other)) < error:
+                    calibration, error = other, found
+                    break
+        return calibration, error
+
+    def move_beyond(self, start: Calibration, end: Calibration) -> Calibration:
+        """Return the calibration as far beyond `end` as `end` is from `start`, in factors."""
+        # c_ahead = c_end (c_end / c_start) for each constant: the pattern move in logarithms.
+        ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in self.constants}
+        return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
+
+    def error(self, calibration: Calibration) -> float:
+        """Return the root mean square of ln(estimated / measured)."""
+        # sqrt(mean_i ln(e_i / t_i)^2), without unit; e_i estimated and t_i measured, both in s.
+        squares = [math.log(self.estimate(m.plan, calibration) / m.step_s) ** 2 for m in self.measurements]
+        return math.sqrt(sum(squares) / len(squares))
 
 
 def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
@@ -124,10 +149,3 @@ def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
         name: min(value, 1.0) if name in _PARTS else max(value, LEAST) for name, value in values.items()
     }
     return dataclasses.replace(calibration, **allowed)
-
-
-def _error(measurements: Sequence[StepMeasurement], calibration: Calibration) -> float:
-    """Return the root mean square of ln(estimated / measured)."""
-    # sqrt(mean_i ln(e_i / t_i)^2), without unit; e_i estimated and t_i measured, both in s.
-    squares = [math.log(estimate_step_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
-    return math.sqrt(sum(squares) / len(squares))

@@ -331,12 +331,11 @@ class _Rows:
         )
 
         def compute_s(cost: PartCost, *, is_remat: bool) -> Column:
-            flops, moved = groups.share(cost.step_flops), groups.share(cost.step_bytes)
+            products, moved = cost.step_flops, groups.share(cost.step_bytes)
             if is_remat:
-                flops, moved = (
-                    flops + groups.share(cost.remat_flops),
-                    moved + groups.share(cost.forward_bytes),
-                )
+                products, moved = products + cost.remat_flops, moved + groups.share(cost.forward_bytes)
+            attention = products.attention * (1 / constants.attention_efficiency - 1)
+            flops = groups.share(products + AmountByAxis(attention=attention))
             return flops / flops_per_s + moved / self._bytes_per_s
 
         zero = np.zeros(len(groups.devices))

@@ -1,8 +1,8 @@
 """The cost of one microbatch on one device in one part of the model: computing, and each collective.
 
-Roofline without overlap: a device with peak F FLOP/s and memory bandwidth B computes f FLOPs of matrix products and
-moves b bytes in `f / (F e_matrix) + b / (B e_memory) + kernels overhead`. Every amount of the program is divided by
-the axes that shard it; collectives follow `collectives`.
+Roofline without overlap: a device with peak F FLOP/s and memory bandwidth B computes f FLOPs of matrix products and a
+of attention and moves b bytes in `(f + a / e_attention) / (F e_matrix) + b / (B e_memory) + kernels overhead`. Every
+amount of the program is divided by the axes that shard it; collectives follow `collectives`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,14 @@ class DeviceWork(NamedTuple):
     """What a device computes and moves in one part for one microbatch, forward and backward.
 
     Attributes:
-        flops: FLOPs of matrix products.
+        flops: FLOPs of matrix products, without those of attention.
+        attention_flops: FLOPs of attention.
         moved_bytes: bytes to and from its memory: activations, gathered parameters, gradients.
         kernels: kernels of all passes: forward, backward, and recompute.
     """
 
     flops: float
+    attention_flops: float
     moved_bytes: float
     kernels: int
 
@@ -73,14 +75,16 @@ def count_device_work(
     """
     # Remat repeats the forward pass: its FLOPs, its bytes moved, its kernels, and a third read of the parameters.
     is_remat = microbatch.remat and cost.part is ModelPart.LAYER
-    flops = compute_device_share(program_cost, cost.step_flops, axes)
-    moved = compute_device_share(program_cost, cost.step_bytes, axes)
+    products, moved = cost.step_flops, compute_device_share(program_cost, cost.step_bytes, axes)
     if is_remat:
-        flops += compute_device_share(program_cost, cost.remat_flops, axes)
+        products = products + cost.remat_flops
         moved += compute_device_share(program_cost, cost.forward_bytes, axes)
+    attention = compute_device_share(program_cost, AmountByAxis(attention=products.attention), axes)
+    flops = compute_device_share(program_cost, products, axes) - attention
     passes = 3 if is_remat else 2
     return DeviceWork(
         flops=flops * microbatch.sequences,
+        attention_flops=attention * microbatch.sequences,
         moved_bytes=moved * microbatch.sequences + passes * state.gathered + 2 * state.gradients,
         kernels=(passes + 1) * cost.kernels,
     )
@@ -91,11 +95,13 @@ def estimate_compute_s(
 ) -> float:
     """Return the seconds that a device at its healthy speed computes.
 
-    Formula: `flops / (peak matrix_efficiency) + moved / (bandwidth memory_efficiency) + kernels kernel_overhead_s`.
-    Matrix products and element-wise kernels run one after another, so the terms add up.
+    Formula: `(flops + attention_flops / attention_efficiency) / (peak matrix_efficiency)
+    + moved / (bandwidth memory_efficiency) + kernels kernel_overhead_s`. Matrix products and element-wise kernels run
+    one after another, so the terms add up.
     """
     return (
-        cost.flops / (peak_flops_per_s * constants.matrix_efficiency)
+        (cost.flops + cost.attention_flops / constants.attention_efficiency)
+        / (peak_flops_per_s * constants.matrix_efficiency)
         + cost.moved_bytes / (memory_bytes_per_s * constants.memory_efficiency)
         + cost.kernels * constants.kernel_overhead_s
     )

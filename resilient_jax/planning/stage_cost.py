@@ -97,7 +97,7 @@ def count_microbatch_load(
     """
     axes = layout.axes
     factors = {axis: layout.axis_level_factors(axis) for axis in _AXES}
-    totals = {part: PartLoad(DeviceWork(0.0, 0.0, 0), {}) for part in ModelPart}
+    totals = {part: PartLoad(DeviceWork(0.0, 0.0, 0.0, 0), {}) for part in ModelPart}
     state_by_part = {
         ModelPart.EMBEDDING: state.embedding,
         ModelPart.LAYER: state.layer,

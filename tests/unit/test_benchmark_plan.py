@@ -38,6 +38,8 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     monkeypatch.setattr(bench, "SEARCH_CASES", small)
     monkeypatch.setattr(bench, "AIMS_MS", {case.devices: 1 for case in small})
     monkeypatch.setattr(bench, "PUBLISHED_RUNS", PUBLISHED_RUNS[:1])
+    held = [layout for layout in bench.LAYOUTS if layout.model == "llama_65b" and layout.devices == 64]
+    monkeypatch.setattr(bench, "LAYOUTS", held)
     code, shown, _ = run("--json", "--rounds", "1", "--no-programs", "--no-job")
     found = json.loads(shown)
     assert code == 0
@@ -47,6 +49,11 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     (published,) = found["published"]
     assert published["error"] == pytest.approx(published["estimated_mfu"] / 0.43 - 1, abs=1e-3)
     assert "2407.21783" in published["source"]
+    assert found["published_ratio"]["a100"]["n"] == len(held) == 14
+    (grid,) = found["published_rank_correlation"].values()
+    assert grid["n"] == 14
+    assert not grid["is_fitted"]
+    assert sum(map(len, found["published_layouts"].values())) == 14
 
 
 def test_zero_rounds_are_rejected(run):

@@ -70,3 +70,24 @@ def test_fitted_constants_are_in_range_for_any_measurement():
     fit = fit_calibration([StepMeasurement(plan=plan, step_s=plan.step_time_s / 1000)])
     assert all(getattr(fit.calibration, field.name) >= 0 for field in dataclasses.fields(Calibration))
     assert fit.calibration.matrix_efficiency <= 1
+
+
+def test_only_the_constants_that_are_asked_for_are_fitted():
+    plans = plans_of(small_profile())
+    true = dataclasses.replace(Calibration(), attention_efficiency=0.2)
+    measured = [StepMeasurement(plan=plan, step_s=estimate_step_s(plan, true)) for plan in plans]
+    fit = fit_calibration(measured, Calibration(), constants=["attention_efficiency"])
+    assert fit.calibration.attention_efficiency == pytest.approx(0.2, rel=0.02)
+    assert dataclasses.replace(fit.calibration, attention_efficiency=0.7) == Calibration()
+
+
+def test_steps_of_another_program_are_fitted_by_its_own_estimate():
+    plans = plans_of(small_profile())
+    measured = [StepMeasurement(plan=plan, step_s=3.0) for plan in plans]
+    fit = fit_calibration(
+        measured,
+        Calibration(),
+        constants=["matrix_efficiency"],
+        estimate=lambda _, constants: 1 / constants.matrix_efficiency,
+    )
+    assert fit.calibration.matrix_efficiency == pytest.approx(1 / 3, rel=0.01)

@@ -113,17 +113,22 @@ def test_blocking_collectives_gather_each_array_of_a_layer_separately(stacked, p
 
 
 def test_computing_is_products_then_memory_then_overhead():
-    constants = Calibration(matrix_efficiency=0.5, memory_efficiency=0.5, kernel_overhead_s=0.25)
+    constants = Calibration(
+        matrix_efficiency=0.5, attention_efficiency=0.25, memory_efficiency=0.5, kernel_overhead_s=0.25
+    )
     group, batch = ReplicaAxes(tensor=2), MicrobatchConfig(3, True)
     layer = PROFILE.parts[1]
     assert layer.part is ModelPart.LAYER
     state = count_state_bytes(PROFILE, group).layer
     work = count_device_work(PROFILE, layer, state, group, batch)
-    flops = (layer.forward_flops.total * 2 + layer.backward_flops.total) * 3 / 2
-    assert work.flops == pytest.approx(flops)
+    passes = layer.forward_flops.scaled(2) + layer.backward_flops
+    attention = passes.attention * 3 / 2
+    assert attention > 0
+    assert work.attention_flops == pytest.approx(attention)
+    assert work.flops == pytest.approx(passes.total * 3 / 2 - attention)
     assert work.kernels == 4 * layer.kernels > 4  # forward, recomputed, and twice as many backward
     assert estimate_compute_s(work, 1e10, 1e10, constants) == pytest.approx(
-        flops / 5e9 + work.moved_bytes / 5e9 + 0.25 * work.kernels
+        (work.flops + 4 * work.attention_flops) / 5e9 + work.moved_bytes / 5e9 + 0.25 * work.kernels
     )
 
 

@@ -14,7 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paths import JOBS, REPOSITORY
-from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, make_program_figures
+from benchmarks.plan.estimate_errors import (
+    PlanMeasurements,
+    ProgramFigures,
+    PublishedFigures,
+    make_program_figures,
+)
 from benchmarks.plan.figures import (
     PUBLISHED_RUNS,
     SEARCH_CASES,
@@ -25,6 +30,7 @@ from benchmarks.plan.figures import (
     make_topology,
 )
 from benchmarks.plan.program_stall import ProgramStall, measure_program_stall
+from benchmarks.plan.published_layouts import compare_layouts, read_layouts
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import run_alone
 from resilient_jax.errors import CallerError
@@ -40,12 +46,14 @@ PROGRAMS_LIMIT_S = 3600.0
 STALLS = {"compile_in_stall_s": True, "compile_in_stall_uncached_s": False}
 """Keys of the line of JSON, and whether programs are compiled ahead."""
 MESH = "meshes/h100_2048x8.toml"
+LAYOUTS = read_layouts()
 
 
 def plan(
     rounds: Annotated[int, typer.Option(help="Times that each search is timed.")] = 3,
     programs: Annotated[bool, typer.Option(help="Compile and time real programs of plans.")] = True,
     job: Annotated[bool, typer.Option(help="Kill a worker of a planned job, twice.")] = True,
+    fit: Annotated[bool, typer.Option(help="Fit constants to published layouts anew: minutes.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Measure search time, errors of the estimates, and how long a stall waits for programs.
@@ -63,6 +71,11 @@ def plan(
     search_mib_N: peak memory that one search allocates.
 
     published: for each run its published MFU, the estimate, and the error.
+
+    published_ratio: published over estimated step time of many layouts on A100
+    and H100, with the assumed constants and with constants fitted to other
+    models of the source. published_rank_correlation: of each grid of layouts.
+    published_layouts: of each layout the published seconds and both estimates.
 
     memory_error: largest and median relative error of the memory of a device,
     over a grid of real training steps compiled for eight CPU devices.
@@ -96,6 +109,7 @@ def plan(
     for run in PUBLISHED_RUNS:
         shape = load_model_shape(REPOSITORY / f"configs/{run.model}.toml")
         figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
+    figures.layouts = compare_layouts(LAYOUTS, is_fitted_anew=fit)
     if programs:
         console.print("all plans of four models on eight CPU devices")
         figures.programs = make_program_figures(measure_programs(rounds))
@@ -105,6 +119,8 @@ def plan(
         console.print(_tabulate_stalls(figures.stalls))
     console.print(_tabulate_times(figures))
     console.print(_tabulate_published(figures))
+    console.print(_tabulate_ratios(figures.layouts))
+    console.print(_tabulate_grids(figures.layouts))
     print_json_line(figures.line())
 
 
@@ -217,5 +233,37 @@ def _tabulate_published(figures: PlanFigures) -> Table:
     for run in figures.published:
         table.add_row(
             run.name, f"{run.published_mfu:.0%}", f"{run.estimated_mfu:.1%}", f"{run.error:+.0%}", run.source
+        )
+    return table
+
+
+def _tabulate_ratios(figures: PublishedFigures) -> Table:
+    table = Table(
+        "source", "layouts", title="published / estimated time, of models that nothing was fitted to"
+    )
+    for constants in ("assumed", "fitted"):
+        for name in ("least", "median", "most", "error"):
+            table.add_column(f"{constants}: {name}", justify="right")
+    for source, found in figures.published_ratio.items():
+        cells = [
+            f"{number:.2f}"
+            for one in (found.assumed, found.fitted)
+            for number in (one.least, one.median, one.most, one.error)
+        ]
+        table.add_row(source, str(found.n), *cells)
+    return table
+
+
+def _tabulate_grids(figures: PublishedFigures) -> Table:
+    table = Table("grid", "layouts", title="rank correlation of published and estimated times")
+    for name in ("assumed", "fitted", "fitted to it"):
+        table.add_column(name, justify="right")
+    for grid, found in figures.published_rank_correlation.items():
+        table.add_row(
+            grid,
+            str(found.n),
+            f"{found.assumed:.2f}",
+            f"{found.fitted:.2f}",
+            "yes" if found.is_fitted else "no",
         )
     return table

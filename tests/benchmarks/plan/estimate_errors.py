@@ -109,6 +109,48 @@ class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
     programs_n: int
 
 
+class RatioFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Published over estimated time: above 1 the estimate is too fast. `error`: root mean square of its logarithm."""
+
+    least: float
+    median: float
+    most: float
+    error: float
+
+
+class LayoutRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """Ratios with the assumed constants, and with fitted ones, of models that nothing was fitted to."""
+
+    n: int
+    assumed: RatioFigures
+    fitted: RatioFigures
+
+
+class GridCorrelation(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank correlation of estimated and published time per token in a grid; `is_fitted`: of a development model."""
+
+    n: int
+    assumed: float
+    fitted: float
+    is_fitted: bool
+
+
+class PublishedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of the line of JSON for published layouts.
+
+    Attributes:
+        published_ratio: by source.
+        published_rank_correlation: by grid.
+        published_constants: fitted constants, by source.
+        published_layouts: by source and grid, the estimates of each layout.
+    """
+
+    published_ratio: dict[str, LayoutRatios]
+    published_rank_correlation: dict[str, GridCorrelation]
+    published_constants: dict[str, dict[str, float]]
+    published_layouts: dict[str, dict[str, tuple[float, float, float]]]
+
+
 def make_program_figures(found: PlanMeasurements) -> ProgramFigures:
     """Return the figures; regret and rank correlation are those of the worst model."""
     models = [make_model_figures(model) for model in found.models]

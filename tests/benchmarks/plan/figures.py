@@ -5,17 +5,21 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.plan.estimate_errors import ProgramFigures
+from benchmarks.plan.estimate_errors import ProgramFigures, PublishedFigures
 from benchmarks.plan.program_stall import ProgramStall
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.model_file import ModelShape
-from resilient_jax.planning.search import search_plan
+from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 
 DEVICES_PER_HOST = 8
 RACK_HOSTS, POD_HOSTS = 2, 384
+ENOUGH_MEMORY = 1000
+"""How many times the memory of its data sheet a device has where memory is not to limit plans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,8 @@ class PublishedRun:
         model: name of a file in `configs/`.
         hosts: number of hosts with 8 H100 each.
         sequence_tokens, global_batch: tokens per sequence, and sequences per step.
-        axes: as published; the search chooses the data-parallel rest.
+        axes: as published; the search chooses the data-parallel rest. A microbatch is one sequence, and no layer is
+            recomputed.
         rounds: pipeline repeats, the chunks of layers on each stage.
         mfu: published.
         source: of the publication.
@@ -118,6 +123,7 @@ class PlanFigures:
     spread: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     published: list[RunEstimate] = dataclasses.field(default_factory=list)
     programs: ProgramFigures | None = None
+    layouts: PublishedFigures | None = None
     stalls: dict[str, ProgramStall] = dataclasses.field(default_factory=dict)
     """By key of the line of JSON."""
 
@@ -128,6 +134,7 @@ class PlanFigures:
             **numbers,
             "spread": self.spread,
             "published": self.published,
+            **(msgspec.structs.asdict(self.layouts) if self.layouts else {}),
             **(msgspec.structs.asdict(self.programs) if self.programs else {}),
             **{key: round(found.programs_s, 3) for key, found in self.stalls.items()},
             "n": self.n,
@@ -156,14 +163,34 @@ def make_topology(mesh: Path, hosts: int) -> Topology:
     return dataclasses.replace(known, name=f"h100_{hosts}x8", hosts=tuple(made))
 
 
+def remove_memory_limit(topology: Topology) -> Topology:
+    """Return the topology with devices on which every plan fits.
+
+    Published runs divide over a tensor group what our programs keep on each of its devices (Megatron's sequence
+    parallelism), and optimizer states over replicas (ZeRO 1).
+    """
+    hosts = topology.hosts
+    roomy = {
+        chip: dataclasses.replace(chip, memory_bytes=chip.memory_bytes * ENOUGH_MEMORY)
+        for chip in topology.accelerators
+    }
+    return dataclasses.replace(
+        topology, hosts=tuple(dataclasses.replace(one, accelerator=roomy[one.accelerator]) for one in hosts)
+    )
+
+
 def estimate_run(run: PublishedRun, model: ModelShape, topology: Topology) -> RunEstimate:
-    """Return the estimate of a published run: the best plan with the published axes."""
+    """Return the estimate of a published run: the best plan with the published axes, whatever memory it needs.
+
+    It ran, but in a program that shards activations and optimizer states otherwise than ours, see
+    `remove_memory_limit`.
+    """
     shape = msgspec.structs.replace(model.transformer, sequence_tokens=run.sequence_tokens)
-    found = search_plan(
+    (found,) = search_plans(
         analyze_transformer(shape, name=model.name),
-        topology,
+        remove_memory_limit(topology),
         global_batch=run.global_batch,
-        axes=dict(run.axes),
+        constraints=PlanConstraints(dict(run.axes), MicrobatchConfig(1, remat=False)),
         pipeline_repeats=run.rounds,
     )
     return RunEstimate(
