@@ -90,7 +90,7 @@ def is_less_for_the_first_replica(event: Event) -> bool:
 def is_shown_slow(report: JobReport, host: str) -> bool:
     """Return whether a worker reports a host as slow, which `status` then shows."""
     found = [
-        slow for one in report.hosts if one.worker is not None for slow, _ in one.worker.report.slow_hosts
+        slow.host for one in report.hosts if one.worker is not None for slow in one.worker.report.slow_hosts
     ]
     return host in found
 
