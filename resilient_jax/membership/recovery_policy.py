@@ -111,7 +111,8 @@ class SlowTraining:
         slowdown: what is slow, and what each action makes of it.
         has_spare: whether a host is ready to take the place of the slow one.
         is_spare_in_place: whether it has a seat of their world.
-        can_stay_in_place: whether the hosts that train can go on in their world.
+        can_stay_in_place: whether all hosts that train can go on in their world.
+        can_shrink_in_place: whether they can without the slow one.
         needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
         refusal: why no host may be taken out now; empty: one may.
         refusal_without: why the others may not go on with a host less; empty: they may.
@@ -123,6 +124,7 @@ class SlowTraining:
     has_spare: bool = False
     is_spare_in_place: bool = True
     can_stay_in_place: bool = True
+    can_shrink_in_place: bool = True
     needs_restore: bool = False
     refusal: str = ""
     refusal_without: str = ""
@@ -343,7 +345,7 @@ def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices
         case RecoveryAction.REDIVIDE:
             return seconds[TimedChange.REDIVIDE if training.can_stay_in_place else TimedChange.REFORM]
         case RecoveryAction.TAKE_OUT:
-            pause_s = seconds[TimedChange.SHRINK if training.can_stay_in_place else TimedChange.REFORM]
+            pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
         case _:
             pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
     # The mean of a change in which a state was read counts what else it took, so that the sum is an upper bound.

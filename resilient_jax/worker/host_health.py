@@ -8,12 +8,9 @@ being wrong with it.
 import concurrent.futures
 import dataclasses
 import logging
-import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
-
-import msgspec
 
 from resilient_jax.clock import Clock
 from resilient_jax.events import EventKind
@@ -36,21 +33,15 @@ from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.slow_host_watch import Measurement, SlowdownEstimate
 from resilient_jax.step.slowdown_estimate import estimate_slowdown
 from resilient_jax.threads import start_thread_pool
+from resilient_jax.worker.lasting_slowdown import LastingSlowdown
 
 logger = logging.getLogger(__name__)
 
 SlowHosts = tuple[tuple[SlowHost, ...], Slowdown | None]
 """Hosts that are slow, and what they cost once that has lasted."""
-LASTING_EXCHANGES: Final = 3
-"""So often in a row it must be estimated that the same host is the slowest, in one generation, before that is reported
-as lasting: some 40 steps."""
-REPORTED_CHANGE: Final = 0.1
-"""What slow hosts cost is reported again when it has changed by this part. Each report is a write to the store."""
 FIRST_LINKS_INTERVAL_STEPS: Final = 128
 """Links are measured for the first time in such a step. A host that compiles the programs for it is late to stop if
 another one dies just then, so not soon after each change."""
-SPEED_FIELDS: Final = ("kept", "replaced", "without", "redivided")
-"""Of a `Slowdown`."""
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices or links are measured."""
 
@@ -100,6 +91,18 @@ def continue_record(record: HealthRecord | None, generation: GenerationNumber) -
     return record
 
 
+def _take_over(record: HealthRecord, known: HostSpeeds, hosts: Sequence[HostName]) -> None:
+    """Go on with what another first host has found."""
+    for host, speed in known:
+        if host in hosts:
+            evidence = "the host that was the first before has found it"
+            found = Finding(
+                host=host, kind=FindingKind.COMPUTE, factor=1 / speed, since_step=0, evidence=evidence
+            )
+            record.reported[found] = found
+            record.carried.add(found)
+
+
 class HostHealth:
     """Judges the hosts of one generation, on the first of them; see `SlownessJudge`.
 
@@ -131,14 +134,11 @@ class HostHealth:
         self._asked_s = 0.0
         self._estimated_name: str | None = None
         """Of the accumulation by whose times it is estimated what slow hosts cost."""
-        self._estimates: list[Slowdown] = []
-        """The last ones in a row about the same host."""
-        self._slowdown: Slowdown | None = None
-        """As it was reported."""
+        self._slowdown = LastingSlowdown()
         record.next_measurement_step = 0  # steps may have gone back
         with self._record.lock:
             if record.judge is None:
-                self._take_over(known)
+                _take_over(record, known, self._hosts)
             record.judge = self
             if record.hosts != self._hosts:
                 record.hosts, record.usual_links = self._hosts, None
@@ -147,17 +147,6 @@ class HostHealth:
             for finding in [one for one in record.carried if one.host not in self._hosts]:
                 self._end(finding, "the host takes no part any more")
             self._report()
-
-    def _take_over(self, known: HostSpeeds) -> None:
-        """Go on with what another first host has found."""
-        for host, speed in known:
-            if host in self._hosts:
-                evidence = "the host that was the first before has found it"
-                found = Finding(
-                    host=host, kind=FindingKind.COMPUTE, factor=1 / speed, since_step=0, evidence=evidence
-                )
-                self._record.reported[found] = found
-                self._record.carried.add(found)
 
     def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
         """Compare hosts with those of their group from now on; what was learned in other groups is dropped.
@@ -296,29 +285,8 @@ class HostHealth:
             return
         with self._record.lock:
             if self._record.judge is self:
-                self._take_estimate(found)
+                self._slowdown.add(found)
                 self._report()
-
-    def _take_estimate(self, found: Slowdown | None) -> None:
-        """Note what slow hosts cost; it is reported once that has lasted, and again when it has changed."""
-        last = self._estimates[-1] if self._estimates else None
-        if found is None or last is None or (last.host, last.speeds) != (found.host, found.speeds):
-            self._estimates, self._slowdown = [], None
-        if found is None:
-            return
-        self._estimates = [*self._estimates, found][-LASTING_EXCHANGES:]
-        if len(self._estimates) < LASTING_EXCHANGES:
-            return
-        # One exchange may have met a busy moment.
-        usual = msgspec.structs.replace(
-            found,
-            **{
-                name: round(statistics.median(getattr(one, name) for one in self._estimates), 4)
-                for name in SPEED_FIELDS
-            },
-        )
-        if self._slowdown is None or _has_changed(self._slowdown, usual):
-            self._slowdown = usual
 
     def _judge(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Give a monitor the timings in the order of steps, which is the order in which it judges."""
@@ -338,22 +306,18 @@ class HostHealth:
                     self._note(self._record.monitors[name].observe(self._hosts[host], timing))
                 if name not in self._record.groups and self._estimated_name in (None, name):
                     self._estimated_name = name
-                    self._take_estimate(self._estimate_equal_work(spec, timings))
+                    found = estimate_slowdown(
+                        self._record.generation,
+                        self._hosts,
+                        tuple(self._record.reported.values()),
+                        timings,
+                        spec.num_microbatches,
+                        is_balanced=spec.balance_by_speed,
+                    )
+                    self._slowdown.add(found)
                 self._report()
             except Exception:  # which nobody waits for
                 logger.exception("the timings of steps could not be judged; training goes on")
-
-    def _estimate_equal_work(
-        self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]
-    ) -> Slowdown | None:
-        return estimate_slowdown(
-            self._record.generation,
-            self._hosts,
-            tuple(self._record.reported.values()),
-            timings,
-            spec.num_microbatches,
-            is_balanced=spec.balance_by_speed,
-        )
 
     def _list_suspicions(self, name: str) -> list[Finding]:
         """Return the open findings about hosts that are not reported."""
@@ -398,13 +362,7 @@ class HostHealth:
             )
             for finding in self._record.reported.values()
         )
-        slowdown = self._slowdown
+        slowdown = self._slowdown.reported
         if slowdown is not None and slowdown.host and all(one.host != slowdown.host for one in found):
-            self._estimates, self._slowdown = [], None
-        self._report_slow_hosts((found, self._slowdown))
-
-
-def _has_changed(before: Slowdown, after: Slowdown) -> bool:
-    """Return whether the costs of slow hosts are others than those that were reported."""
-    pairs = ((getattr(before, name), getattr(after, name)) for name in SPEED_FIELDS)
-    return any(abs(old - new) > REPORTED_CHANGE * max(old, new) for old, new in pairs)
+            self._slowdown.clear()
+        self._report_slow_hosts((found, self._slowdown.reported))

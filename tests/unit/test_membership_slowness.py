@@ -189,6 +189,7 @@ def test_the_layers_of_a_pipeline_are_divided_anew_and_back_again():
     speeds = ((C, 0.33),)
     tell(job, "c", kept=0.4, replaced=1.0, redivided=0.8, speeds=speeds)
     assert (decided(job).action, job.phase) == (RecoveryAction.REDIVIDE, GenerationPhase.PAUSE)
+    assert decided(job).options[0].pause_s == PRIOR_S[TimedChange.REDIVIDE], "in their world"
     assert job.quarantined == []
     go_on(job, 9)
     assert (job.members, job.generation.change) == (["a", "b", "c", "d"], WorldChange.SHRINK)
