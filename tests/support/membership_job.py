@@ -41,6 +41,8 @@ class Job:
         self.now_s = 0.0
         self.published: list[Generation] = []
         self.quarantined: list[HostName] = []
+        self.taken_out_before: list[int] = []
+        """By quarantine, how often the host was taken out before as a slow one."""
         self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
@@ -74,8 +76,9 @@ class Job:
             match command:
                 case PublishGeneration(generation):
                     self.published.append(generation)
-                case QuarantineHost(host, _):
+                case QuarantineHost(host, _, num_before):
                     self.quarantined.append(host)
+                    self.taken_out_before.append(num_before)
                 case StartCoordinationService():
                     self.asked.append(command)
         if self.do_agents_answer:

@@ -157,7 +157,20 @@ def test_a_decision_to_keep_a_host_is_taken_once_and_again_when_a_spare_is_ready
     assert (decided(job).action, job.quarantined) == (RecoveryAction.REPLACE, ["c"])
 
 
-def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_is_kept_out_twice_as_long_the_next_time():
+def test_a_host_that_is_slow_again_is_taken_out_again_and_for_longer():
+    job = training("a", "b", "c", "d", spare_seats=6)
+    for turn in range(3):
+        tell(job, "c", kind="link", since=100 * turn, kept=0.5, replaced=1.0, without=0.75)
+        go_on(job, 20 * turn + 9)
+        assert (job.members, job.quarantined) == (["a", "b", "d"], ["c"] * (turn + 1))
+        job.give(QuarantineChanged(frozenset()))
+        job.take_seat("c")
+        go_on(job, 20 * turn + 14)
+        assert sorted(job.members) == ["a", "b", "c", "d"], "it is back"
+    assert job.taken_out_before == [0, 1, 2]
+
+
+def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_replaces_no_host_that_was_slow_less_often():
     job = with_spare()
     tell(job, "c", kept=0.6, replaced=1.0, without=0.7)
     go_on(job, 9)
