@@ -142,6 +142,16 @@ def test_a_slow_host_with_other_blocks_stays_reported_while_its_devices_are_slow
     assert found.shown == ()
 
 
+def test_a_slow_host_with_other_blocks_that_becomes_slower_is_no_less_slow_than_before(found: Job) -> None:
+    (before,) = found.shown
+    found.begin(HOSTS, OTHER_STAGES)
+    found.run(96, HALF, b=3.0)
+    found.run(64, HALF, b=5.0)
+    (after,) = found.shown
+    assert after.since_step > before.since_step, "it was found anew"
+    assert after.factor >= before.factor > 2.5
+
+
 def test_a_slow_host_that_leaves_is_no_longer_reported(found: Job) -> None:
     found.begin(HOSTS, OTHER_STAGES)
     rest = tuple(host for host in HOSTS if host != "b")
