@@ -241,14 +241,15 @@ ACTIONS = (RecoveryAction.KEEP, RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT,
 
 def play(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
     """Return how many hosts' seconds of work are done until the next failure, second by second in thousandths."""
-    pauses = {
+    pauses: dict[RecoveryAction, TimedChange | None] = {
         RecoveryAction.KEEP: None,
         RecoveryAction.REPLACE: TimedChange.GROW,
         RecoveryAction.TAKE_OUT: TimedChange.SHRINK,
         RecoveryAction.REDIVIDE: TimedChange.REDIVIDE,
     }
     down = training.slowdown
-    speed = dict(zip(ACTIONS, (down.kept, down.replaced, down.without, down.redivided), strict=True))[action]
+    speeds = (down.kept, down.replaced, down.without, down.redivided)
+    speed = speeds[ACTIONS.index(action)]
     change = pauses[action]
     pause_s = prices.seconds[change] if change is not None else 0.0
     trains_s = max(prices.next_failure_s - pause_s, 0.0)

@@ -9,6 +9,7 @@ from resilient_jax.clock import ManualClock
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
+from resilient_jax.pipeline.step_division import TaskSeconds
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import cut_by_speed, make_teams
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
@@ -20,7 +21,7 @@ from resilient_jax.worker.lasting_slowdown import LASTING_EXCHANGES
 HOSTS = tuple(HostName(name) for name in "abcd")
 NUMBER = GenerationNumber(3)
 MICROBATCH_S, REDUCTION_S = 0.1, 0.2
-KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD)
+KINDS: tuple[TaskKind, ...] = (TaskKind.FORWARD, TaskKind.BACKWARD)
 
 
 def find(host: str, factor: float, kind: FindingKind = FindingKind.COMPUTE) -> Finding:
@@ -111,7 +112,7 @@ class Shown:
 
 
 def test_what_a_slow_host_costs_is_reported_once_it_has_lasted_and_then_only_if_it_changes():
-    shown = Shown(known=(("b", 0.5),))  # else nothing of b is reported
+    shown = Shown(known=((HostName("b"), 0.5),))  # else nothing of b is reported
     assert [one.host for one in shown.slow] == ["b"]
     chance = random.Random(3)
     for exchange in range(20):
@@ -128,7 +129,7 @@ def test_what_a_slow_host_costs_is_reported_once_it_has_lasted_and_then_only_if_
 
 
 def test_a_slow_host_that_changes_each_time_is_reported_as_lasting_never():
-    shown = Shown(known=(("b", 0.5), ("c", 0.5)))
+    shown = Shown(known=((HostName("b"), 0.5), (HostName("c"), 0.5)))
     for host in "bcbcbcbcbc":
         shown.take(Slowdown(generation=NUMBER, host=HostName(host), kept=0.5, replaced=1.0))
         assert shown.slowdown is None
@@ -148,7 +149,7 @@ def make_shape(hosts=HOSTS, stages: int = 4, blocks: int = 16, **changes) -> Pip
     )
 
 
-def measure(shape: PipelineShape, speeds: HostSpeeds = (), **factors: float):
+def measure(shape: PipelineShape, speeds: HostSpeeds = (), **factors: float) -> TaskSeconds:
     """Return what tasks take where a block takes 10 ms, and a backward pass twice as long."""
     return {
         host: {
@@ -225,7 +226,7 @@ def test_blocks_of_unequal_cost_are_priced_by_what_they_take():
 def test_what_the_script_or_the_input_does_moves_no_layers():
     for kind in (FindingKind.OTHER, FindingKind.INPUT, FindingKind.LINK):
         assert estimate_pipeline(make_shape(), find("b", 2.5, kind), b=2.5) is None
-    measured = measure(make_shape(), b=2.5) | {HostName("c"): {}}
+    measured = {**measure(make_shape(), b=2.5), HostName("c"): {}}
     assert estimate_pipeline_slowdown(NUMBER, make_shape(), [find("b", 2.5)], (), measured) is None
 
 
