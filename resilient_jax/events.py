@@ -165,8 +165,8 @@ class EventKind(enum.StrEnum):
     """Bytes of a snapshot on this host do not match their checksum. Detail: `error`."""
     # Checkpoints
     CHECKPOINT_SAVED = "checkpoint.saved"
-    """A checkpoint is on storage and verified. Detail: `path`, `bytes` and `seconds` of this host, `existed`
-    (whether it had been written before)."""
+    """A checkpoint is on storage and verified. Detail: `path`, `bytes` of all files, `seconds`, `existed` (whether it
+    had been written before)."""
     CHECKPOINT_SKIPPED = "checkpoint.skipped"
     """A checkpoint was due, but the one before is still being written. Detail: `in_flight` (its step),
     `in_flight_s`."""

@@ -6,6 +6,7 @@ are in the format of `sha256sum`, so a checkpoint can be checked by hand: `sha25
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,13 +15,25 @@ DIGESTS_FILE: Final = "resilient_jax.sha256"
 SEPARATOR: Final = "  "
 
 
-def write_digests(folder: Path) -> int:
-    """Write the digests of all files below `folder`; return the bytes of these files."""
-    # Listed before the file of the digests exists, which therefore has none of itself.
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_digest(path)}{SEPARATOR}{path.relative_to(folder).as_posix()}\n" for path in files]
+def digest_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the SHA-256 of all files below `folder`, by their paths below it; those that are known are not read."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = known or {}
+    return {name: found[name] if name in found else _digest(folder / name) for name in names}
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> int:
+    """Write the digests of all files below `folder`; return the bytes of these files.
+
+    Args:
+        folder: of the files.
+        known: digests of some of them.
+    """
+    # Made before the file of the digests exists, which therefore has none of itself.
+    digests = digest_files(folder, known)
+    lines = [f"{digest}{SEPARATOR}{name}\n" for name, digest in digests.items()]
     (folder / DIGESTS_FILE).write_text("".join(lines), "utf-8")
-    return sum(path.stat().st_size for path in files)
+    return sum((folder / name).stat().st_size for name in digests)
 
 
 def has_digests(folder: Path) -> bool:

@@ -3,21 +3,24 @@
 import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from resilient_jax.checkpoint.stored_tree import (
+    LeafPart,
     StoredLeaf,
     Tree,
     allocate_memory,
     assign_offsets,
     flatten_tree,
-    view_leaf,
+    view_boxes,
 )
 from resilient_jax.errors import StateError
 from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.state.index_box import whole_box
 
 
 class HostCopy:
@@ -29,27 +32,29 @@ class HostCopy:
     def __init__(self) -> None:
         self._memory: tuple[int, mmap.mmap] | None = None
 
-    def copy(self, state: Tree) -> tuple[list[StoredLeaf], int]:
-        """Copy a state over the last one; return its leaves and the descriptor, which this object keeps.
+    def copy(self, parts: Sequence[LeafPart]) -> tuple[list[StoredLeaf], int]:
+        """Copy leaves over the last copy; return them and the descriptor, which this object keeps.
 
         Args:
-            state: arrays of which this process's devices have all shards; scalars.
+            parts: of a state, see `list_leaves`.
 
         Raises:
             StateError: this process has only some shards of an array.
         """
-        flat = [(path, _unwrap(leaf)) for path, leaf in flatten_tree(state)]
-        shards = [_list_shards(array) for _, array in flat]
-        for _, shard in itertools.chain(*shards):
+        shards = [[_list_shards(array) for _, array in part.pieces] for part in parts]
+        for _, shard in itertools.chain(*itertools.chain(*shards)):
             if isinstance(shard, jax.Array):
                 # All transfers are under way before the first is waited for below.
                 shard.copy_to_host_async()
-        leaves, nbytes = assign_offsets(flat)
+        leaves, nbytes = assign_offsets(parts)
         descriptor, memory = self._provide(nbytes)
-        for leaf, shards_of_leaf in zip(leaves, shards, strict=True):
-            if leaf.spec is not None:
-                for index, shard in shards_of_leaf:
-                    view_leaf(leaf, memory)[index] = np.asarray(shard)
+        for part, leaf, shards_of_leaf in zip(parts, leaves, shards, strict=True):
+            for (_, array), view, found in zip(
+                part.pieces, view_boxes(leaf, memory), shards_of_leaf, strict=False
+            ):
+                target = view.reshape(np.shape(array))
+                for index, shard in found:
+                    target[index] = np.asarray(shard)
         return leaves, descriptor
 
     def free(self) -> None:
@@ -65,6 +70,19 @@ class HostCopy:
             descriptor = allocate_memory(nbytes)
             self._memory = descriptor, mmap.mmap(descriptor, 0)
         return self._memory
+
+
+def list_leaves(state: Tree) -> list[LeafPart]:
+    """Return the leaves of a state, of which this process has all.
+
+    Args:
+        state: arrays of which this process's devices have all shards; scalars.
+    """
+    flat = [(path, _unwrap(leaf)) for _, path, leaf in flatten_tree(state)]
+    return [
+        LeafPart(path, leaf, [(whole_box(leaf.shape), leaf)] if hasattr(leaf, "dtype") else [])
+        for path, leaf in flat
+    ]
 
 
 def _unwrap(leaf: Any) -> Any:  # noqa: ANN401 - an array, a number, or an empty container

@@ -9,6 +9,20 @@ from resilient_jax.checkpoint.stored_tree import StoredBox, StoredLeaf
 from resilient_jax.protocol.leaf_spec import LeafSpec
 
 
+class SaveShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a checkpoint that this process writes, where several write one.
+
+    Attributes:
+        token: of the save: the same in all of its processes, and of no other save.
+        number: of this part. The process with part 0 puts them together.
+        hosts: of all parts, in the order of their numbers.
+    """
+
+    token: str
+    number: int
+    hosts: tuple[str, ...]
+
+
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write a checkpoint of the state in the memory that comes with the request, then remove old ones.
 
@@ -20,6 +34,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         verified_step: beside those, the newest of at most so many steps is kept: no host that computes wrongly has
             touched it. None: nothing is verified.
         leaves: of the state.
+        share: if other processes have the rest of the state.
     """
 
     directory: str
@@ -28,6 +43,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     distrusted: tuple[int, ...]
     verified_step: int | None
     leaves: list[StoredLeaf]
+    share: SaveShare | None = None
 
 
 class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

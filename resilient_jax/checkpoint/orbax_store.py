@@ -6,7 +6,6 @@ written. A save outlives generations, but not this process: a storage process wi
 only an unfinished folder.
 """
 
-import dataclasses
 import logging
 import mmap
 import os
@@ -20,19 +19,20 @@ import numpy as np
 
 from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, plan_reads, split_into_batches
 from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
-from resilient_jax.checkpoint.host_copy import HostCopy
+from resilient_jax.checkpoint.host_copy import HostCopy, list_leaves
 from resilient_jax.checkpoint.messages import (
     FailureReply,
     ReadBoxesReply,
     ReadBoxesRequest,
     Reply,
-    SaveReply,
     SaveRequest,
+    SaveShare,
     VerifyReply,
     VerifyRequest,
 )
+from resilient_jax.checkpoint.save_in_flight import RecordEvent, SaveInFlight
 from resilient_jax.checkpoint.storage_client import POLL_INTERVAL_S, ReplyWait, StorageClient
-from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
+from resilient_jax.checkpoint.stored_tree import LeafPart, Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -41,8 +41,6 @@ from resilient_jax.telemetry.worker_activity import worker_activity
 
 logger = logging.getLogger(__name__)
 
-RecordEvent = Callable[..., object]
-"""Takes an `EventKind` and details."""
 TIMEOUT_S: Final = 1800.0
 CLOSE_TIMEOUT_S: Final = 60.0
 """How long a save in flight may take after training has failed."""
@@ -52,12 +50,6 @@ def ignore_event(kind: EventKind, **detail: object) -> None:
     """Ignore an event; the default of `record_event`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SaveInFlight:
-    step: int
-    started_s: float
-
-
 class OrbaxStore:
     """The checkpoints in one directory, each in a folder named by its step.
 
@@ -65,6 +57,9 @@ class OrbaxStore:
         directory: of the checkpoints; made by the first save.
         max_to_keep: how many of the newest to keep.
         timeout_s: for one save or load; then it has failed.
+
+    Attributes:
+        in_flight: the save in flight.
     """
 
     def __init__(self, directory: str | Path, max_to_keep: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -72,10 +67,8 @@ class OrbaxStore:
         self._keep = max_to_keep
         self._client = StorageClient(timeout_s)
         self._copy = HostCopy()
-        self._save_in_flight: _SaveInFlight | None = None
-        self._failure: str | None = None
-        """The reason why the last save failed."""
         self._distrusted: set[int] = set()
+        self.in_flight = SaveInFlight(self._directory, self._client, self._distrusted)
         self.bytes_read = 0
         """Bytes of arrays, by all loads."""
 
@@ -107,7 +100,7 @@ class OrbaxStore:
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight, as of the last call."""
-        return self._save_in_flight is not None
+        return self.in_flight.step is not None
 
     def start_save(
         self,
@@ -126,40 +119,64 @@ class OrbaxStore:
             record_event: records events.
             verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
         """
-        self.poll_save(record_event)
-        if self._save_in_flight is not None:
-            since_s = time.monotonic() - self._save_in_flight.started_s
-            logger.warning(
-                "step %d: no checkpoint, that of step %d is not done", step, self._save_in_flight.step
-            )
-            record_event(
-                EventKind.CHECKPOINT_SKIPPED,
-                step=step,
-                in_flight=self._save_in_flight.step,
-                in_flight_s=since_s,
-            )
+        if self.in_flight.must_skip(step, record_event):
             return False
+        self._start(step, list_leaves(state), None, record_event, verified_step)
+        return True
+
+    def start_part(
+        self,
+        step: int,
+        leaves: Sequence[LeafPart],
+        share: SaveShare,
+        record_event: RecordEvent = ignore_event,
+        verified_step: int | None = None,
+    ) -> None:
+        """Copy this host's part of a state, and have the copy written. Return once it is copied.
+
+        All hosts of the share must call this. A checkpoint of the step that is on storage is replaced. If this host
+        still writes a part of an earlier save, the one that was to put that together has given it up: so does this one.
+
+        Args:
+            step: how many steps are in the state.
+            leaves: what this host has. The first one names all leaves of the state.
+            share: of this host.
+            record_event: records events.
+            verified_step: as of `start_save`.
+        """
+        self.poll_save(record_event)
+        self.in_flight.give_up("another one was begun", record_event)
+        self._start(step, leaves, share, record_event, verified_step)
+
+    def _start(
+        self,
+        step: int,
+        leaves: Sequence[LeafPart],
+        share: SaveShare | None,
+        record_event: RecordEvent,
+        verified_step: int | None,
+    ) -> None:
         started_s = time.monotonic()
-        leaves, descriptor = self._copy.copy(state)
-        self._save_in_flight = _SaveInFlight(step, started_s)
+        stored, descriptor = self._copy.copy(leaves)
+        self.in_flight.begin(step, share, started_s)
         request = SaveRequest(
             directory=str(self._directory),
             step=step,
             max_to_keep=self._keep,
-            distrusted=tuple(self._distrusted),
+            distrusted=tuple(self._distrusted - {step}),
             verified_step=verified_step,
-            leaves=leaves,
+            leaves=stored,
+            share=share,
         )
         try:
             self._client.send(request, descriptor)
         except CheckpointFailed as error:
             self._client.close()
-            self._end_save(FailureReply(reason=str(error)), record_event)
-        return True
+            self.in_flight.end(FailureReply(reason=str(error)), record_event)
 
     def poll_save(self, record_event: RecordEvent = ignore_event) -> None:
         """Record the outcome of the save in flight, if there is one. Do not wait."""
-        self._wait_save(record_event, timeout_s=0.0)
+        self.in_flight.wait(record_event, timeout_s=0.0)
 
     def wait_until_finished(
         self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
@@ -171,8 +188,8 @@ class OrbaxStore:
             check: called while waiting; may raise to end the wait.
         """
         with worker_activity.task(WorkerTask.STORAGE):
-            while self._save_in_flight is not None:
-                self._wait_save(record_event, POLL_INTERVAL_S)
+            while self.is_saving:
+                self.in_flight.wait(record_event, POLL_INTERVAL_S)
                 if check is not None:
                     check()
 
@@ -185,14 +202,14 @@ class OrbaxStore:
             CheckpointFailed: the last save failed; says why.
         """
         self.wait_until_finished(record_event, check)
-        if self._failure is not None:
+        if self.in_flight.failure is not None:
             newest = self.find_newest_step()
             on_storage = (
                 "there is none on storage" if newest is None else f"the newest on storage is of step {newest}"
             )
             raise CheckpointFailed(
-                f"checkpoints in {self._directory}: the last save failed ({self._failure}); {on_storage}. Make the "
-                "storage work again and launch the job again: it resumes from there"
+                f"checkpoints in {self._directory}: the last save failed ({self.in_flight.failure}); {on_storage}. "
+                "Make the storage work again and launch the job again: it resumes from there"
             )
 
     def save(self, step: int, state: Tree) -> None:
@@ -215,35 +232,6 @@ class OrbaxStore:
         self._client.close()
         self._copy.free()
 
-    def _wait_save(self, note: RecordEvent, timeout_s: float) -> None:
-        if self._save_in_flight is None:
-            return
-        reply = self._client.receive(timeout_s, self._save_in_flight.started_s)
-        if reply is not None:
-            self._end_save(reply, note)
-
-    def _end_save(self, reply: Reply, note: RecordEvent) -> None:
-        assert self._save_in_flight is not None
-        step, self._save_in_flight = self._save_in_flight.step, None
-        path = str(self.get_folder(step))
-        if isinstance(reply, SaveReply):
-            self._failure = None
-            # It was written anew, or found to be readable.
-            self._distrusted.discard(step)
-            note(
-                EventKind.CHECKPOINT_SAVED,
-                step=step,
-                path=path,
-                bytes=reply.nbytes,
-                seconds=reply.duration_s,
-                existed=reply.existed,
-            )
-        else:
-            reason = reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
-            self._failure = f"step {step}: {reason}"
-            logger.warning("the checkpoint %s could not be written: %s", path, reason)
-            note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
-
     def distrust_after(self, step: int, record_event: RecordEvent = ignore_event) -> None:
         """Rename the checkpoints of more than `step` steps, so that none is read again, or counts as one.
 
@@ -255,7 +243,7 @@ class OrbaxStore:
         except CheckpointFailed as error:
             logger.warning("checkpoints in %s: %s", self._directory, error)
             self._client.close()  # its process ends with the save
-            self._save_in_flight = None
+            self.in_flight.step = None
         for newer in (s for s in self.list_directory().steps if s > step):
             path = self._directory / f".distrusted-{newer}-{time.time_ns()}"
             try:

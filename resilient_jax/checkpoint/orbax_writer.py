@@ -6,12 +6,13 @@ leaves a folder whose name says that it is unfinished. A live writer has a lock 
 unfinished folders without a lock.
 """
 
+import abc
 import contextlib
 import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -38,29 +39,71 @@ CHUNK_BYTES: Final = 8 * 2**20
 splits the largest dims first; each chunk costs time, so much smaller ones are slower."""
 
 
-def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
+class CheckpointContent(abc.ABC):
+    """What a checkpoint is to contain.
+
+    Attributes:
+        name: of its temporary folder: of one process, or of processes that write into it together.
+        replaces_complete: whether it is written although there is a complete checkpoint of the step.
+    """
+
+    def __init__(self, name: str, *, replaces_complete: bool) -> None:
+        self.name = name
+        self.replaces_complete = replaces_complete
+
+    @abc.abstractmethod
+    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
+        """Write the checkpoint; return the SHA-256 of files that are known, by their paths below `target`.
+
+        Args:
+            folder: for other files.
+            target: of the checkpoint, below `folder`; to be made.
+        """
+
+
+class WholeTree(CheckpointContent):
+    """A tree of numpy arrays, of which this process has all."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(f"{socket.gethostname()}-{os.getpid()}", replaces_complete=False)
+        self._tree = tree
+
+    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
+        """Write the checkpoint."""
+        # No copy of the arrays: they do not change before the save is done.
+        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), self._tree)
+        save_tree(target, self._tree, save_args, arrays)
+        return {}
+
+
+def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> int | None:
     """Write the checkpoint of a step; return its bytes, or None if a complete one exists.
+
+    Args:
+        directory: of the checkpoints.
+        step: of this one.
+        content: of it.
 
     Raises:
         OSError: the storage cannot take it.
-        CheckpointFailed: a checkpoint in another layout has the folder of the step.
+        CheckpointFailed: a checkpoint in another layout has the folder of the step; another process failed.
     """
     final = directory / str(step)
-    if final.exists() and _is_readable(final):
+    if not content.replaces_complete and final.exists() and _is_readable(final):
         return None
     if find_tree_folder(final) is None and (other := describe_other_layout(final)) is not None:
         raise CheckpointFailed(f"another checkpoint is in the way in {final}: {other}; or move it elsewhere")
     directory.mkdir(parents=True, exist_ok=True)
-    with _temporary(directory, step) as folder:
-        content = folder / CONTENT_FOLDER
-        _save(content, tree)
-        nbytes = write_digests(content)
+    with _temporary(directory / f"{step}{TEMPORARY_MARK}-{content.name}") as folder:
+        written = folder / CONTENT_FOLDER
+        nbytes = write_digests(written, content.write(folder, written))
         # Files before the rename, or a crash of the machine may leave the final name with half of them; then
         # the directory, or the rename itself may be lost.
-        _flush(content)
-        if final.exists():  # and damaged: replace it, now that there is a better one
+        flush_folder(written)
+        if final.exists():  # and damaged, perhaps: replace it, now that there is a better one
             final.rename(folder / "damaged")
-        content.rename(final)
+        written.rename(final)
         _flush_one(directory)
     return nbytes
 
@@ -111,20 +154,25 @@ class _ItemHandler(ocp.PyTreeCheckpointHandler):
         return ocp.StandardCheckpointHandler.typestr()
 
 
-def _save(folder: Path, tree: Tree) -> None:
-    # No copy of the arrays: they do not change before the save is done. Without an entry for jax.Array Orbax warns.
-    handler_of_numpy = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-    arrays = ocp.type_handlers.ArrayHandler()
+def save_tree(folder: Path, tree: Tree, save_args: Tree, arrays: ocp.type_handlers.NumpyHandler) -> None:
+    """Save a tree in a new folder, as an unnamed item.
+
+    Args:
+        folder: to be made.
+        tree: of numpy arrays.
+        save_args: of each leaf.
+        arrays: writes the arrays.
+    """
+    # Without an entry for jax.Array Orbax warns.
     type_handlers = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, handler_of_numpy), (jax.Array, arrays)
+        (np.ndarray, arrays), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     items = ocp.handlers.DefaultCheckpointHandlerRegistry()
     items.add(ITEM_NAME, ocp.args.PyTreeSave, _ItemHandler(type_handler_registry=type_handlers))
     with contextlib.closing(
         ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=items))
     ) as checkpointer:
-        how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-        item = ocp.args.PyTreeSave(tree, save_args=how)
+        item = ocp.args.PyTreeSave(tree, save_args=save_args)
         checkpointer.save(folder, args=ocp.args.Composite(**{ITEM_NAME: item}))
 
 
@@ -137,9 +185,8 @@ def _is_readable(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a folder of this process alone, locked in the body of the context manager."""
-    folder = directory / f"{step}{TEMPORARY_MARK}-{socket.gethostname()}-{os.getpid()}"
+def _temporary(folder: Path) -> Iterator[Path]:
+    """Make a folder, and yield it; it is locked in the body of the context manager, and removed afterwards."""
     folder.mkdir()
     try:
         with (folder / LOCK_FILE).open("w") as lock:
@@ -162,7 +209,8 @@ def _is_being_written(folder: Path) -> bool:
     return False
 
 
-def _flush(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Return when all files below a folder, and their names, are on storage."""
     for path in (*folder.rglob("*"), folder):
         _flush_one(path)
 

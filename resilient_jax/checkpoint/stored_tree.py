@@ -6,7 +6,7 @@ The paths are those of Orbax: containers are dicts, by name, or lists, by index.
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -51,19 +51,40 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
-    """An array, and the offset in memory of its elements, in C order; or an empty container.
+    """An array, or boxes of it, and the offset in memory of the elements, in C order; or an empty container.
 
     Attributes:
         path: from the tree's root, with the kinds of its containers.
         spec: of the array; None for an empty container.
-        offset: of the array, in bytes.
+        offset: of the first box, in bytes; the others follow without a gap.
+        boxes: that are in memory: all of the array, unless other processes have the rest.
+        is_by_row: several processes have rows of it, so each row is stored in chunks of its own.
         empty_container: its name, without an array. An array without elements is stored as "none": Orbax refuses it.
     """
 
     path: OrbaxPath
     spec: LeafSpec | None = None
     offset: int = 0
+    boxes: tuple[IndexBox, ...] = ()
+    is_by_row: bool = False
     empty_container: str = ""
+
+
+class LeafPart(NamedTuple):
+    """What this process has of one array of a tree.
+
+    Attributes:
+        path: of the array in the tree.
+        leaf: the array or its shape and dtype; or an empty container.
+        pieces: boxes of the array, each with its elements: an array of as many, in C order, of which this process's
+            devices have all shards.
+        is_by_row: see `StoredLeaf`; the same in all processes.
+    """
+
+    path: OrbaxPath
+    leaf: Any
+    pieces: Sequence[tuple[IndexBox, Any]]
+    is_by_row: bool = False
 
 
 _EMPTY_CONTAINERS: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
@@ -90,26 +111,26 @@ def format_orbax_path(path: Iterable[Any]) -> str:
     return _join_path(make_orbax_path(path))
 
 
-def flatten_tree(tree: Tree) -> list[tuple[OrbaxPath, Any]]:
-    """Return the arrays and the empty containers of a tree, with their paths."""
+def flatten_tree(tree: Tree) -> list[tuple[str, OrbaxPath, Any]]:
+    """Return the arrays and the empty containers of a tree, with their paths as `keystr` writes them, and Orbax."""
     return [
-        (make_orbax_path(path), leaf)
+        (jax.tree_util.keystr(path), make_orbax_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container)
     ]
 
 
-def assign_offsets(flat: Iterable[tuple[OrbaxPath, Any]]) -> tuple[list[StoredLeaf], int]:
+def assign_offsets(parts: Iterable[LeafPart]) -> tuple[list[StoredLeaf], int]:
     """Return the leaves with their offsets in memory, and how many bytes they take in all."""
     leaves: list[StoredLeaf] = []
     end = 0
-    for path, leaf in flat:
+    for path, leaf, pieces, is_by_row in parts:
         if container := _name_empty_container(leaf):
             leaves.append(StoredLeaf(path=path, empty_container=container))
             continue
         spec = LeafSpec(_join_path(path), str(leaf.dtype), tuple(leaf.shape))
-        offset = align_offset(end)
-        leaves.append(StoredLeaf(path=path, spec=spec, offset=offset))
-        end = offset + np.dtype(spec.dtype).itemsize * math.prod(spec.shape)
+        offset, boxes = align_offset(end), tuple(box for box, _ in pieces)
+        leaves.append(StoredLeaf(path=path, spec=spec, offset=offset, boxes=boxes, is_by_row=is_by_row))
+        end = offset + np.dtype(spec.dtype).itemsize * sum(box.size for box in boxes)
     return leaves, end
 
 
@@ -123,11 +144,22 @@ def view_box(stored: StoredBox, memory: mmap.mmap) -> np.ndarray:
     return np.ndarray(stored.shape, np.dtype(stored.spec.dtype), buffer=memory, offset=stored.offset)
 
 
-def view_leaf(leaf: StoredLeaf, memory: mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
-    """Return the leaf: an array over this memory, or an empty container."""
+def view_boxes(leaf: StoredLeaf, memory: mmap.mmap) -> list[np.ndarray]:
+    """Return the elements of each box of an array, as arrays over this memory."""
+    views: list[np.ndarray] = []
+    offset = leaf.offset
+    for box in leaf.boxes:
+        assert leaf.spec is not None, "an empty container has no boxes"
+        views.append(np.ndarray(box.shape, np.dtype(leaf.spec.dtype), buffer=memory, offset=offset))
+        offset += views[-1].nbytes
+    return views
+
+
+def make_stand_in(leaf: StoredLeaf) -> Any:  # noqa: ANN401 - an array, or an empty container
+    """Return the empty container, or an array of the leaf's shape and dtype, without memory of its own."""
     if leaf.spec is None:
         return _EMPTY_CONTAINERS[leaf.empty_container]
-    return np.ndarray(leaf.spec.shape, np.dtype(leaf.spec.dtype), buffer=memory, offset=leaf.offset)
+    return np.broadcast_to(np.zeros((), np.dtype(leaf.spec.dtype)), leaf.spec.shape)
 
 
 def build_tree(flat: Iterable[tuple[OrbaxPath, Any]]) -> Tree:

@@ -39,7 +39,10 @@ class MicrobatchData(Protocol):
         ...
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """Return int32: document lengths of a packed microbatch, which predict its time; None: unknown."""
+        """Return int32: document lengths of a packed microbatch, 1 for each token of padding; None: unknown.
+
+        They predict the time of the microbatch.
+        """
         ...
 
 

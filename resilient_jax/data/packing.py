@@ -161,9 +161,13 @@ class PackedDocuments:
         return {"tokens": tokens, "segments": segments, "positions": positions}
 
     def lengths(self, row: int) -> npt.NDArray[np.int32]:
-        """Return int32: lengths of the pieces in a row, in tokens. Reads no document."""
+        """Return int32: lengths of the pieces in a row, in tokens, then 1 for each token of padding. Reads no document.
+
+        Padding is computed, too, and takes the time of as many tokens, each of which attends to few others.
+        """
         pieces = self._packing.list_pieces(row)
-        return self._packing.lengths[pieces.start : pieces.stop]
+        lengths = self._packing.lengths[pieces.start : pieces.stop]
+        return np.append(lengths, np.ones(self._context - int(lengths.sum()), np.int32))
 
     def _read_piece(self, piece: int) -> np.ndarray:
         number = int(self._packing.documents[piece])

@@ -137,6 +137,12 @@ class CollectiveThread:
             return threading.current_thread() is self._thread
 
     @property
+    def native_id(self) -> int | None:
+        """The kernel's id of the thread; None if there is none now."""
+        with self._lock:
+            return self._thread.native_id if self._thread is not None else None
+
+    @property
     def is_compiling(self) -> bool:
         """Whether the collective that the main thread waits for is being compiled."""
         with self._lock:

@@ -1,6 +1,6 @@
 """Units go from hosts that have them to hosts that want them.
 
-Where hosts are lost or come, blocks move to others. For a checkpoint, an evaluation or the result every host wants all
+Where hosts are lost or come, blocks move to others. For an evaluation or the result every host wants all
 of the model, which must then fit its memory.
 """
 

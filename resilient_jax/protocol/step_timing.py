@@ -14,7 +14,8 @@ class ReplicaWork(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         slot: which of the host's replicas.
         microbatches: how many; at least 1.
-        tokens: N, the sum of the lengths of their documents; the number of microbatches where lengths are unknown.
+        tokens: N, the sum of the lengths of their documents and padding; the number of microbatches where
+            lengths are unknown.
         squares: the sum of the squares of these lengths; 0 where they are unknown.
         seconds: from begin to end, without waits for other hosts.
         input_s: of these, how long the replica's thread waited for its data.

@@ -1,28 +1,37 @@
 """The checkpoints of one `fit`: restored at its beginning, saved during its steps, complete at its end."""
 
+import secrets
+from typing import Final
+
 import numpy as np
 
+from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.host_rows import gather_texts
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.training_state import State, Tree
 from resilient_jax.worker.world import World
 
+MAX_TOKEN: Final = 2**31 - 2
+
 
 class Checkpointer:
     """Saves and restores the training state; outlives generations, as a save in flight does, and keeps no array.
 
-    The first host of a generation saves. When that host changes, the former one may still have a save in flight: each
-    host writes into a folder of its own.
+    The first host of a generation saves; of a pipeline each host its part, and the first one's process puts them
+    together. When that host changes, the former one may still have a save in flight: each save has a folder of its own.
     """
 
     def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
         self._checkpoints = checkpoints
         self._num_steps = num_steps
         self._store = OrbaxStore(checkpoints.directory, checkpoints.max_to_keep, checkpoints.timeout_s)
+        self._generation: int | None = None
+        """In which it is known that all parts of a save in flight may still come."""
 
     def find_newest(self) -> int | None:
         """Return the step of the newest finished checkpoint, by the names alone. Thread-safe."""
@@ -33,14 +42,16 @@ class Checkpointer:
         return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
     def save(self, layout: StateLayout, state: State, step: int) -> None:
-        """Start to save the committed state if a checkpoint is due. All hosts must call this: they gather the state.
+        """Start to save the committed state if a checkpoint is due. All hosts must call this.
 
-        A replay saves nothing.
+        A replay and a rehearsal save nothing.
         """
         world = layout.world
-        if world.replay is not None:
+        if world.replay is not None or world.is_rehearsal:
             return
         self._store.poll_save(world.record_event)
+        if layout.is_checkpointed_in_parts:
+            self._give_up_without_lost_parts(world)
         if not self._checkpoints.is_due(step, self._num_steps):
             return
         if world.host_index == 0 and step == self._num_steps:
@@ -49,16 +60,44 @@ class Checkpointer:
         self._start(layout, state, step)
 
     def _start(self, layout: StateLayout, state: State, step: int) -> None:
-        layout.world.step_services.hit_failpoint(FailPoint.BEFORE_CHECKPOINT)
+        world = layout.world
+        world.step_services.hit_failpoint(FailPoint.BEFORE_CHECKPOINT)
+        verified_step = world.audits.verified_step if world.audits is not None else None
+        if layout.is_checkpointed_in_parts:
+            if (share := self._agree_on_share(world, step)) is not None:
+                part = layout.list_checkpoint_part(state)
+                self._store.start_part(step, part, share, world.record_event, verified_step)
+            return
         replicated = layout.gather_state(state)
-        if layout.world.host_index == 0:
-            world = layout.world
-            self._store.start_save(
-                step,
-                replicated,
-                world.record_event,
-                world.audits.verified_step if world.audits is not None else None,
-            )
+        if world.host_index == 0:
+            self._store.start_save(step, replicated, world.record_event, verified_step)
+
+    def _agree_on_share(self, world: World, step: int) -> SaveShare | None:
+        """Return this host's share of a save; None: the first host's last one is not done. All hosts must call this."""
+        token = 0
+        if world.host_index == 0 and not self._store.in_flight.must_skip(step, world.record_event):
+            token = 1 + secrets.randbelow(MAX_TOKEN)
+        token = int(world.all_reduce(np.array([token], np.int32))[0])
+        if token == 0:
+            return None
+        return SaveShare(token=f"{token:08x}", number=world.host_index, hosts=tuple(world.hosts))
+
+    def _give_up_without_lost_parts(self, world: World) -> None:
+        """Give up a save in flight whose parts will not all come. All hosts must call this.
+
+        Where a worker has ended, so has the process that wrote its part.
+        """
+        if world.generation == self._generation:
+            return
+        self._generation = world.generation
+        share = self._store.in_flight.share
+        tokens = gather_texts(world, share.token.encode() if share is not None else b"")
+        written = {
+            host for host, token in zip(world.hosts, tokens, strict=True) if share and token == share.token
+        }
+        if lost := [host for host in self._store.in_flight.list_missing_parts() if host not in written]:
+            names = ", ".join(lost)
+            self._store.in_flight.give_up(f"{names} ended before its part was written", world.record_event)
 
     def distrust_after(self, world: World, step: int) -> None:
         """Set aside the checkpoints of more than `step` steps, which a host that computed wrongly may have touched."""
@@ -76,6 +115,8 @@ class Checkpointer:
         if world.replay is not None:
             return
         is_saver = world.host_index == 0
+        if layout.is_checkpointed_in_parts:
+            self._give_up_without_lost_parts(world)
         if is_saver:
             self._store.wait_until_saved(world.record_event, world.raise_if_ended)
         is_missing = is_saver and step > 0 and not self._store.has_checkpoint(step)

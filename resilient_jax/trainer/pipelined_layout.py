@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from resilient_jax.checkpoint.stored_tree import LeafPart
 from resilient_jax.compile.ahead_of_time import CompilationJob
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.arrangement import Arrangement
@@ -43,6 +44,15 @@ class PipelinedLayout(StateLayout):
     def gather_state(self, state: PipelinedState) -> TrainingState:
         """Return the state of the whole model, in host memory."""
         return self._steps.gather_state(state)
+
+    @property
+    def is_checkpointed_in_parts(self) -> bool:
+        """True: no host has memory for the whole model."""
+        return True
+
+    def list_checkpoint_part(self, state: PipelinedState) -> list[LeafPart]:
+        """Return the units that this host writes, and on the first host what every host has."""
+        return self._units.list_checkpoint_part(state, self._steps.abstract_state)
 
     def gather_variables(self, state: PipelinedState, *, use_ema: bool = False) -> Variables:
         """Return the variables of the whole model, on this host's devices."""

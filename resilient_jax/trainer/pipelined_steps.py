@@ -57,7 +57,11 @@ FAILPOINTS = {
 
 
 class PipelinedSteps:
-    """The pipeline of this host for one `fit`."""
+    """The pipeline of this host for one `fit`.
+
+    Attributes:
+        abstract_state: the shapes of the state of the whole model.
+    """
 
     def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher) -> None:
         """Cut the model, without a device.
@@ -80,7 +84,7 @@ class PipelinedSteps:
         self._placement: UnitPlacement | None = None
         self._watch: StageWatch | None = None
         self._units: UnitStates | None = None
-        self._abstract = state
+        self.abstract_state = state
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
         self._num_exchanges = 0
@@ -158,7 +162,7 @@ class PipelinedSteps:
             [*worker.unit_holders, frozenset().union(*worker.unit_holders)],
             {host: {*units, common} for host, units in placement.list_units_by_host().items()},
             kept,
-            [*shapes, self._abstract.early_stopping],
+            [*shapes, self.abstract_state.early_stopping],
         )
         received = {
             number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
@@ -335,8 +339,8 @@ class PipelinedSteps:
             self._units = UnitStates(
                 self._worker.state.units,
                 self._recipe.optimizer,
-                self._abstract.variables.params,
-                self._abstract.opt_state,
+                self.abstract_state.variables.params,
+                self.abstract_state.opt_state,
             )
         return self._worker
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from resilient_jax.checkpoint.stored_tree import LeafPart
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
@@ -103,6 +104,15 @@ class StateLayout(abc.ABC):
     def gather_state(self, state: State) -> TrainingState:
         """Return the state of the whole model, as `gather` does, or in host memory."""
         return self.gather(state)
+
+    @property
+    def is_checkpointed_in_parts(self) -> bool:
+        """Whether each host writes its own part of a checkpoint; else the first host writes what all gather."""
+        return False
+
+    def list_checkpoint_part(self, state: State) -> list[LeafPart]:
+        """Return what this host writes of a checkpoint; on the first host with all leaves of the state."""
+        raise NotImplementedError
 
     def gather_variables(self, state: State, *, use_ema: bool = False) -> Variables:
         """Return the variables of the whole model, as `gather` does.

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
@@ -21,6 +22,7 @@ from resilient_jax.sharding.holder_sharding import (
     make_holder_sharding,
     make_non_addressable_array,
 )
+from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.worker.world import World
@@ -149,6 +151,36 @@ class UnitPlacement:
         local = self.read_local(state)
         units = {number: self._states.split(number, local) for number in self.held}
         return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
+
+    def list_checkpoint_part(self, state: PipelinedState, abstract: TrainingState) -> list[LeafPart]:
+        """Return what this host writes of a checkpoint of the whole model: the holders of a unit take turns.
+
+        Args:
+            state: of the training.
+            abstract: the shapes of the whole model's state.
+        """
+        held = self.read_held(state)
+        pieces: dict[str, list[tuple[IndexBox, Any]]] = {}
+        is_first = self.world.host == self.world.hosts[0]
+        if is_first:
+            common = abstract._replace(
+                step=state.step, early_stopping=state.early_stopping, opt_state=held[self.held[0]].opt_state
+            )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(common):
+                name = jax.tree_util.keystr(path)
+                if isinstance(leaf, jax.Array) and not self._states.find_units_of_leaf(name):
+                    leaf = self.read_local(leaf)
+                    pieces[name] = [(whole_box(leaf.shape), leaf)]
+        for number in self.held:
+            holders = sorted(self.list_holders(number))
+            if holders[number % len(holders)] == self.world.host:
+                for name, box, elements in self._states.list_pieces(number, held[number]):
+                    pieces.setdefault(name, []).append((box, elements))
+        return [
+            LeafPart(path, leaf, pieces.get(name, []), len(self._states.find_units_of_leaf(name)) > 1)
+            for name, path, leaf in flatten_tree(abstract)
+            if is_first or name in pieces
+        ]
 
     def place_whole(self, path: str, leaf: object) -> NamedSharding:
         """Return the sharding of a leaf of the whole model's state, as read from storage: on the hosts that need it."""

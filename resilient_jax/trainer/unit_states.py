@@ -5,7 +5,7 @@ the user's parameters with all other leaves left out. So a leaf of that state ha
 the whole model, where it is the same (a count), or stacked over layers as the parameters are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.sharding.elementwise import find_elementwise
+from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.training_state import EarlyStoppingState, TrainingState, Tree
 
@@ -117,6 +118,33 @@ class UnitStates:
             for path, like in _list_paths(self.abstract[number].opt_state)
         ]
         return UnitState(own, jax.tree.structure(self.abstract[number].opt_state).unflatten(opt_leaves))
+
+    def list_pieces(self, number: int, state: UnitState) -> Iterator[tuple[str, IndexBox, Any]]:
+        """Yield what a unit has of the state of the whole model, without what every unit has; the inverse of `split`.
+
+        Yields:
+            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, of as many as the box has.
+        """
+        unit = self.units[number]
+        names, params = zip(*_list_paths(self._params), strict=True)
+        for weight in unit.weights:
+            box = whole_box(params[weight.leaf].shape)
+            if weight.layer is not None:
+                box = box.narrow(0, weight.layer, weight.layer + 1)
+            yield f".variables.params{names[weight.leaf]}", box, state.weights[weight.name]
+        layers = sorted({weight.layer for weight in unit.weights if weight.layer is not None})
+        shapes = {path: leaf.shape for path, leaf in _list_paths(self._opt_state)}
+        for path, leaf in _list_paths(state.opt_state):
+            name, box = f".opt_state{path}", whole_box(shapes[path])
+            if not self.find_units_of_leaf(name):
+                continue
+            if leaf.shape == shapes[path]:
+                yield name, box, leaf
+            elif len(layers) == layers[-1] - layers[0] + 1:  # one layer, mostly
+                yield name, box.narrow(0, layers[0], layers[-1] + 1), leaf
+            else:
+                for place, layer in enumerate(layers):
+                    yield name, box.narrow(0, layer, layer + 1), leaf[place]
 
     def find_units_of_leaf(self, path: str) -> list[int]:
         """Return the units that have a part of a leaf of a `TrainingState`; none: every host has it."""

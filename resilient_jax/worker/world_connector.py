@@ -34,13 +34,8 @@ from resilient_jax.jax_runtime.world_forming import (
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 from resilient_jax.worker.expected_members import list_others
-from resilient_jax.worker.processor_demand import BlockedTime
+from resilient_jax.worker.unwinding_delay import UnwindingDelay
 
-UNWINDING_GRACE_S: Final = 0.5
-"""gloo unwinds within milliseconds, with large arrays in flight within 0.5 s, or not at all. Time in which this process
-computes, or waits for a processor on a busy machine, does not count."""
-MAX_UNWINDING_S: Final = 2.0
-"""Other threads may compute while the main thread hangs. Less than `quiesce_timeout_s`, which leaves a worker out."""
 LISTENER_TIMEOUT_S: Final = 2.0
 """A worker publishes where it listens before it asks to join, so this is the service's time to answer."""
 
@@ -55,9 +50,8 @@ class WorldConnector:
         self._cliques = CliqueConnections()
         self._known_seats: frozenset[Seat] = frozenset()
         """Those of which it is known where they listen."""
-        self._interrupting_since_s: float | None = None
-        self._blocked: BlockedTime | None = None
-        """Since then."""
+        self._delay: UnwindingDelay | None = None
+        """Of the present interruption."""
         self._are_spared_broken = False
         """Whether connections that an abort spares at first were shut."""
         self._has_unwound = False
@@ -82,7 +76,7 @@ class WorldConnector:
 
     def prepare(self) -> None:
         """Forget that the previous generation was interrupted."""
-        self._interrupting_since_s, self._has_unwound = None, False
+        self._delay, self._has_unwound = None, False
 
     def form_world(self, order: FormWorld) -> None:
         """Connect to the order's world, together with all other members.
@@ -179,9 +173,7 @@ class WorldConnector:
         """
         self._has_unwound = True
         if self._connection is not None:
-            self._cliques.end(
-                self._connection.gloo, is_intact=is_intact and self._interrupting_since_s is None
-            )
+            self._cliques.end(self._connection.gloo, is_intact=is_intact and self._delay is None)
 
     def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
         """Disconnect from the world, and return what could not be freed.
@@ -202,34 +194,25 @@ class WorldConnector:
         them; and gloo may wait for a connection that it has closed. So they are broken, too, and the collective is
         given up, when the main thread has not unwound soon; the next world must then be a new one.
         """
-        now_s = time.monotonic()
-        if self._interrupting_since_s is None:
-            self._interrupting_since_s, self._blocked = now_s, None
         interrupt_forming()
         interrupt_meeting()
         connection = self._connection
         if connection is None:
             return
         gloo = connection.gloo
-        is_late = self._is_late(now_s)
+        # What the main thread waits for once it has unwound, such as a copy for a snapshot, is no collective.
+        is_late = (
+            self._delay is not None and not self._has_unwound and self._delay.is_too_long(time.monotonic())
+        )
         if is_late and gloo.spared:
             gloo = dataclasses.replace(gloo, spared=NO_CONNECTIONS)
             self._are_spared_broken = True
         abort_collectives(gloo)
-        if self._blocked is None:  # not sooner: it takes as long as the abort
-            self._blocked = BlockedTime(now_s)
+        if self._delay is None:  # not sooner: it takes as long as the abort
+            self._delay = UnwindingDelay(time.monotonic())
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
         if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
-
-    def _is_late(self, now_s: float) -> bool:
-        """Return whether the main thread should have unwound."""
-        assert self._interrupting_since_s is not None, "it is interrupted"
-        interrupting_s = now_s - self._interrupting_since_s
-        # What the main thread waits for after that, such as a copy for a snapshot, is no collective.
-        if self._has_unwound or interrupting_s <= UNWINDING_GRACE_S or self._blocked is None:
-            return False
-        return interrupting_s > MAX_UNWINDING_S or self._blocked.measure_s(now_s) > UNWINDING_GRACE_S
 
     def _spare(self, connections: frozenset[GlooConnection]) -> None:
         connection = self._connection

@@ -22,12 +22,14 @@ def test_a_thread_that_computes_is_not_blocked_and_one_that_waits_is() -> None:
     began.wait()
     started_s = time.monotonic()
     blocked = BlockedTime(started_s)
+    main = BlockedTime(started_s, frozenset((threading.get_native_id(),)))
     demand_s = measure_processor_demand_s()
     assert demand_s is not None
     while (now_s := measure_processor_demand_s()) is not None and now_s < demand_s + 0.2:
         time.sleep(0.001)
     elapsed_s = time.monotonic() - started_s
     assert blocked.measure_s(time.monotonic()) < elapsed_s
+    assert main.measure_s(started_s + elapsed_s) == elapsed_s
     ends.set()
     for thread in threads:
         thread.join()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resilient_jax.checkpoint import orbax_reader, orbax_writer
 from resilient_jax.checkpoint.byte_budget import ByteBudget
 from resilient_jax.checkpoint.orbax_reader import check_readable, inspect_checkpoint, read_boxes
-from resilient_jax.checkpoint.orbax_writer import write_checkpoint
+from resilient_jax.checkpoint.orbax_writer import WholeTree, write_checkpoint
 from resilient_jax.checkpoint.stored_tree import StoredBox, align_offset, allocate_memory, view_box
 from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.protocol.leaf_spec import LeafSpec
@@ -46,7 +46,7 @@ def folder(request, tree, tmp_path_factory):
     if request.param == "ours":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-            write_checkpoint(directory, 1, tree)
+            write_checkpoint(directory, 1, WholeTree(tree))
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -108,7 +108,7 @@ def bytes_from_files():
 def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading(tree, dim, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-        write_checkpoint(tmp_path, 1, tree)
+        write_checkpoint(tmp_path, 1, WholeTree(tree))
     quarter = IndexBox((0, 0), (ROWS, COLUMNS)).narrow(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
     (found,) = read_named_boxes(tmp_path / "1", tree, [("wide", quarter)])

@@ -82,7 +82,7 @@ def test_a_row_marks_the_document_of_each_token() -> None:
         "positions": [0, 1, 0, 0, 0, 0],
     }
     assert {leaf.dtype for leaf in packed[0].values()} == {np.dtype(np.int32)}
-    assert [packed.lengths(row).tolist() for row in range(3)] == [[2, 3], [6], [2]]
+    assert [packed.lengths(row).tolist() for row in range(3)] == [[2, 3, 1], [6], [2, 1, 1, 1, 1]]
     assert packed.lengths(0).dtype == np.int32
 
 
@@ -92,7 +92,10 @@ def test_packed_documents_are_a_source_with_the_lengths_of_its_microbatches() ->
     for step in range(3):
         for index in range(2):
             segments = data.batch(step, index)["segments"]
-            found = [int((row == n).sum()) for row in segments for n in range(1, row.max() + 1)]
+            found: list[int] = []
+            for row in segments:
+                found += [int((row == n).sum()) for n in range(1, row.max() + 1)]
+                found += [1] * int((row == 0).sum())  # padding is computed, too
             lengths = data.lengths(step, index)
             assert lengths is not None
             assert lengths.dtype == np.int32

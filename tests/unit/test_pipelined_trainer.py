@@ -37,6 +37,10 @@ def make_trainer(reports=None, **options):
     )
 
 
+def list_paths(tree):
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def trace_units(decoder, optimizer):
     cut = cut_model(decoder.loss, decoder.variables, make_batch(), jax.random.key(0))
     abstract = jax.eval_shape(lambda: (decoder.variables, optimizer.init(decoder.variables)))
@@ -99,6 +103,21 @@ def test_the_state_of_all_units_is_that_of_the_model(kind):
         assert jax.tree.structure(split) == jax.tree.structure(part)
         for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(part), strict=True):
             np.testing.assert_array_equal(a, b)
+    # What the units write of a checkpoint: each element of the model once.
+    whole = dict(list_paths(joined))
+    found = {path: np.zeros(np.shape(leaf), np.asarray(leaf).dtype) for path, leaf in whole.items()}
+    written = {path: np.zeros(np.shape(leaf), int) for path, leaf in whole.items()}
+    for number, part in parts.items():
+        for path, box, elements in units.list_pieces(number, part):
+            index = tuple(slice(*bounds) for bounds in zip(box.start, box.stop, strict=True))
+            found[path][index] = np.reshape(elements, box.shape)
+            written[path][index] += 1
+    for path, leaf in whole.items():
+        if units.find_units_of_leaf(path):
+            np.testing.assert_array_equal(found[path], leaf)
+            assert (written[path] == 1).all()
+        else:
+            assert not written[path].any()
 
 
 def test_an_optimizer_that_looks_across_layers_is_refused_by_name():

@@ -11,8 +11,8 @@ import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 
 import resilient_jax as rj
-from resilient_jax.checkpoint.host_copy import HostCopy
-from resilient_jax.checkpoint.stored_tree import view_leaf
+from resilient_jax.checkpoint.host_copy import HostCopy, list_leaves
+from resilient_jax.checkpoint.stored_tree import view_boxes
 from resilient_jax.errors import CallerError
 from resilient_jax.step import reduction
 
@@ -123,9 +123,9 @@ def test_all_shards_of_a_state_on_one_host_are_copied_for_a_checkpoint():
         name: jax.device_put(whole, jax.NamedSharding(mesh, jax.P(*spec))) for name, spec in specs.items()
     }
     copy = HostCopy()
-    leaves, descriptor = copy.copy({**state, "number": jnp.int32(7)})
+    leaves, descriptor = copy.copy(list_leaves({**state, "number": jnp.int32(7)}))
     with mmap.mmap(descriptor, 0) as memory:
         for leaf in leaves:
             expected = 7 if leaf.path[0].name == "number" else whole
-            assert np.array_equal(view_leaf(leaf, memory).copy(), expected), leaf.path
+            assert np.array_equal(view_boxes(leaf, memory)[0].copy(), expected), leaf.path
     copy.free()

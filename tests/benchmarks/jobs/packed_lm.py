@@ -98,17 +98,10 @@ def loss(model: ByteLM, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def make_documents() -> rj.PackedDocuments:
-    """Return documents of a code-like mix: most short, a heavy tail up to the context, in rows that they fill.
-
-    Padding would be computed, too, and is in no length.
-    """
+    """Return documents of a code-like mix: most short, a heavy tail up to the context."""
     text = read_standard_library(2_000_000).astype(np.int32)
     random = np.random.default_rng(0)
-    lengths: list[int] = []
-    left = SETTINGS.context
-    for drawn in np.clip(random.lognormal(5.0, 1.4, NUM_DOCUMENTS), SHORTEST, LONGEST).astype(int):
-        lengths.append(min(int(drawn), left))
-        left = (left - lengths[-1]) or SETTINGS.context
+    lengths = np.clip(random.lognormal(5.0, 1.4, NUM_DOCUMENTS), SHORTEST, LONGEST).astype(int)
     starts = random.integers(0, len(text) - LONGEST, NUM_DOCUMENTS)
     documents = [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     return rj.PackedDocuments(documents, context_length=SETTINGS.context)

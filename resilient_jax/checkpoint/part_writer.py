@@ -1,0 +1,207 @@
+"""Writes a checkpoint of which several hosts have a part each. Only the storage process does this.
+
+No process has all of the state, nor sends anything to another: all write into one folder on the storage that they
+share. Each has Orbax write its arrays into an OCDBT database of its own, as the processes of one JAX program would. The
+process with part 0 moves these databases into its own save, whose end merges them without copying an array:
+
+    DIRECTORY/STEP.orbax-checkpoint-tmp-TOKEN/          made and locked by part 0; the others wait for it
+        parts/K/default/ocdbt.process_K/                the arrays of part K
+        parts/K.json                                    part K is complete, or has failed: digests, or the reason
+        content/                                        part 0, then all
+"""
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from resilient_jax.checkpoint.directory_listing import ITEM_NAME
+from resilient_jax.checkpoint.file_digests import digest_files
+from resilient_jax.checkpoint.messages import SaveShare
+from resilient_jax.checkpoint.orbax_writer import CHUNK_BYTES, CheckpointContent, flush_folder, save_tree
+from resilient_jax.checkpoint.part_folder import PartFolder, PartResult
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf, build_tree, make_stand_in
+from resilient_jax.errors import CheckpointFailed
+from resilient_jax.state.index_box import IndexBox, whole_box
+
+POLL_INTERVAL_S: Final = 0.1
+HeldLeaf = tuple[StoredLeaf, Sequence[np.ndarray]]
+"""A leaf, and the elements of its boxes."""
+
+
+class TreeInParts(CheckpointContent):
+    """All arrays of a tree, of which this process has the first part, and other processes the others.
+
+    Args:
+        step: of the checkpoint.
+        leaves: all of the tree, each with the boxes that this process has.
+        share: of this process.
+    """
+
+    def __init__(self, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
+        super().__init__(share.token, replaces_complete=True)  # the others have begun to write, too
+        self._step = step
+        self._leaves = leaves
+        self._share = share
+
+    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
+        """Write the first part, wait for the others, and put them together."""
+        parts = PartFolder(folder.parent, self._step, self._share)
+        parts.make()
+        digests: dict[str, str] = {}
+
+        async def take_parts(item: Path) -> None:
+            for number, host in enumerate(self._share.hosts):
+                if number == self._share.number:
+                    continue
+                found = (await _wait_for_part(parts, number, host)).digests
+                name = _name_database(number)
+                if found:
+                    os.rename(parts.get_part(number) / ITEM_NAME / name, item / name)
+                digests.update({f"{ITEM_NAME}/{name}/{path}": digest for path, digest in found.items()})
+
+        _save(target, self._leaves, _BoxHandler(self._share.number, take_parts), is_complete=True)
+        return digests
+
+
+def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
+    """Write another part than the first, and say that it is complete, or why it is not.
+
+    Args:
+        directory: of the checkpoints.
+        step: of this one.
+        leaves: of this part.
+        share: of this process.
+
+    Raises:
+        OSError: the storage cannot take it.
+        CheckpointFailed: the process with the first part has ended, or failed.
+    """
+    parts = PartFolder(directory, step, share)
+    while not parts.exists:  # the worker ends this process if it takes too long
+        time.sleep(POLL_INTERVAL_S)
+    try:
+        digests: dict[str, str] = {}
+        if leaves:
+            target = parts.get_part(share.number)
+            _save(target, leaves, _BoxHandler(share.number), is_complete=False)
+            database = target / ITEM_NAME / _name_database(share.number)
+            digests = digest_files(database)
+            flush_folder(database)
+        parts.put_result(share.number, PartResult(digests=digests))
+    except Exception as error:
+        if not parts.exists:
+            raise CheckpointFailed(f"{share.hosts[0]} has given up the checkpoint of step {step}") from error
+        parts.put_result(share.number, PartResult(error=f"{type(error).__name__}: {error}"))
+        raise
+
+
+@dataclasses.dataclass
+class _BoxArgs(ocp.SaveArgs):
+    """The boxes of an array that this process has, each with its elements."""
+
+    boxes: Sequence[tuple[IndexBox, np.ndarray]] = ()
+
+
+class _BoxHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax's handler of arrays, which writes boxes of them into a database of this part's own.
+
+    Args:
+        number: of the part.
+        finish: called with the folder of the item when the boxes are written, before Orbax merges the databases in it.
+    """
+
+    def __init__(self, number: int, finish: Callable[[Path], Awaitable[None]] | None = None) -> None:
+        super().__init__(ocdbt_process_id=str(number), deepcopy_host_arrays=False)
+        self._process_id = str(number)
+        self._finish = finish
+
+    async def serialize(
+        self,
+        values: Sequence[np.ndarray],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> Sequence[ocp.future.Future]:
+        # In the background, where Orbax has made the item's folder before.
+        work = self._write_all(values, infos, args or ())
+        return [ocp.future.CommitFutureAwaitingContractedSignals(work, name="part")]
+
+    async def _write_all(
+        self,
+        values: Sequence[np.ndarray],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs],
+    ) -> None:
+        await asyncio.gather(*(self._write(*given) for given in zip(values, infos, args, strict=True)))
+        if self._finish is not None:
+            await self._finish(Path(infos[0].parent_dir))
+
+    async def _write(
+        self, value: np.ndarray, info: ocp.type_handlers.ParamInfo, wanted: ocp.SaveArgs
+    ) -> None:
+        assert isinstance(wanted, _BoxArgs), "made by `_save`"
+        spec = ocp.type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=True,
+            global_shape=value.shape,
+            local_shape=value.shape,
+            dtype=value.dtype,
+            process_index=self._process_id,
+            arg=wanted,
+        )
+        await info.await_path_creation()
+        array = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+        whole = whole_box(value.shape)
+        for box, elements in wanted.boxes:
+            await array[box.index_within(whole)].write(elements, can_reference_source_data_indefinitely=True)
+
+
+def _save(folder: Path, leaves: Sequence[HeldLeaf], handler: _BoxHandler, *, is_complete: bool) -> None:
+    """Save the boxes of leaves.
+
+    Args:
+        folder: to be made.
+        leaves: to save.
+        handler: writes the boxes.
+        is_complete: these are all leaves of the tree. Else a list may have gaps, and is written as a dict: the names of
+            arrays are the same.
+    """
+
+    def make_path(leaf: StoredLeaf) -> tuple[PathKey, ...]:
+        return leaf.path if is_complete else tuple(PathKey(key.name, is_index=False) for key in leaf.path)
+
+    tree = build_tree((make_path(leaf), make_stand_in(leaf)) for leaf, _ in leaves)
+    save_args = build_tree((make_path(leaf), _make_args(leaf, elements)) for leaf, elements in leaves)
+    save_tree(folder, tree, save_args, handler)
+
+
+def _make_args(leaf: StoredLeaf, elements: Sequence[np.ndarray]) -> object:
+    if leaf.spec is None:
+        return make_stand_in(leaf)
+    # A chunk is written by one process alone.
+    return _BoxArgs(
+        chunk_byte_size=CHUNK_BYTES,
+        shard_axes=(0,) if leaf.is_by_row else (),
+        boxes=tuple(zip(leaf.boxes, elements, strict=True)),
+    )
+
+
+async def _wait_for_part(parts: PartFolder, number: int, host: str) -> PartResult:
+    """Return how a part ended, if it is complete. The worker ends this process if it takes too long."""
+    while (result := parts.find_result(number)) is None:  # noqa: ASYNC110 - no event: the other is on another host
+        await asyncio.sleep(POLL_INTERVAL_S)
+    if result.error:
+        raise CheckpointFailed(f"{host} could not write its part: {result.error}")
+    return result
+
+
+def _name_database(number: int) -> str:
+    """Return the name of the folder in which Orbax keeps the arrays of a process."""
+    return f"ocdbt.process_{number}"

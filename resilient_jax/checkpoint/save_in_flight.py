@@ -1,0 +1,104 @@
+"""The save that a storage process works on, and how the last one ended."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from resilient_jax.checkpoint.messages import FailureReply, Reply, SaveReply, SaveShare
+from resilient_jax.checkpoint.part_folder import PartFolder
+from resilient_jax.checkpoint.storage_client import StorageClient
+from resilient_jax.events import EventKind
+
+logger = logging.getLogger(__name__)
+
+RecordEvent = Callable[..., object]
+"""Takes an `EventKind` and details."""
+
+
+class SaveInFlight:
+    """At most one save at a time, of one directory.
+
+    Args:
+        directory: of the checkpoints.
+        client: of the process that works on it.
+        distrusted: steps whose checkpoints could not be read; one that is saved is so no more.
+
+    Attributes:
+        step: of the save in flight; None: there is none.
+        share: of the save in flight, or else of the last one; None: this process writes all of it.
+        failure: the reason why the last save failed; None: it did not.
+    """
+
+    def __init__(self, directory: Path, client: StorageClient, distrusted: set[int]) -> None:
+        self._directory = directory
+        self._distrusted = distrusted
+        self._client = client
+        self._started_s = 0.0
+        self.step: int | None = None
+        self.share: SaveShare | None = None
+        self.failure: str | None = None
+
+    def begin(self, step: int, share: SaveShare | None, started_s: float) -> None:
+        """Note that a save has begun, at a time in monotonic seconds."""
+        self.step, self.share, self._started_s = step, share, started_s
+
+    def must_skip(self, step: int, record_event: RecordEvent) -> bool:
+        """Return whether a save of this step must be skipped, since one is still in flight. That is an event, too."""
+        self.wait(record_event, timeout_s=0.0)
+        if self.step is None:
+            return False
+        logger.warning("step %d: no checkpoint, that of step %d is not done", step, self.step)
+        record_event(
+            EventKind.CHECKPOINT_SKIPPED,
+            step=step,
+            in_flight=self.step,
+            in_flight_s=time.monotonic() - self._started_s,
+        )
+        return True
+
+    def list_missing_parts(self) -> list[str]:
+        """Return the hosts whose parts of the save in flight are not complete, if it puts parts together."""
+        if self.step is None or self.share is None or self.share.number > 0:
+            return []
+        return PartFolder(self._directory, self.step, self.share).list_missing()
+
+    def wait(self, record_event: RecordEvent, timeout_s: float) -> None:
+        """Wait for the end of the save in flight, if there is one, and record it."""
+        if self.step is not None:
+            reply = self._client.receive(timeout_s, self._started_s)
+            if reply is not None:
+                self.end(reply, record_event)
+
+    def give_up(self, why: str, record_event: RecordEvent) -> None:
+        """End the save in flight, if there is one: a failure for no fault of the storage, so another may be begun."""
+        if self.step is not None:
+            self._client.close()
+            self.end(FailureReply(reason=why), record_event)
+            self.failure = None
+
+    def end(self, reply: Reply, record_event: RecordEvent) -> None:
+        """Note the end of the save in flight, and record it; that of a part only if it failed."""
+        assert self.step is not None, "it is in flight"
+        missing = self.list_missing_parts() if isinstance(reply, FailureReply) else []
+        step, self.step = self.step, None
+        path = str(self._directory / str(step))
+        if isinstance(reply, SaveReply):
+            self.failure = None
+            self._distrusted.discard(step)  # it was written anew, or found to be readable
+            if self.share is None or self.share.number == 0:
+                record_event(
+                    EventKind.CHECKPOINT_SAVED,
+                    step=step,
+                    path=path,
+                    bytes=reply.nbytes,
+                    seconds=reply.duration_s,
+                    existed=reply.existed,
+                )
+            return
+        reason = reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
+        if missing:
+            reason += f"; without the parts of {', '.join(missing)}"
+        self.failure = f"step {step}: {reason}"
+        logger.warning("the checkpoint %s could not be written: %s", path, reason)
+        record_event(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
