@@ -15,6 +15,10 @@ from resilient_jax.protocol.recovery_records import RecoveryAction
 SLOW_SHARE = 0.2
 """Of a core. With more of it, the little that these jobs compute would fit into the quota; with less, a measurement of
 the devices takes so long that the next one is a minute away."""
+SLOWER_SHARE = 0.1
+"""The same where a host has work for some 20 ms a step."""
+ROWS = 4096
+"""Of a microbatch: enough for that."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW, SPARE = "host-1", "host-3"
@@ -32,12 +36,14 @@ def list_members(report: JobReport) -> list[str]:
 @pytest.mark.timeout(180)
 def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> None:
     options = (*ONE_DEVICE, "--spares", "1")
-    with TinyJob(tmp_path, 3, CONFIG_WITHOUT_STANDBYS, options=options, words=["pace=0"]) as tiny:
+    with TinyJob(
+        tmp_path, 3, CONFIG_WITHOUT_STANDBYS, options=options, words=["pace=0", f"rows={ROWS}"]
+    ) as tiny:
         before = tiny.wait_training(3)
         assert before.generation is not None
         wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
         (pid,) = find_pids(tiny.read_report(), JobComponent.WORKER, SLOW)
-        lift = limit_cpu(pid, SLOW_SHARE)
+        lift = limit_cpu(pid, SLOWER_SHARE)
         try:
             decided = tiny.job.wait_event(
                 "that it is replaced", lambda e: is_decision(RecoveryAction.REPLACE, e), RECOVERY_S
@@ -54,7 +60,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         tiny.finish()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
     with PipelinedJob(tmp_path, 2, 2, words=["pace=0"]) as job:
         before = job.wait_training(2)
