@@ -100,8 +100,9 @@ class EventKind(enum.StrEnum):
     """The agent to which this host's agent reports, and which writes its status, does not answer: the host writes its
     status itself, and the leader names another agent. Detail: `parent` (its endpoint)."""
     RECOVERY_DECIDED = "recovery.decided"
-    """The leader chose what to do at a change of members. Detail: `action`, `reason`, `options` (each with its score,
-    and why it is not possible), `next_failure_s`, `wait_s` (0: the action is carried out at once)."""
+    """The leader chose what to do at a change of members, or about a slow host. Detail: `action`, `reason`, `options`
+    (each with its score, and why it is not possible), `next_failure_s`, `wait_s` (0: the action is carried out at
+    once)."""
     GENERATION_PHASE = "generation.phase"
     """The leader wrote a generation or its next phase. Detail: `phase`, `change` (`shrink` or `reform`), `hosts`
     (their number), `reason`, `token` of the leader, `revision` of the store."""

@@ -24,10 +24,10 @@ from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
-from resilient_jax.ids import HostName
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryDecision
+from resilient_jax.protocol.slow_hosts import SlowHost
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
@@ -114,9 +114,9 @@ def describe_redundancy(redundancy: Redundancy | None) -> str:
     return f"state of step {redundancy.step}: {' and '.join(places)}; {after}"
 
 
-def describe_decision(decision: RecoveryDecision) -> str:
+def describe_decision(decision: RecoveryDecision, about: str = "") -> str:
     """Return a description such as "last decision, in generation 7: shrink: the job goes on in place: ..."."""
-    return f"last decision, in generation {decision.number}: {decision.action}: {decision.reason}"
+    return f"last decision{about}, in generation {decision.number}: {decision.action}: {decision.reason}"
 
 
 def print_report(console: Console, report: JobReport) -> None:
@@ -131,6 +131,8 @@ def print_report(console: Console, report: JobReport) -> None:
         )
     if generation is not None and generation.decision is not None:
         console.print(escape(describe_decision(generation.decision)))
+    if generation is not None and generation.slowness.decision is not None:
+        console.print(escape(describe_decision(generation.slowness.decision, " about slow hosts")))
     if generation is not None and generation.outcome is not None:
         console.print(describe_outcome(generation.outcome))
         return
@@ -167,7 +169,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     notes += ["stopped"] if worker and worker.is_unresponsive else []
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
-    notes += [what for slow, what in _find_slow_hosts(report) if slow == host.host]
+    notes += [slow.describe() for slow in _find_slow_hosts(report) if slow.host == host.host]
     notes += host.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
     notes += [spare] if spare else []
@@ -175,7 +177,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     return notes
 
 
-def _find_slow_hosts(report: JobReport) -> tuple[tuple[HostName, str], ...]:
+def _find_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
     """Return what the first host of the generation has found; what others did is of earlier generations."""
     if report.generation is None or not report.generation.members:
         return ()

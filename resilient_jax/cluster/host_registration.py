@@ -177,6 +177,7 @@ def _make_leader(context: AgentContext, services: CoordinationServices, relay: P
             state_loss_policy=StateLossPolicy(config.state_loss_policy),
             spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
             replaces_workers=settings.replaces_workers,
+            act_on_slow_hosts=config.slow_hosts == "act",
         ),
         services,
         relay,

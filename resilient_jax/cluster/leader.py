@@ -27,6 +27,7 @@ from resilient_jax.cluster.stored_records import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, LeaseId, Revision
+from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
 from resilient_jax.membership.machine import (
@@ -40,12 +41,7 @@ from resilient_jax.membership.machine import (
 )
 from resilient_jax.membership.recovery_policy import describe_option
 from resilient_jax.membership.redundancy import measure_redundancy
-from resilient_jax.membership.rules import (
-    MembershipCommand,
-    PublishGeneration,
-    QuarantineHost,
-    make_initial_state,
-)
+from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
@@ -283,8 +279,10 @@ class _Term:
         match command:
             case StartCoordinationService():
                 self._leader._services.start(command.world, command.num_processes, command.num_seats)
-            case QuarantineHost(host, reason):
-                await quarantine_host(self._leader._context, host, reason, leader_token=self._token)
+            case QuarantineHost(host, reason, num_before):
+                await quarantine_host(
+                    self._leader._context, host, reason, num_before=num_before, leader_token=self._token
+                )
             case PublishGeneration(generation):
                 await self._publish(generation, state)
             case _:
@@ -316,14 +314,16 @@ class _Term:
         before, self._published = self._published, generation
         if generation.losses_left != (before.losses_left if before is not None else None):
             self._record_redundancy(state)
-        decision = generation.decision
-        if decision is not None and (before is None or decision != before.decision):
-            self._record_decision(generation, decision)
+        old = (before.decision, before.slowness.decision) if before is not None else ()
+        for decision in (generation.decision, generation.slowness.decision):
+            if decision is not None and decision not in old:
+                self._record_decision(generation, decision)
         measured = {
             "progress": generation.progress,
             "losses_left": generation.losses_left,
             "history": generation.history,
-            "decision": decision,
+            "decision": generation.decision,
+            "slowness": generation.slowness,
         }
         if before is not None and msgspec.structs.replace(before, **measured) == generation:
             return  # only progress, redundancy or a decision to wait was recorded

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.stored_records import ENCODER, decode_quarantine
@@ -22,16 +23,25 @@ from resilient_jax.store.interface import (
     Store,
 )
 
+MAX_DOUBLINGS: Final = 4
+"""Of the time of a quarantine, where the cause comes back each time that it is over: 16 times as long, at most."""
+
 
 async def quarantine_host(
-    context: AgentContext, host: HostName, reason: str, *, leader_token: Revision | None = None
+    context: AgentContext,
+    host: HostName,
+    reason: str,
+    *,
+    num_before: int = 0,
+    leader_token: Revision | None = None,
 ) -> None:
-    """Write that a host takes no part for `quarantine_s`, and record it.
+    """Write that a host takes no part for `quarantine_s` or longer, and record it.
 
     Args:
         context: of this agent.
         host: the host.
         reason: why, for people.
+        num_before: how often it was for this cause: each doubles the time, up to `MAX_DOUBLINGS`.
         leader_token: of the leader that decides it; nothing is written if another leads by now. None: the host's own
             agent decides.
 
@@ -39,7 +49,7 @@ async def quarantine_host(
         PeerError: the store did not answer.
     """
     settings = context.settings
-    seconds = settings.config.quarantine_s
+    seconds = settings.config.quarantine_s * 2 ** min(num_before, MAX_DOUBLINGS)
     now_s = context.clock.wall_s()
     record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=now_s + seconds)
     written = await write_quarantine(context.store, settings.job, record, leader_token=leader_token)

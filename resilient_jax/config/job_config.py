@@ -70,8 +70,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unless fewer than `min_hosts` would be left."""
 
     quarantine_s: Seconds = 3600.0
-    """Seconds for which a host takes no part that was lost too often, whose worker died too often, or which is
-    suspected of failed collectives. `resilient-jax hosts` lists such hosts and ends it."""
+    """Seconds for which a host takes no part that was lost too often, whose worker died too often, which is
+    suspected of failed collectives, or which is slow: then twice as long each time. `resilient-jax hosts` lists such
+    hosts and ends it."""
+
+    slow_hosts: Literal["act", "report"] = "act"
+    """What happens about a host that stays slow, and costs more than shares by speed give back. `act`: where that pays,
+    a spare takes its place, or the others go on without it and it is quarantined, or a pipeline gives it fewer layers.
+    `report`: it is named, and nothing else."""
 
     restart_window_s: Seconds = 600.0
     """Seconds that a restart counts against `max_restarts`, and a loss against `max_host_losses`. Forgets old failures,

@@ -41,6 +41,8 @@ class MembershipConfig:
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
     spare_seats: int = 0
     """Of each new world."""
+    act_on_slow_hosts: bool = True
+    """Whether slow hosts are replaced or taken out, and layers are divided by speed (rule 12 of `rules`)."""
     replaces_workers: bool = False
     """Whether collectives cannot be broken off (rule 8 of `rules`)."""
 

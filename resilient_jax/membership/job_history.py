@@ -143,6 +143,8 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
             generation.snapshot is not None and not generation.is_state_in_parts
         )
         change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
+        if generation.slowness.divided_in == generation.number and not is_restored:
+            change = TimedChange.REDIVIDE
         history = add_time(history, change, seconds)
     memory = dataclasses.replace(
         memory,

@@ -16,10 +16,11 @@ from typing import assert_never
 import msgspec
 
 from resilient_jax.ids import HostName
+from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.recovery_decision import is_wait_over
-from resilient_jax.membership.rules import MembershipCommand, decide
+from resilient_jax.membership.rules import decide
 from resilient_jax.membership.tally import MembershipTally
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
@@ -183,8 +184,12 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
     worker, standby = status.worker, status.standby
     member = generation.find_member(status.host)
     trains = worker is not None and member is not None and worker.incarnation == member.incarnation
+    read: object = worker
+    if worker is not None and trains:
+        report = worker.report
+        read = (report.holds_state, report.overdue, report.slow_hosts, report.slowdown)
     return (
-        (worker.report.holds_state, worker.report.overdue) if worker is not None and trains else worker,
+        read,
         standby.worker if standby is not None else None,
         status.services,
         status.is_draining,

@@ -1,4 +1,4 @@
-"""A change of members between two steps: hosts leave after a notice, and hosts that are ready join. Pure."""
+"""A change between two steps: hosts leave after a notice or as slow ones, and hosts that are ready join. Pure."""
 
 import msgspec
 
@@ -6,19 +6,25 @@ from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
 from resilient_jax.membership.recovery_decision import decide_admission
+from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction
 
 
 def plan_change(
-    state: MembershipState, joiners: list[HostStatus], now: float, config: MembershipConfig
+    state: MembershipState,
+    joiners: list[HostStatus],
+    spares: list[HostStatus],
+    now: float,
+    config: MembershipConfig,
 ) -> Generation | None:
     """Return the next number, in PAUSE, or the present one with a decision to wait; None if nothing changes.
 
     Args:
         state: of the machine, whose members train.
         joiners: hosts that are ready, no more than there are places.
+        spares: hosts that are ready beyond these.
         now: the monotonic time in seconds.
         config: of the machine.
     """
@@ -27,19 +33,19 @@ def plan_change(
     joining = [status for status in joiners if not awaits_seat(generation, status)]
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
-        decision = decide_admission(state, joining, now, config)
-        if decision is None:
-            return None
-        if decision.action is not RecoveryAction.JOIN:
-            return msgspec.structs.replace(generation, decision=decision)
-        reason = f"{join_names(status.host for status in joining)} asked to join"
+        admission = decide_admission(state, joining, now, config)
+        if admission is not None and admission.action is not RecoveryAction.JOIN:
+            return msgspec.structs.replace(generation, decision=admission)
+        if admission is not None:
+            decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
     if reason is None:
-        return None
+        return act_on_slow_host(state, [*joining, *spares], config)
     return msgspec.structs.replace(
         generation,
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.PAUSE,
         attempts=0,
+        taken_out=None,
         decision=decision,
         reason=reason,
     )

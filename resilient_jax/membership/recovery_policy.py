@@ -8,7 +8,9 @@ What is left to choose:
 - after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause;
 - while others train: that hosts which are ready join now, or together with others that are on their way, or later,
   because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
-  which they would join without a pause of their own; and a host that is lost again and again costs one each time.
+  which they would join without a pause of their own; and a host that is lost again and again costs one each time;
+- while a host is slow: whether it stays, which costs no pause, or a spare takes its place, or the others go on without
+  it, or a pipeline gives it fewer layers. Shares by speed are chosen before that, by the workers, and cost nothing.
 
 So that decisions do not flutter, another option than the usual one, or than the one that was chosen before in the same
 situation, must lose less by `HYSTERESIS` of that, and by `MIN_SAVED_S` at least. A wait has an end: hosts that have not
@@ -27,6 +29,7 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryOption,
     TimedChange,
 )
+from resilient_jax.protocol.slow_hosts import Slowdown
 
 PRIOR_S: Final[Mapping[TimedChange, float]] = {
     TimedChange.SHRINK: 0.2,
@@ -34,6 +37,7 @@ PRIOR_S: Final[Mapping[TimedChange, float]] = {
     TimedChange.REFORM: 3.0,
     TimedChange.RESTORE: 3.0,
     TimedChange.RETURN: 5.0,
+    TimedChange.REDIVIDE: 0.6,
 }
 """Seconds until a job has measured its own: docs/benchmarks.md, the stalls of a small model on 4 hosts of one machine.
 A large model and a GPU need more; the first change of each kind corrects that."""
@@ -43,6 +47,8 @@ MIN_SAVED_S: Final = 0.5
 """And it must save so many seconds: the times of one kind of change differ by that much (docs/benchmarks.md)."""
 PATIENCE: Final = 1.5
 """A wait lasts so many times the expected time of what is waited for, at most."""
+MIN_SPEED_GAIN: Final = 0.05
+"""The part by which an action on a slow host must raise the speed: what hosts take is known no better."""
 RECONSIDER_S: Final = 60.0
 """How long a join is postponed until it is looked at again: the job has seen more of its failures by then."""
 
@@ -93,6 +99,35 @@ class Admission:
     can_join_in_place: bool = True
     is_last_copy: bool = False
     before: RecoveryAction | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowTraining:
+    """Hosts train, and slow ones among them, or a division of layers by speeds of the past, cost them time.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        training: the hosts that train.
+        slowdown: what is slow, and what each action makes of it.
+        has_spare: whether a host is ready to take the place of the slow one.
+        is_spare_in_place: whether it has a seat of their world.
+        can_stay_in_place: whether all hosts that train can go on in their world.
+        can_shrink_in_place: whether they can without the slow one.
+        needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
+        refusal: why no host may be taken out now; empty: one may.
+        refusal_without: why the others may not go on with a host less; empty: they may.
+    """
+
+    places: int
+    training: int
+    slowdown: Slowdown
+    has_spare: bool = False
+    is_spare_in_place: bool = True
+    can_stay_in_place: bool = True
+    can_shrink_in_place: bool = True
+    needs_restore: bool = False
+    refusal: str = ""
+    refusal_without: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +216,9 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.JOIN: "has the hosts that are ready join",
     RecoveryAction.GATHER: "has the hosts that are ready join together with others",
     RecoveryAction.POSTPONE: "trains on without the hosts that are ready",
+    RecoveryAction.KEEP: "trains on as it is",
+    RecoveryAction.TAKE_OUT: "goes on without the slow host",
+    RecoveryAction.REDIVIDE: "divides its layers anew",
 }
 
 
@@ -272,6 +310,67 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
         RecoveryAction.POSTPONE: RECONSIDER_S,
     }
     return _make_choice(chosen, usual, tuple(options.values()), prices, waits.get(chosen, 0.0))
+
+
+def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
+    """Return what to do about a host that is slow, or about layers that are divided as if one were."""
+    slowdown, share = training.slowdown, training.training / training.places
+    speeds = {
+        RecoveryAction.KEEP: slowdown.kept,
+        RecoveryAction.REPLACE: slowdown.replaced,
+        RecoveryAction.TAKE_OUT: slowdown.without,
+        RecoveryAction.REDIVIDE: slowdown.redivided,
+    }
+    options = {
+        action: _make_option(
+            action,
+            (Phase(pause_s=_price_action(action, training, prices), speed=share * speed),),
+            training.training - (action is RecoveryAction.TAKE_OUT),
+            prices,
+            _explain_slow_refusal(action, speed, training),
+        )
+        for action, speed in speeds.items()
+    }
+    reachable = share * max(1.0, *speeds.values())
+    chosen = _choose(options, RecoveryAction.KEEP, prices, reachable)
+    return _make_choice(chosen, RecoveryAction.KEEP, tuple(options.values()), prices, 0.0)
+
+
+def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
+    """Return the pause of an action on a slow host, in seconds."""
+    seconds = prices.seconds
+    match action:
+        case RecoveryAction.KEEP:
+            return 0.0
+        case RecoveryAction.REDIVIDE:
+            return seconds[TimedChange.REDIVIDE if training.can_stay_in_place else TimedChange.REFORM]
+        case RecoveryAction.TAKE_OUT:
+            pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
+        case _:
+            pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
+    # The mean of a change in which a state was read counts what else it took, so that the sum is an upper bound.
+    return pause_s + (seconds[TimedChange.RESTORE] if training.needs_restore else 0.0)
+
+
+def _explain_slow_refusal(action: RecoveryAction, speed: float, training: SlowTraining) -> str:
+    """Return why an action on a slow host is not possible, or not worth it; empty if it may be."""
+    slowdown = training.slowdown
+    takes_out = action in (RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT)
+    if action is RecoveryAction.KEEP:
+        return ""
+    if takes_out and (not slowdown.host or training.refusal):
+        return training.refusal if slowdown.host else "no host is slow"
+    if action is RecoveryAction.REPLACE and not training.has_spare:
+        return "no spare is ready"
+    if action is RecoveryAction.TAKE_OUT and training.has_spare:
+        return "a spare would take its place"
+    if action is RecoveryAction.TAKE_OUT and (training.refusal_without or not speed):
+        return training.refusal_without or "the others cannot do without it"
+    if action is RecoveryAction.REDIVIDE and not speed:
+        return "no other division of layers is faster"
+    if speed < slowdown.kept * (1 + MIN_SPEED_GAIN):
+        return f"the speed rises by less than {MIN_SPEED_GAIN:.0%}"
+    return ""
 
 
 def describe_option(option: RecoveryOption) -> str:

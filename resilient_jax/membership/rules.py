@@ -31,6 +31,8 @@ The rules, from which the code below follows:
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
    comes back, and whether hosts that are ready join now. Its decision is in the generation, and every leader obeys it.
+12. A slow host that costs more than shares by speed give back is replaced, taken out, or given fewer layers, where the
+   policy finds that worth a planned change (`slowness`): one host at a time.
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
@@ -46,6 +48,7 @@ import msgspec
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
 from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_hosts
 from resilient_jax.membership.facts import (
@@ -79,6 +82,7 @@ from resilient_jax.membership.recovery_decision import decide_after_loss, decide
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
+from resilient_jax.membership.slowness import keep_speeds_of_members
 from resilient_jax.membership.spare_hosts import (
     admit_hosts,
     choose_joiners,
@@ -108,24 +112,6 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PublishGeneration:
-    """Write this generation to the store, fenced by leadership and by the generation before."""
-
-    generation: Generation
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QuarantineHost:
-    """Write a host's `QuarantineRecord` to the store, before the generation without it."""
-
-    host: HostName
-    reason: str
-
-
-MembershipCommand = PublishGeneration | StartCoordinationService | QuarantineHost
 
 FIRST_GENERATION = Generation(
     number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts"
@@ -171,7 +157,10 @@ def decide(
         taken_out -= state.quarantined
         state = note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
-        commands += [QuarantineHost(host, transition.reason) for host in sorted(taken_out)]
+        count = transition.slowness.count_taken_out
+        commands += [
+            QuarantineHost(host, transition.reason, max(count(host) - 1, 0)) for host in sorted(taken_out)
+        ]
         measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
@@ -382,7 +371,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
-    return plan_change(state, joiners, now, config)
+    return plan_change(state, joiners, spares, now, config)
 
 
 def _settle(
@@ -496,4 +485,4 @@ def _form(
         return formed
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
-    return msgspec.structs.replace(formed, decision=decision, max_members=places)
+    return keep_speeds_of_members(msgspec.structs.replace(formed, decision=decision, max_members=places))

@@ -112,10 +112,16 @@ class DivisionChooser:
         return None if found is None else DivisionChange(found, before_s, found_s)
 
     def _price(self, division: StepDivision, measured: TaskSeconds) -> float:
-        """Return the seconds of a step that is divided in this way, if tasks take what was measured."""
-        routes = make_routes(self._teams, division.quotas)
-        orders = order_tasks(routes, division.seconds, schedule=self._schedule).orders
-        return StepPath(orders, routes).predict_s(lambda task: measured[task.hop.host][task.kind])
+        return price_division(self._teams, division, measured, self._schedule)
+
+
+def price_division(
+    teams: Sequence[Team], division: StepDivision, measured: TaskSeconds, schedule: PipelineSchedule
+) -> float:
+    """Return the seconds of a step that is divided in this way, if tasks take what was measured."""
+    routes = make_routes(teams, division.quotas)
+    orders = order_tasks(routes, division.seconds, schedule=schedule).orders
+    return StepPath(orders, routes).predict_s(lambda task: measured[task.hop.host][task.kind])
 
 
 def spread_over_blocks(teams: Sequence[Team], measured: TaskSeconds) -> BlockSeconds:

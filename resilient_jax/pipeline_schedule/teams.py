@@ -4,13 +4,18 @@ hosts, seconds of each block -> teams -> quotas -> routes
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import Team
 
 
-def make_teams(hosts: Sequence[HostName], block_costs: Sequence[float], num_stages: int) -> list[Team]:
+def make_teams(
+    hosts: Sequence[HostName],
+    block_costs: Sequence[float],
+    num_stages: int,
+    speeds: Mapping[HostName, float] | None = None,
+) -> list[Team]:
     """Return replicas of `num_stages` hosts each; hosts that are left over make some replicas longer.
 
     With fewer hosts than stages there is one replica of all of them. No replica has more hosts than there are blocks:
@@ -18,11 +23,14 @@ def make_teams(hosts: Sequence[HostName], block_costs: Sequence[float], num_stag
 
     >>> [[count for _, count in team] for team in make_teams([HostName(name) for name in "abcde"], [1.0] * 6, 2)]
     [[2, 2, 2], [3, 3]]
+    >>> make_teams([HostName("a"), HostName("b"), HostName("c")], [1.0] * 12, 3, {HostName("b"): 0.4})
+    [[('a', 5), ('b', 2), ('c', 5)]]
 
     Args:
         hosts: in the order in which they make replicas.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica.
+        speeds: of hosts that are slower than their peers, as parts of their speed: a slow host gets fewer blocks.
     """
     longest = min(len(hosts), len(block_costs))
     num_teams = max(len(hosts) // min(num_stages, longest), -(-len(hosts) // longest))
@@ -31,7 +39,8 @@ def make_teams(hosts: Sequence[HostName], block_costs: Sequence[float], num_stag
     rest = iter(hosts)
     for number in range(num_teams):
         own = list(itertools.islice(rest, size + (number < longer)))
-        teams.append(list(zip(own, cut_evenly(block_costs, len(own)), strict=True)))
+        cut = cut_by_speed(block_costs, [(speeds or {}).get(host, 1.0) for host in own])
+        teams.append(list(zip(own, cut, strict=True)))
     return teams
 
 
@@ -41,22 +50,36 @@ def cut_evenly(block_costs: Sequence[float], num_parts: int) -> list[int]:
     >>> cut_evenly([1.0, 1.0, 1.0, 1.0, 4.0], 2)
     [4, 1]
     """
-    count = len(block_costs)
+    return cut_by_speed(block_costs, [1.0] * num_parts)
+
+
+def cut_by_speed(block_costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Return how many consecutive blocks each part has, one at least, so that the last one is done soonest.
+
+    Formula: minimize `max_p C_p / v_p`, with the cost C_p and the speed v_p of part p (ResiHP, arXiv 2605.06374).
+
+    >>> cut_by_speed([1.0] * 12, [1.0, 0.4, 1.0])
+    [5, 2, 5]
+    """
+    count, num_parts = len(block_costs), len(speeds)
     sums = [0.0, *itertools.accumulate(block_costs)]
-    # worst[b] of p parts: the least cost of the most costly part of blocks b and up.
-    worst = [sums[-1] - sums[first] for first in range(count)]
+    # worst[b] of the last p parts: the least time of the slowest one, of blocks b and up.
+    worst = [(sums[-1] - sums[first]) / speeds[-1] for first in range(count)]
     choices: list[list[int]] = []
     for parts in range(2, num_parts + 1):
+        speed = speeds[-parts]
         ends = [
             min(
                 range(first + 1, count - parts + 2),
-                key=lambda end, first=first, worst=worst: max(sums[end] - sums[first], worst[end]),
+                key=lambda end, first=first, worst=worst, speed=speed: max(
+                    (sums[end] - sums[first]) / speed, worst[end]
+                ),
                 default=count,
             )
             for first in range(count)
         ]
         worst = [
-            max(sums[end] - sums[first], worst[end]) if end < count else float("inf")
+            max((sums[end] - sums[first]) / speed, worst[end]) if end < count else float("inf")
             for first, end in enumerate(ends)
         ]
         choices.append(ends)

@@ -13,6 +13,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
 from resilient_jax.protocol.state_records import StateLoss, StatePart, StateSource
 from resilient_jax.protocol.worker_tasks import OverdueTask
@@ -143,6 +144,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         hang: what hung, for which all hosts keep the stacks of their workers before these unwind; empty: nothing.
         decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
         history: what leaders have measured so far, on which the next decision rests.
+        slowness: what leaders have done about slow hosts.
         outcome: how the job ended; None: it has not.
     """
 
@@ -181,6 +183,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     hang: str = ""
     decision: RecoveryDecision | None = None
     history: JobHistory = JobHistory()
+    slowness: SlownessRecord = SlownessRecord()
     outcome: JobOutcome | None = None
 
     def find_member(self, host: HostName) -> Member | None:
@@ -277,6 +280,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         corrupt_hosts: the hosts because of which they are, and which must take no part any more.
         entered: the generation in which it has trained last, or trains.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
+        slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -300,7 +304,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     trusted_step: int | None = None
     corrupt_hosts: tuple[HostName, ...] = ()
     entered: GenerationNumber = GenerationNumber(0)
-    slow_hosts: tuple[tuple[HostName, str], ...] = ()
+    slow_hosts: tuple[SlowHost, ...] = ()
+    slowdown: Slowdown | None = None
     endpoint: str = ""
 
 

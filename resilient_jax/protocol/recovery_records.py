@@ -30,6 +30,13 @@ class RecoveryAction(enum.StrEnum):
     """Train on until more hosts are ready, and have all join in one pause."""
     POSTPONE = "postpone"
     """Train on without the hosts that are ready, until the next change or until their joining pays."""
+    # while a host is slow, or no longer is
+    KEEP = "keep"
+    """Train on with all hosts, and what they have to do as it is. To `REPLACE` a slow host is another option."""
+    TAKE_OUT = "take_out"
+    """Train on without the slow host."""
+    REDIVIDE = "redivide"
+    """Divide a pipeline's layers anew, by the speeds that hosts have now."""
 
 
 WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
@@ -66,6 +73,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         joining: of a choice while others train: the hosts that are ready to join.
         awaited: the hosts that are waited for.
         wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
+        slow: of a choice about slow hosts: the slowest one; empty: none is slow.
     """
 
     action: RecoveryAction
@@ -76,6 +84,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     joining: tuple[HostName, ...] = ()
     awaited: tuple[HostName, ...] = ()
     wait_s: float = 0.0
+    slow: HostName = HostName("")
 
 
 class TimedChange(enum.StrEnum):
@@ -89,6 +98,8 @@ class TimedChange(enum.StrEnum):
     """The same for a change by a re-form."""
     RESTORE = "restore"
     """The same for a change in which the state is read from a snapshot or a checkpoint."""
+    REDIVIDE = "redivide"
+    """The same for a change in which layers are divided anew, and all members stay."""
     RETURN = "return"
     """From the loss of a host's worker until the host is ready to join again."""
 

@@ -16,7 +16,9 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
+from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs, pair_hosts
+from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -34,6 +36,8 @@ WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
 LinkPreparation = Callable[[Sequence[Pairs]], LinkMeasurement]
+SlowdownEstimate = Callable[[Sequence[Finding]], Slowdown | None]
+"""What hosts that are slow, one finding for each, cost a step."""
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
 
 
@@ -74,6 +78,10 @@ class SlownessJudge(Protocol):
         """Say which link is slow, by what exchanges took, by host and round; see `LinkMeasurement.run`."""
         ...
 
+    def estimate_by(self, estimate: SlowdownEstimate) -> None:
+        """Report what slow hosts cost, if that lasts; return before it is estimated."""
+        ...
+
 
 class SlowHostWatch:
     """Watches the hosts of one generation.
@@ -99,6 +107,11 @@ class SlowHostWatch:
         """
         if self._judge is not None:
             self._judge.set_groups(name, groups)
+
+    def estimate_by(self, estimate: SlowdownEstimate) -> None:
+        """Have estimated what slow hosts cost, where steps are not made by accumulations of equal work."""
+        if self._judge is not None:
+            self._judge.estimate_by(estimate)
 
     def add(
         self, spec: AccumulationSpec, counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]

@@ -5,6 +5,8 @@ step the first host judges which hosts are slow, all of them measure their devic
 computes the same division of the steps that follow.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -12,10 +14,13 @@ import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
+from resilient_jax.health.finding import Finding
+from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
-from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser
+from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
+from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
@@ -58,6 +63,7 @@ class StageWatch:
         self._placement = placement
         self._worker = worker
         self._data = data
+        self._schedule = schedule
         self._slow_hosts = world.step_services.watch
         self._chooser = (
             DivisionChooser(placement.teams, placement.quotas, schedule) if balance_by_speed else None
@@ -84,6 +90,8 @@ class StageWatch:
             self._num_sums = 0
             collectives = HostCollectives(self._placement.world.host_index, len(hosts), self._add_up)
             self._slow_hosts.look(self._describe_step(step - 1), rows, collectives)
+            measured = {host: report.task_seconds for host, report in reports.items()}
+            self._slow_hosts.estimate_by(functools.partial(self._estimate_slowdown, measured))
         if self._chooser is not None:
             change = self._chooser.choose({host: report.task_seconds for host, report in reports.items()})
             if change is not None:
@@ -107,6 +115,20 @@ class StageWatch:
         if self._slow_hosts is not None:
             timings = self._slow_hosts.take_row(self._describe_step(step)).tobytes()
         return StageReport(timings, self._worker.timings.estimate())
+
+    def _estimate_slowdown(self, measured: TaskSeconds, findings: Sequence[Finding]) -> Slowdown | None:
+        """Return what slow hosts cost, by what tasks were measured to take."""
+        placement = self._placement
+        shape = PipelineShape(
+            hosts=tuple(placement.world.hosts),
+            block_costs=placement.block_costs,
+            num_stages=placement.num_stages,
+            num_microbatches=sum(placement.quotas),
+            schedule=self._schedule,
+            is_balanced=self._chooser is not None,
+        )
+        speeds = tuple(sorted(placement.world.step_services.layer_speeds.items()))
+        return estimate_pipeline_slowdown(placement.world.generation, shape, findings, speeds, measured)
 
     def _describe_step(self, step: int) -> AccumulationSpec:
         return AccumulationSpec(

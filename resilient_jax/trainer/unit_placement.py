@@ -40,6 +40,8 @@ class UnitPlacement:
         quotas: how many microbatches each replica computes in a step that begins in this generation.
         routes: of such a step.
         holders: the hosts that have each block.
+        block_costs: the relative time of each block.
+        num_stages: hosts of a replica, as the job was started with.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class UnitPlacement:
         num_stages: int,
         num_microbatches: int,
     ) -> None:
-        self.world = world
-        self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages)
+        self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
+        speeds = world.step_services.layer_speeds
+        self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages, speeds)
         self.quotas = tuple(share_microbatches(self.teams, num_microbatches))
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_holders(self.teams)

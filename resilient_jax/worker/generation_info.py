@@ -10,6 +10,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
 
 AxisSizes = str | Sequence[str] | Mapping[str, int]
@@ -28,6 +29,7 @@ class GenerationInfo:
         reason: why it was formed.
         trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
+        layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
@@ -38,6 +40,7 @@ class GenerationInfo:
     reason: str
     trusted_step: int | None = None
     state_loss: StateLoss | None = None
+    layer_speeds: HostSpeeds = ()
     events: tuple[Event, ...] = ()
 
     @property

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from resilient_jax.clock import Clock
 from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import (
@@ -25,17 +27,20 @@ from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import MEASURE_S, UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.slow_host_watch import Measurement
+from resilient_jax.step.slow_host_watch import Measurement, SlowdownEstimate
+from resilient_jax.step.slowdown_estimate import estimate_slowdown
 from resilient_jax.threads import start_thread_pool
+from resilient_jax.worker.lasting_slowdown import LastingSlowdown
 
 logger = logging.getLogger(__name__)
 
-SlowHosts = tuple[tuple[HostName, str], ...]
-"""Hosts that are slow, each with what of it is."""
+SlowHosts = tuple[tuple[SlowHost, ...], Slowdown | None]
+"""Hosts that are slow, and what they cost once that has lasted."""
 FIRST_LINKS_INTERVAL_STEPS: Final = 128
 """Links are measured for the first time in such a step. A host that compiles the programs for it is late to stop if
 another one dies just then, so not soon after each change."""
@@ -88,6 +93,18 @@ def continue_record(record: HealthRecord | None, generation: GenerationNumber) -
     return record
 
 
+def _take_over(record: HealthRecord, known: HostSpeeds, hosts: Sequence[HostName]) -> None:
+    """Go on with what another first host has found."""
+    for host, speed in known:
+        if host in hosts:
+            evidence = "the host that was the first before has found it"
+            found = Finding(
+                host=host, kind=FindingKind.COMPUTE, factor=1 / speed, since_step=0, evidence=evidence
+            )
+            record.reported[found] = found
+            record.carried.add(found)
+
+
 class HostHealth:
     """Judges the hosts of one generation, on the first of them; see `SlownessJudge`.
 
@@ -97,6 +114,8 @@ class HostHealth:
         report: is told all slow hosts, when they have changed; see `WorkerReport.slow_hosts`.
         record: outlives the generation.
         clock: tells how long measuring takes.
+        known: hosts that get fewer layers of a pipeline because another first host has found them slow: they are, until
+            a measurement of their devices says something else.
     """
 
     def __init__(
@@ -106,6 +125,8 @@ class HostHealth:
         report: Callable[[SlowHosts], None],
         record: HealthRecord,
         clock: Clock,
+        *,
+        known: HostSpeeds = (),
     ) -> None:
         self._hosts = tuple(hosts)
         self._record_event = record_event
@@ -113,8 +134,13 @@ class HostHealth:
         self._record = record
         self._clock = clock
         self._asked_s = 0.0
+        self._estimated_name: str | None = None
+        """Of the accumulation by whose times it is estimated what slow hosts cost."""
+        self._slowdown = LastingSlowdown()
         record.next_measurement_step = 0  # steps may have gone back
         with self._record.lock:
+            if record.judge is None:
+                _take_over(record, known, self._hosts)
             record.judge = self
             if record.hosts != self._hosts:
                 record.hosts, record.usual_links = self._hosts, None
@@ -146,7 +172,7 @@ class HostHealth:
 
     def observe(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Take in what the last steps took; return before they are judged."""
-        self._record.thread.submit(self._judge, spec.name, timings)
+        self._record.thread.submit(self._judge, spec, timings)
 
     def choose_measurement(self, spec: AccumulationSpec) -> Measurement:
         """Return what all hosts are to measure before this accumulation."""
@@ -235,7 +261,9 @@ class HostHealth:
         self._record.unconfirmed.pop(finding, None)
         for carried in [one for one in self._record.carried if one.host == finding.host]:
             self._record.carried.discard(carried)
-            del self._record.reported[carried]
+            before = self._record.reported.pop(carried)
+            # Compared with its own past, which was slow, it seems to be less slow than it is.
+            confirmed = msgspec.structs.replace(confirmed, factor=max(confirmed.factor, before.factor))
         self._record.reported[finding] = confirmed
         self._record_event(
             EventKind.HOST_SLOW,
@@ -247,8 +275,26 @@ class HostHealth:
             why=confirmed.evidence,
         )
 
-    def _judge(self, name: str, timings: Sequence[Sequence[StepTiming]]) -> None:
+    def estimate_by(self, estimate: SlowdownEstimate) -> None:
+        """Report what slow hosts cost, if that lasts; return before it is estimated."""
+        self._record.thread.submit(self._estimate, estimate)
+
+    def _estimate(self, estimate: SlowdownEstimate) -> None:
+        with self._record.lock:
+            findings = tuple(self._record.reported.values())
+        try:
+            found = estimate(findings)
+        except Exception:  # which nobody waits for
+            logger.exception("it could not be estimated what slow hosts cost; training goes on")
+            return
+        with self._record.lock:
+            if self._record.judge is self:
+                self._slowdown.add(found)
+                self._report()
+
+    def _judge(self, spec: AccumulationSpec, timings: Sequence[Sequence[StepTiming]]) -> None:
         """Give a monitor the timings in the order of steps, which is the order in which it judges."""
+        name = spec.name
         told = sorted(
             ((timing.step, host, timing) for host, of_host in enumerate(timings) for timing in of_host),
             key=lambda one: one[:2],
@@ -262,6 +308,17 @@ class HostHealth:
             try:
                 for _, host, timing in told:
                     self._note(self._record.monitors[name].observe(self._hosts[host], timing))
+                if name not in self._record.groups and self._estimated_name in (None, name):
+                    self._estimated_name = name
+                    found = estimate_slowdown(
+                        self._record.generation,
+                        self._hosts,
+                        tuple(self._record.reported.values()),
+                        timings,
+                        spec.num_microbatches,
+                        is_balanced=spec.balance_by_speed,
+                    )
+                    self._slowdown.add(found)
                 self._report()
             except Exception:  # which nobody waits for
                 logger.exception("the timings of steps could not be judged; training goes on")
@@ -299,13 +356,17 @@ class HostHealth:
         self._record_event(EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=why)
 
     def _report(self) -> None:
-        """Tell the agent what is slow now, for `status`."""
-        self._report_slow_hosts(
-            tuple(
-                (
-                    HostName(finding.host),
-                    f"slow ({finding.kind}): {finding.factor:.1f} times since step {finding.since_step}",
-                )
-                for finding in self._record.reported.values()
+        """Tell the agent what is slow now, for `status` and the leader."""
+        found = tuple(
+            SlowHost(
+                host=HostName(finding.host),
+                kind=str(finding.kind),
+                factor=round(finding.factor, 3),
+                since_step=finding.since_step,
             )
+            for finding in self._record.reported.values()
         )
+        slowdown = self._slowdown.reported
+        if slowdown is not None and slowdown.host and all(one.host != slowdown.host for one in found):
+            self._slowdown.clear()
+        self._report_slow_hosts((found, self._slowdown.reported))

@@ -1,6 +1,7 @@
 """What a step that is not made by `World.accumulate_microbatches` needs of the worker, such as that of a pipeline."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from resilient_jax.ids import HostName
@@ -20,12 +21,14 @@ class StepServices:
     Attributes:
         host: of this worker.
         watch: finds hosts that are slow; None: nothing is found.
+        layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
     """
 
     host: HostName
     _session: Session
     _mail: MailOpener
     watch: SlowHostWatch | None = None
+    layer_speeds: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
 
     @property
     def wait_timeout_s(self) -> float:

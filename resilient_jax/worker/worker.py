@@ -413,6 +413,7 @@ class Worker:
                 functools.partial(self._agent.report_found, worker_protocol.report_slow_hosts),
                 self._committed.health,
                 SystemClock(),
+                known=info.layer_speeds,
             )
         session = Session(
             self._committed,
@@ -477,6 +478,7 @@ def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generat
         reason=generation.reason,
         trusted_step=generation.trusted_step,
         state_loss=generation.state_loss,
+        layer_speeds=generation.slowness.speeds,
         events=events,
     )
 

@@ -38,8 +38,9 @@ from typing import assert_never
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber, HostName, WorldId
+from resilient_jax.ids import GenerationNumber, WorldId
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import (
@@ -363,11 +364,14 @@ def report_overdue(state: WorkerProtocol, overdue: OverdueTask | None) -> Transi
     return _report(state, overdue=overdue)
 
 
-def report_slow_hosts(state: WorkerProtocol, slow_hosts: tuple[tuple[HostName, str], ...]) -> Transition:
-    """These hosts are slow, as this worker has found, which is the first of its generation."""
-    if slow_hosts == state.report.slow_hosts:
+def report_slow_hosts(
+    state: WorkerProtocol, found: tuple[tuple[SlowHost, ...], Slowdown | None]
+) -> Transition:
+    """These hosts are slow, and cost so much, as this worker has found, which is the first of its generation."""
+    slow_hosts, slowdown = found
+    if (slow_hosts, slowdown) == (state.report.slow_hosts, state.report.slowdown):
         return state, ()
-    return _report(state, slow_hosts=slow_hosts)
+    return _report(state, slow_hosts=slow_hosts, slowdown=slowdown)
 
 
 def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:

@@ -93,7 +93,8 @@ class World:
         self._control = control
         self._reducer = reducer
         self._compiler = compiler
-        self.step_services = StepServices(info.host, session, mail or make_local_opener(), reducer.watch)
+        mail = mail or make_local_opener()
+        self.step_services = StepServices(info.host, session, mail, reducer.watch, dict(info.layer_speeds))
 
     # Devices and meshes.
 

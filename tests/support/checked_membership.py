@@ -7,6 +7,7 @@ import dataclasses
 
 import msgspec
 
+from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.leader_memory import LeaderMemory
@@ -19,7 +20,7 @@ from resilient_jax.membership.machine import (
     QuarantineChanged,
     apply_progress,
 )
-from resilient_jax.membership.rules import MembershipCommand, decide
+from resilient_jax.membership.rules import decide
 from resilient_jax.protocol.recovery_records import WAITING_ACTIONS
 
 
@@ -45,6 +46,9 @@ class CheckedMachine(MembershipMachine):
         What this leader has measured just now counts from its next transition on, which may be one of the same event.
         So the other one begins with the history that is recorded before the event, or after it.
         """
+        slowness = before.generation.slowness.decision, self.state.generation.slowness.decision
+        if slowness[0] != slowness[1]:
+            self._check_choice_about_slow_hosts(before, event, now)
         recorded, decision = before.generation.decision, self.state.generation.decision
         if decision == recorded or (recorded is not None and recorded.action in WAITING_ACTIONS):
             return  # none; or the end of a wait, whose time begins anew with a term
@@ -58,6 +62,20 @@ class CheckedMachine(MembershipMachine):
             assert other is not None
             others.append((other.action, other.joining, other.awaited))
         assert (decision.action, decision.joining, decision.awaited) in others
+
+    def _check_choice_about_slow_hosts(
+        self, before: MembershipState, event: MembershipEvent, now: float
+    ) -> None:
+        """Check the same of a decision about slow hosts, which follows from reports and the generation alone."""
+        decision, others = self.state.generation.slowness.decision, []
+        assert decision is not None
+        for history in (before.generation.history, self.state.generation.history):
+            generation = msgspec.structs.replace(before.generation, history=history)
+            memory = LeaderMemory(observed_until_s=now, decided_s=now)
+            successor = dataclasses.replace(before, generation=generation, memory=memory)
+            other = handle_plainly(successor, event, now, self._config)[0].generation.slowness.decision
+            others.append(None if other is None else (other.action, other.number, other.slow))
+        assert (decision.action, decision.number, decision.slow) in others
 
 
 def handle_plainly(

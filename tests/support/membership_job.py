@@ -1,13 +1,17 @@
 """The membership machine with hosts that answer at once; a test makes some of them misbehave."""
 
+import dataclasses
+
 import msgspec
 from checked_membership import CheckedMachine
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.membership.commands import PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, owes_answer
+from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.machine import HostChanged, Tick
-from resilient_jax.membership.rules import PublishGeneration, QuarantineHost, make_initial_state
+from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
@@ -21,6 +25,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.recovery_records import TimedChange
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
@@ -36,6 +41,8 @@ class Job:
         self.now_s = 0.0
         self.published: list[Generation] = []
         self.quarantined: list[HostName] = []
+        self.taken_out_before: list[int] = []
+        """By quarantine, how often the host was taken out before as a slow one."""
         self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
@@ -69,8 +76,9 @@ class Job:
             match command:
                 case PublishGeneration(generation):
                     self.published.append(generation)
-                case QuarantineHost(host, _):
+                case QuarantineHost(host, _, num_before):
                     self.quarantined.append(host)
+                    self.taken_out_before.append(num_before)
                 case StartCoordinationService():
                     self.asked.append(command)
         if self.do_agents_answer:
@@ -190,6 +198,22 @@ def training(*names: str, step: int = 5, **config) -> Job:
     job.train(step)
     assert job.phase is GenerationPhase.ACTIVE
     return job
+
+
+def know(job: Job, **seconds: float) -> None:
+    """Have the job know the times of changes, as a leader that has measured them."""
+    history = job.generation.history
+    for change, value in seconds.items():
+        history = add_time(history, TimedChange(change), value)
+    generation = msgspec.structs.replace(job.generation, history=history)
+    job.state = dataclasses.replace(job.state, generation=generation)
+
+
+def change_leader(job: Job) -> None:
+    """Have another leader go on from what is in the store."""
+    stored = msgspec.msgpack.encode(job.generation)
+    generation = msgspec.msgpack.decode(stored, type=type(job.generation))
+    job.state = make_initial_state(generation, job.state.hosts.values(), job.now_s)
 
 
 def stop_at_boundary(job: Job, step: int) -> None:

@@ -59,10 +59,11 @@ from resilient_jax.ids import (
     LeaseId,
     Revision,
 )
+from resilient_jax.membership.commands import PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import owes_answer
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
-from resilient_jax.membership.rules import PublishGeneration, QuarantineHost, make_initial_state
+from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
@@ -86,6 +87,7 @@ from resilient_jax.protocol.records import (
     WorldChange,
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.store_keys import (
     make_generation_key,
@@ -556,9 +558,27 @@ class Cluster:
             failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="out of luck")
             yield 1, lambda: worker.go_idle(failure=failure)
             yield 1, worker.hang
+            yield 1, lambda: self.report_slow(worker)
             # Of a worker that is only slow, and of one that waits for another.
             yield 1, lambda: worker.report_overdue(WorkerTask.INPUT)
             yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
+
+    def report_slow(self, worker: Worker) -> None:
+        """Have a worker report that the host after its own is slow, or any other one that comes to the same place."""
+        assert worker.generation is not None
+        members = worker.generation.members
+        slow = members[(worker.step + 1) % len(members)].host
+        found = SlowHost(host=slow, kind="compute", factor=2.0, since_step=worker.step)
+        slowdown = Slowdown(
+            generation=worker.generation.number,
+            host=slow,
+            kept=0.5,
+            replaced=1.0,
+            without=0.8 * (worker.step % 2),
+            redivided=0.7 * (worker.step % 3 == 0),
+            speeds=((slow, 0.5),),
+        )
+        worker.apply(worker_protocol.report_slow_hosts(worker.protocol, ((found,), slowdown)))
 
     # The agent.
 

@@ -90,6 +90,7 @@ MACHINES = frozenset(
         "resilient_jax.membership.recovery_decision",
         "resilient_jax.membership.recovery_policy",
         "resilient_jax.membership.severities",
+        "resilient_jax.membership.slowness",
         "resilient_jax.membership.tally",
         "resilient_jax.membership.world_formation",
         "resilient_jax.cluster.generation_orders",

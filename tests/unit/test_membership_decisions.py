@@ -1,15 +1,11 @@
 """The decisions of a leader: recorded in the generation, obeyed by the rules, and carried on by another leader."""
 
-import dataclasses
-
 import msgspec
 import pytest
-from membership_job import Job, stop_at_boundary, training
+from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
@@ -24,22 +20,6 @@ TRAINS = GenerationPhase.ACTIVE
 def decided(job: Job) -> RecoveryDecision:
     assert job.generation.decision is not None
     return job.generation.decision
-
-
-def know(job: Job, **seconds: float) -> None:
-    """Have the job know the times of changes, as a leader that has measured them."""
-    history = job.generation.history
-    for change, value in seconds.items():
-        history = add_time(history, TimedChange(change), value)
-    generation = msgspec.structs.replace(job.generation, history=history)
-    job.state = dataclasses.replace(job.state, generation=generation)
-
-
-def change_leader(job: Job) -> None:
-    """Have another leader go on from what is in the store."""
-    stored = msgspec.msgpack.encode(job.generation)
-    generation = msgspec.msgpack.decode(stored, type=type(job.generation))
-    job.state = make_initial_state(generation, job.state.hosts.values(), job.now_s)
 
 
 def lose_two(job: Job) -> None:

@@ -27,6 +27,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 NAMES = "abcde"
@@ -77,6 +78,24 @@ def answer(job: Job, name: str) -> None:
         job.serve(name)
 
 
+def report_slow(number: GenerationNumber, chance: random.Random) -> dict:
+    """Return what a first worker may report of slow hosts, one of which need not be a member."""
+    slowest = HostName(chance.choice(NAMES))
+    slow = SlowHost(host=slowest, kind="compute", factor=2.0, since_step=3)
+    slowdown = Slowdown(
+        generation=number,
+        host=chance.choice((slowest, HostName(""))),
+        kept=chance.uniform(0.3, 1.0),
+        replaced=1.0,
+        without=chance.choice((0.0, 0.8)),
+        redivided=chance.choice((0.0, 0.7)),
+        speeds=chance.choice(((), ((slowest, 0.5),))),
+    )
+    return chance.choice(
+        ({"slow_hosts": (slow,), "slowdown": slowdown}, {"slow_hosts": (slow,)}, {"slowdown": None})
+    )
+
+
 def report_anything(job: Job, name: str, chance: random.Random) -> None:
     """Change any part of a worker's report."""
     generation = job.generation
@@ -102,6 +121,7 @@ def report_anything(job: Job, name: str, chance: random.Random) -> None:
         {"is_done": chance.random() < 0.2},
         {"failure": failure if chance.random() < 0.2 else None},
         {"trusted_step": chance.randrange(6) if chance.random() < 0.2 else None},
+        report_slow(near, chance),
     ]
     job.report(name, **chance.choice(changes))
 

@@ -15,6 +15,7 @@ from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -71,10 +72,11 @@ class RecordingControl(StandaloneControl):
     def __init__(self) -> None:
         super().__init__("host-0")
         self.found: list[tuple[EventKind, dict[str, str | float | bool]]] = []
-        self.shown: tuple[tuple[HostName, str], ...] = ()
+        self.shown: tuple[SlowHost, ...] = ()
+        self.slowdown: Slowdown | None = None
 
-    def report_slow_hosts(self, slow_hosts: tuple[tuple[HostName, str], ...]) -> None:
-        self.shown = slow_hosts
+    def report_slow_hosts(self, found: tuple[tuple[SlowHost, ...], Slowdown | None]) -> None:
+        self.shown, self.slowdown = found
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         self.found.append((kind, detail))
@@ -299,7 +301,7 @@ def test_the_end_of_slowness_is_reported(job: Job, control: RecordingControl) ->
     job.seconds["host-2"] *= 2
     job.devices["host-2"] = HALF_SPEED
     job.run(range(64, 100))
-    assert [host for host, _ in control.shown] == ["host-2"]
+    assert [one.host for one in control.shown] == ["host-2"]
     job.seconds["host-2"] /= 2
     job.run(range(100, 200))
     assert not control.shown
@@ -327,7 +329,7 @@ def test_the_last_host_reports_that_the_other_is_gone(
     job.seconds["host-1"] *= 2
     job.devices["host-1"] = HALF_SPEED
     job.run(range(64, 100))
-    assert [host for host, _ in control.shown] == ["host-1"]
+    assert [one.host for one in control.shown] == ["host-1"]
     Job(["host-0"], control, record)
     assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
     assert not control.shown
@@ -357,7 +359,7 @@ def test_a_slow_link_is_named_after_one_measurement(
     assert f"with {peer} takes 4.0 times as long as before, other pairs 1.0 times" in str(detail["why"])
     assert len(job.rounds) == 2, "before, and now"
     assert not job.measured
-    assert control.shown[0][1].startswith("slow (link): 3.")
+    assert control.shown[0].describe().startswith("slow (link): 3.")
     job.reduction_s /= 3
     job.run(range(210, 280))
     assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]

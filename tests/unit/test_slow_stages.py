@@ -10,6 +10,7 @@ from resilient_jax.health.confirmation import DeviceRatios, is_confirmed_still
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.monitor import FindingOpened, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
@@ -68,7 +69,7 @@ class Job:
         self.clock = ManualClock()
         self.record = HealthRecord(GenerationNumber(1))
         self.events: list[tuple[EventKind, str]] = []
-        self.shown: tuple[tuple[HostName, str], ...] = ()
+        self.shown: tuple[SlowHost, ...] = ()
         self.step = 0
         self.begin(HOSTS, STAGES)
 
@@ -103,8 +104,8 @@ class Job:
     def _record_event(self, kind: EventKind, **detail: object) -> None:
         self.events.append((kind, str(detail["slow"])))
 
-    def _show(self, slow: tuple[tuple[HostName, str], ...]) -> None:
-        self.shown = slow
+    def _show(self, found: tuple[tuple[SlowHost, ...], Slowdown | None]) -> None:
+        self.shown, self.slowdown = found
 
 
 SLOW, ENDED = (EventKind.HOST_SLOW, "b"), (EventKind.HOST_SLOW_ENDED, "b")
@@ -118,14 +119,14 @@ def found() -> Job:
     assert job.events == []
     job.run(48, HALF, b=3.0)
     assert job.events == [SLOW]
-    assert [host for host, _ in job.shown] == ["b"]
+    assert [one.host for one in job.shown] == ["b"]
     return job
 
 
 def test_a_slow_host_stays_reported_in_a_generation_of_the_same_cut(found: Job) -> None:
     found.begin(HOSTS, STAGES)
     assert found.events == [SLOW]
-    assert [host for host, _ in found.shown] == ["b"]
+    assert [one.host for one in found.shown] == ["b"]
     found.run(64)
     assert found.events == [SLOW, ENDED]
     assert found.shown == ()
@@ -135,10 +136,20 @@ def test_a_slow_host_with_other_blocks_stays_reported_while_its_devices_are_slow
     found.begin(HOSTS, OTHER_STAGES)
     found.run(96, HALF, b=3.0)
     assert found.events == [SLOW]
-    assert [host for host, _ in found.shown] == ["b"]
+    assert [one.host for one in found.shown] == ["b"]
     found.run(96, SOUND)
     assert found.events == [SLOW, ENDED]
     assert found.shown == ()
+
+
+def test_a_slow_host_with_other_blocks_that_becomes_slower_is_no_less_slow_than_before(found: Job) -> None:
+    (before,) = found.shown
+    found.begin(HOSTS, OTHER_STAGES)
+    found.run(96, HALF, b=3.0)
+    found.run(64, HALF, b=5.0)
+    (after,) = found.shown
+    assert after.since_step > before.since_step, "it was found anew"
+    assert after.factor >= before.factor > 2.5
 
 
 def test_a_slow_host_that_leaves_is_no_longer_reported(found: Job) -> None:

@@ -30,6 +30,7 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
+from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
@@ -197,25 +198,38 @@ def test_the_last_decision_is_a_line_and_is_not_parsed_as_markup():
 
 
 def test_a_slow_host_is_shown_as_the_first_host_found_it():
-    found, outdated = "slow (compute): 2.1 times since step 83", "slow (input): 1.5 times since step 12"
+    found = SlowHost(host=HostName("host-2"), kind="compute", factor=2.1, since_step=83)
+    outdated = SlowHost(host=HostName("host-1"), kind="input", factor=1.5, since_step=12)
     hosts = tuple(
         msgspec.structs.replace(
             REPORT.hosts[0],
             host=HostName(name),
             is_draining=False,
             standby=None,
-            worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=slow)),
+            worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=(slow,))),
         )
-        for name, slow in (
-            ("host-1", ((HostName("host-2"), found),)),
-            ("host-2", ((HostName("host-1"), outdated),)),
-        )
+        for name, slow in (("host-1", found), ("host-2", outdated))
     )
     shown = io.StringIO()
     report = msgspec.structs.replace(REPORT, hosts=hosts, generation=TRAINING)
     status.print_report(Console(file=shown, width=400), report)
-    assert [found in line for line in shown.getvalue().splitlines() if "host-2" in line] == [True]
-    assert outdated not in shown.getvalue()
+    said = "slow (compute): 2.1 times since step 83"
+    assert [said in line for line in shown.getvalue().splitlines() if "host-2" in line] == [True]
+    assert outdated.describe() not in shown.getvalue()
+
+
+def test_the_last_decision_about_slow_hosts_is_shown_beside_that_about_members():
+    number = GenerationNumber(7)
+    members = RecoveryDecision(action=RecoveryAction.JOIN, number=number, reason="they joined")
+    slow = RecoveryDecision(
+        action=RecoveryAction.KEEP, number=number, reason="host-2 is slow", slow=HostName("host-2")
+    )
+    generation = msgspec.structs.replace(TRAINING, decision=members, slowness=SlownessRecord(decision=slow))
+    shown = io.StringIO()
+    report = msgspec.structs.replace(REPORT, generation=generation)
+    status.print_report(Console(file=shown, width=400), report)
+    assert "last decision, in generation 7: join: they joined\n" in shown.getvalue()
+    assert "last decision about slow hosts, in generation 7: keep: host-2 is slow\n" in shown.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,11 @@ from benchmarks.control.stub_hosts import (
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
+from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
-from resilient_jax.membership.rules import (
-    FIRST_GENERATION,
-    MembershipCommand,
-    PublishGeneration,
-    QuarantineHost,
-    make_initial_state,
-)
+from resilient_jax.membership.rules import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 

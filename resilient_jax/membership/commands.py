@@ -1,0 +1,32 @@
+"""What the rules of membership command; the leader's shell carries it out. Pure."""
+
+import dataclasses
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.records import Generation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishGeneration:
+    """Write this generation to the store, fenced by leadership and by the generation before."""
+
+    generation: Generation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuarantineHost:
+    """Write a host's `QuarantineRecord` to the store, before the generation without it.
+
+    Attributes:
+        host: the host.
+        reason: why, for people.
+        num_before: how often it was taken out before as a slow host: it lasts twice as long each time.
+    """
+
+    host: HostName
+    reason: str
+    num_before: int = 0
+
+
+MembershipCommand = PublishGeneration | StartCoordinationService | QuarantineHost

@@ -1,0 +1,167 @@
+"""What a job does about slow hosts: the situation, read from the statuses, and the policy's choice of it. Pure.
+
+The first worker of a generation reports which hosts are slow, and once that has lasted, what they cost and what each
+action would make of it (`Slowdown`). A decision follows from that report, from the generation and from which hosts are
+ready, so it is the same whoever leads. A host that is taken out is quarantined and leaves as after a notice. It comes
+back when the quarantine is over, which lasts twice as long each time.
+
+One host at a time: the next one is judged anew in the next generation. No host is taken out that became slow together
+with another one and in the same way: what they share, a rack or a storage, is the cause, and would slow others, too.
+"""
+
+from typing import Final
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.facts import MembershipState, find_worker, has_taken_seat
+from resilient_jax.membership.recovery_policy import SlowTraining, choose_for_slow_host, price_job
+from resilient_jax.membership.spare_hosts import count_places, list_staying
+from resilient_jax.membership.world_formation import can_change_in_place
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
+from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
+from resilient_jax.protocol.slow_hosts import SlowHost
+
+COMMON_CAUSE_STEPS: Final = 64
+"""Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
+MAX_HOSTS: Final = 64
+"""Of which it is kept how often they were taken out: the last ones."""
+
+
+def act_on_slow_host(
+    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
+) -> Generation | None:
+    """Return the next number, in PAUSE, or the present one with a decision to keep all hosts; None: nothing is new.
+
+    Args:
+        state: of the machine, whose members train.
+        ready: hosts that are ready and do not join now, spares among them.
+        config: of the machine.
+    """
+    generation, decision = state.generation, decide_for_slow_host(state, ready, config)
+    if decision is None:
+        return None
+    slowness = msgspec.structs.replace(generation.slowness, decision=decision)
+    if decision.action is RecoveryAction.KEEP:
+        return msgspec.structs.replace(generation, slowness=slowness)
+    number = GenerationNumber(generation.number + 1)
+    taken_out: HostName | None = None
+    if decision.action is RecoveryAction.REDIVIDE:
+        slowdown = _get_report(state).slowdown
+        assert slowdown is not None, "the decision follows from it"
+        slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
+    else:
+        taken_out = decision.slow
+        others = tuple(one for one in slowness.taken_out if one.host != taken_out)[1 - MAX_HOSTS :]
+        count = slowness.count_taken_out(taken_out) + 1
+        slowness = msgspec.structs.replace(slowness, taken_out=(*others, HostFailures(taken_out, count)))
+    return msgspec.structs.replace(
+        generation,
+        number=number,
+        phase=GenerationPhase.PAUSE,
+        attempts=0,
+        taken_out=taken_out,
+        slowness=slowness,
+        reason=decision.reason,
+    )
+
+
+def decide_for_slow_host(
+    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
+) -> RecoveryDecision | None:
+    """Return what to do about slow hosts; None: none is slow, or that was decided in this generation.
+
+    Args:
+        state: of the machine, whose members train.
+        ready: as for `act_on_slow_host`.
+        config: of the machine.
+    """
+    generation, report = state.generation, _get_report(state)
+    slowdown = report.slowdown
+    if slowdown is None or slowdown.generation != generation.number or not config.act_on_slow_hosts:
+        return None
+    staying = list_staying(state)
+    rest = [status for status in staying if status.host != slowdown.host]
+    spares = _list_replacements(generation, slowdown.host, ready)
+    seated = [status for status in spares if has_taken_seat(generation, status)]
+    places = count_places(state, staying, config.num_hosts)
+    training = SlowTraining(
+        places=places,
+        training=len(staying),
+        slowdown=slowdown,
+        has_spare=bool(spares),
+        is_spare_in_place=bool(seated) and can_change_in_place(state, rest, seated[:1]),
+        can_stay_in_place=can_change_in_place(state, staying, []),
+        can_shrink_in_place=can_change_in_place(state, rest, []),
+        needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
+        refusal=_explain_refusal(generation, slowdown.host, report.slow_hosts),
+        refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
+    )
+    choice = choose_for_slow_host(training, price_job(generation.history, places))
+    before = generation.slowness.decision
+    told = (generation.number, slowdown.host, choice.action)
+    if before is not None and (before.number, before.slow, before.action) == told:
+        return None
+    return RecoveryDecision(
+        action=choice.action,
+        number=generation.number,
+        reason=f"{_describe_cause(slowdown.host, report.slow_hosts)}: {choice.reason}",
+        options=choice.options,
+        next_failure_s=choice.next_failure_s,
+        slow=slowdown.host,
+    )
+
+
+def keep_speeds_of_members(generation: Generation) -> Generation:
+    """Return the generation with speeds, by which layers are divided, of its members alone."""
+    slowness = generation.slowness
+    speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
+    if speeds == slowness.speeds:
+        return generation
+    return msgspec.structs.replace(generation, slowness=msgspec.structs.replace(slowness, speeds=speeds))
+
+
+def _get_report(state: MembershipState) -> WorkerReport:
+    """Return the report of the first worker, which judges all hosts."""
+    members = state.generation.members
+    worker = find_worker(state, members[0]) if members else None
+    return worker.report if worker is not None else WorkerReport()
+
+
+def _list_replacements(generation: Generation, slow: HostName, ready: list[HostStatus]) -> list[HostStatus]:
+    """Return the hosts that are ready, but those that were slow more often than the one that they would replace."""
+    count = generation.slowness.count_taken_out
+    return [status for status in ready if count(status.host) <= count(slow)]
+
+
+def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
+    """Return why a slow host may not be taken out now; empty: it may."""
+    if not generation.losses_left:
+        return "the next loss may be that of the state"
+    found = next((one for one in slow_hosts if one.host == slow), None)
+    if found is None or generation.find_member(slow) is None:
+        return "it is not slow any more, or no member"
+    others = [
+        one.host
+        for one in slow_hosts
+        if one.host != slow
+        and one.kind == found.kind
+        and abs(one.since_step - found.since_step) <= COMMON_CAUSE_STEPS
+    ]
+    return f"{', '.join(others)} became slow with it, so that the cause is not in the host" if others else ""
+
+
+def _explain_refusal_without(generation: Generation, num_left: int, min_hosts: int) -> str:
+    """Return why the job may not go on with a host less; empty: it may."""
+    if num_left < max(min_hosts, 1):
+        return f"fewer than min_hosts = {max(min_hosts, 1)} would be left"
+    # The host that leaves uses one of them up.
+    if generation.losses_left is not None and generation.losses_left < 2:
+        return "the next loss after it might be that of the state"
+    return ""
+
+
+def _describe_cause(slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
+    found = next((one for one in slow_hosts if one.host == slow), None)
+    return f"{slow} is {found.describe()}" if found is not None else "hosts are as fast as their peers again"

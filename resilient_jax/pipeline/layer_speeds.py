@@ -1,0 +1,151 @@
+"""What slow hosts cost a pipeline, and what another division of its layers, or of its hosts, would make of it. Pure.
+
+What a block takes on a sound host follows from what the tasks of all hosts take now, each as long as its blocks cost
+together and as many times as long as the host is slow. From that any other cut of the model is priced, as the longest
+path of the schedule that it would have.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from resilient_jax.health.finding import Finding, FindingKind
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.pipeline.step_division import (
+    StepDivision,
+    TaskSeconds,
+    divide_by_speed,
+    price_division,
+    spread_over_blocks,
+)
+from resilient_jax.pipeline_schedule.routes import Team
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
+from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
+from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
+
+BlockTable = Sequence[Mapping[TaskKind, float]]
+"""Of each block the seconds of its tasks on a sound host."""
+LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
+"""What fewer layers help against. They are found by a measurement of devices, which says when they are over, too."""
+
+
+class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a division of layers follows from, beside speeds.
+
+    Attributes:
+        hosts: of the generation, in the order in which they make replicas.
+        block_costs: the relative time of each block.
+        num_stages: hosts of a replica.
+        num_microbatches: of a step.
+        schedule: of the job.
+        is_balanced: whether replicas share microbatches by speed.
+    """
+
+    hosts: tuple[HostName, ...]
+    block_costs: tuple[float, ...]
+    num_stages: int
+    num_microbatches: int
+    schedule: PipelineSchedule
+    is_balanced: bool = True
+
+
+def estimate_pipeline_slowdown(
+    generation: GenerationNumber,
+    shape: PipelineShape,
+    findings: Sequence[Finding],
+    present: HostSpeeds,
+    measured: TaskSeconds,
+) -> Slowdown | None:
+    """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
+
+    Args:
+        generation: in which tasks were measured.
+        shape: of the pipeline.
+        findings: the hosts that are slow; one each.
+        present: the speeds by which layers are divided.
+        measured: what tasks take on every host.
+    """
+    factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
+    if not (factors or present) or any(not measured.get(host) for host in shape.hosts):
+        return None
+    wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
+    base = find_block_seconds(_divide(shape, present), shape.block_costs, measured, factors)
+
+    def price(speeds: HostSpeeds, slow: Mapping[HostName, float], without: HostName | None = None) -> float:
+        hosts = tuple(host for host in shape.hosts if host != without)
+        return _price_cut(msgspec.structs.replace(shape, hosts=hosts), speeds, base, slow)
+
+    full_s, kept_s = price((), {}), price(present, factors)
+    slowdown = Slowdown(
+        generation=generation,
+        kept=full_s / kept_s,
+        redivided=full_s / price(wanted, factors) if wanted != present else 0.0,
+        speeds=wanted,
+    )
+    if not factors:
+        return slowdown
+    slowest = max(factors, key=lambda host: (factors[host], host))
+    left = {host: factor for host, factor in factors.items() if host != slowest}
+    speeds = tuple(one for one in present if one[0] != slowest)
+    can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
+    return msgspec.structs.replace(
+        slowdown,
+        host=slowest,
+        replaced=full_s / price(speeds, left),
+        without=full_s / price(speeds, left, slowest) if can_do_without else 0.0,
+    )
+
+
+def find_block_seconds(
+    teams: Sequence[Team],
+    block_costs: Sequence[float],
+    measured: TaskSeconds,
+    factors: Mapping[HostName, float],
+) -> BlockTable:
+    """Return what each block takes on a sound host: the mean over the replicas.
+
+    >>> measured = {"a": {"F": 1.0}, "b": {"F": 8.0}}
+    >>> table = find_block_seconds([[("a", 1), ("b", 2)]], [1.0, 1.0, 3.0], measured, {"b": 2.0})
+    >>> [block["F"] for block in table]
+    [1.0, 1.0, 3.0]
+    """
+    found: list[dict[TaskKind, list[float]]] = [{} for _ in block_costs]
+    for team in teams:
+        first = 0
+        for host, count in team:
+            blocks = range(first, first + count)
+            # seconds of block b = seconds of all tasks / factor * cost_b / sum of costs
+            cost = sum(block_costs[block] for block in blocks) * factors.get(host, 1.0)
+            for kind, seconds in measured[host].items():
+                for block in blocks:
+                    found[block].setdefault(kind, []).append(seconds * block_costs[block] / cost)
+            first += count
+    return [{kind: statistics.fmean(seconds) for kind, seconds in block.items()} for block in found]
+
+
+def _divide(shape: PipelineShape, speeds: HostSpeeds) -> list[Team]:
+    return make_teams(shape.hosts, shape.block_costs, shape.num_stages, dict(speeds))
+
+
+def _price_cut(
+    shape: PipelineShape, speeds: HostSpeeds, base: BlockTable, slow: Mapping[HostName, float]
+) -> float:
+    """Return the seconds of a step whose layers are divided by `speeds`, on hosts of which some are slow."""
+    teams = _divide(shape, speeds)
+    seconds: dict[HostName, dict[TaskKind, float]] = {}
+    for team in teams:
+        first = 0
+        for host, count in team:
+            total: dict[TaskKind, float] = {}
+            for block in base[first : first + count]:
+                for kind, one in block.items():
+                    total[kind] = total.get(kind, 0.0) + one * slow.get(host, 1.0)
+            seconds[host] = total
+            first += count
+    even = tuple(share_microbatches(teams, shape.num_microbatches))
+    quotas = {even, divide_by_speed(teams, even, seconds)} if shape.is_balanced else {even}
+    by_block = spread_over_blocks(teams, seconds)
+    return min(
+        price_division(teams, StepDivision(one, by_block), seconds, shape.schedule) for one in sorted(quotas)
+    )
