@@ -36,6 +36,7 @@ from resilient_jax.trainer.host_checks import (
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
+from resilient_jax.trainer.pipelined_evaluator import PipelinedEvaluator
 from resilient_jax.trainer.pipelined_layout import PipelinedLayout
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
@@ -75,7 +76,7 @@ class FitLoop:
         self._compiler: SpeculativeCompiler | None = None
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Evaluator | PipelinedEvaluator | None = None
         self._pipeline: PipelinedSteps | None = None
         self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
@@ -161,8 +162,6 @@ class FitLoop:
         config = self._config
         example = make_abstract(config.data.batch(0, 0))
         programs = TrainStep(config.recipe, example)
-        if config.evaluation is not None:
-            self._evaluator = Evaluator(config, programs)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
@@ -170,6 +169,13 @@ class FitLoop:
         )
         if config.parallelism.pipeline is not None:
             self._pipeline = PipelinedSteps(config, programs, self._data)
+        if config.evaluation is not None:
+            pipeline = self._pipeline
+            self._evaluator = (
+                Evaluator(config, programs)
+                if pipeline is None
+                else PipelinedEvaluator(config, programs, pipeline)
+            )
         if config.log_directory is not None and world.replay is None:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
@@ -233,14 +239,8 @@ class FitLoop:
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        use_ema = config.evaluation is not None and config.evaluation.use_ema
         with worker_activity.task(WorkerTask.EVALUATION):
-            metrics = evaluator.evaluate(
-                layout.world,
-                layout.gather_variables(state, use_ema=use_ema),
-                layout.arrangement.placement,
-                layout.arrangement.replica_shape,
-            )
+            metrics = evaluator.evaluate(layout, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
                 "it is made together with early_stopping"

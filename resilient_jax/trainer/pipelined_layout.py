@@ -45,10 +45,8 @@ class PipelinedLayout(StateLayout):
         return self._steps.gather_state(state)
 
     def gather_variables(self, state: PipelinedState, *, use_ema: bool = False) -> Variables:
-        """Return the variables of the whole model, on this host's devices."""
-        found = self._steps.gather_state(state)
-        params = find_ema_params(found.opt_state) if use_ema else found.variables.params
-        return jax.device_put(found.variables._replace(params=params), self.local_sharding)
+        """Refuse: an evaluation runs by stage."""
+        raise NotImplementedError
 
     def gather_result(self, state: PipelinedState) -> tuple[Variables, Any]:
         """Return the variables of the whole model and the average of its parameters, in host memory."""

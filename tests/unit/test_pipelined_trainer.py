@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch
+from small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch, make_mask
 
 import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
@@ -146,6 +146,82 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name():
         rj.Pipeline(num_stages=2, schedule="fast")
     with pytest.raises(CallerError, match="num_stages=0"):
         rj.Pipeline(num_stages=0)
+
+
+def evaluate(parallelism, **options):
+    """Return what each evaluation of a short training finds, and why training ended."""
+    found = []
+    data = {name: np.concatenate([make_batch(900 + one)[name] for one in range(6)]) for name in ("x", "y")}
+    options = {"data": data, "interval_steps": 1, "microbatch_size": 4, **options}
+    stopping = options.pop("early_stopping", None)
+
+    def keep(report):
+        if report.is_evaluation:
+            found.append({name: value for name, value in report.metrics.items() if name.startswith("eval_")})
+
+    result = rj.Trainer(
+        model=lambda rngs: NnxDecoder(jnp.float32, rngs),
+        optimizer=OPTIMIZER,
+        loss_fn=lambda model, batch: cross_entropy(model(batch["x"]), batch),
+        data=draw,
+        batch_size=4,
+        microbatch_size=2,
+        numerics=rj.Numerics(ema_decay=0.5),
+        parallelism=parallelism,
+        evaluation=rj.Evaluation(**options),
+        early_stopping=stopping,
+        callbacks=[keep],
+    ).fit(STEPS)
+    return found, result.stop_reason
+
+
+def mean_logits(model, batch):
+    logits = model(batch["x"])
+    return jnp.mean(logits), {"largest": jnp.max(logits), "tokens": jnp.float32(batch["x"].size)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_ema": True},
+        {"loss_fn": mean_logits, "num_microbatches": 2},
+        {"early_stopping": rj.EarlyStopping(patience=1, min_delta=10.0)},
+    ],
+    ids=["the training's loss", "averaged parameters", "a loss of its own", "early stopping"],
+)
+def test_an_evaluation_by_stages_is_that_of_the_whole_model(options):
+    whole, why = evaluate(rj.Parallelism(), **options)
+    blocks, why_blocks = evaluate(PIPELINE, **options)
+    assert len(whole) == len(blocks) >= 2
+    assert why == why_blocks
+    for one, other in zip(whole, blocks, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_an_evaluation_that_cannot_be_cut_as_the_training_is_refused_before_the_first_step():
+    def first_layer(model, batch):
+        x = model.table(batch["x"])
+        return jnp.mean(model.table.attend(model.layers[0](x, make_mask(batch["x"]))))
+
+    def in_reverse(model, batch):
+        x = model.table(batch["x"])
+        for layer in reversed(model.layers):
+            x = layer(x, make_mask(batch["x"]))
+        return jnp.mean(model.table.attend(x))
+
+    def without_layers(model, batch):
+        return jnp.mean(model.table(batch["x"]))
+
+    for loss_fn, message in (
+        (first_layer, "evaluation: found a loss that is cut into 3 blocks, expected 5"),
+        (in_reverse, r"evaluation: found that block 1 of 5 uses layers/2/.*, expected only what"),
+        (without_layers, "evaluation: loss: found no layers"),
+    ):
+        with pytest.raises(CallerError, match=message):
+            evaluate(PIPELINE, loss_fn=loss_fn)
 
 
 def test_a_loss_that_is_not_finite_stops_training():
