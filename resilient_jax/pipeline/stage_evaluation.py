@@ -101,8 +101,10 @@ class StageEvaluation:
                     self.before_microbatch(route.microbatch)
                     own = range(hop.first_block, hop.end_block)
                     found.append(self._run_hop(route, own, weights, mail, sent))
+        # Other replicas may still have many microbatches to compute, each of which may take as long as one wait.
+        patient = dataclasses.replace(mail, wait_timeout_s=mail.wait_timeout_s * max(1, len(routes)))
         with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts, as in a sum
-            told = mail.exchange_messages(hosts, self.host, MailKind.RESULTS, HostResults(tuple(found)))
+            told = patient.exchange_messages(hosts, self.host, MailKind.RESULTS, HostResults(tuple(found)))
         return sum_results([one for results in told.values() for one in results.found])
 
     def _run_hop(

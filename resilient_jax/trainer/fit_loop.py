@@ -27,7 +27,7 @@ from resilient_jax.trainer.arrangement import Arrangement, Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.fit_result import FitResult, copy_to_numpy
+from resilient_jax.trainer.fit_result import FitResult
 from resilient_jax.trainer.host_checks import (
     check_batch_size,
     check_initial_variables_agree,
@@ -137,15 +137,15 @@ class FitLoop:
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.CHECKPOINT):
                 self._checkpointer.ensure_final_saved(layout, state)
-        variables, ema_params = layout.gather_result(state)
+        checkpoints = config.checkpoints
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=copy_to_numpy(variables),
-            ema_params=copy_to_numpy(ema_params),
+            trained=layout.gather_result(state),
             adapter=config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
+            checkpoint_directory=checkpoints.directory if checkpoints is not None else None,
         )
 
     # Start of a generation.
@@ -169,6 +169,16 @@ class FitLoop:
         )
         if config.parallelism.pipeline is not None:
             self._pipeline = PipelinedSteps(config, programs, self._data)
+            if (
+                world.host_index == 0
+                and not self._pipeline.options.gather_result
+                and config.checkpoints is None
+            ):
+                logger.warning(
+                    "found a pipeline without checkpoints: when training ends, its model is lost, as no host has all "
+                    "of it. To keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) "
+                    "if it fits the memory of each host"
+                )
         if config.evaluation is not None:
             pipeline = self._pipeline
             self._evaluator = (

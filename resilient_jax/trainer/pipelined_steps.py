@@ -61,6 +61,7 @@ class PipelinedSteps:
     """The pipeline of this host for one `fit`.
 
     Attributes:
+        options: of the job.
         cut: the model.
     """
 
@@ -72,7 +73,7 @@ class PipelinedSteps:
         """
         options = config.parallelism.pipeline
         assert options is not None
-        self._options: Pipeline = options
+        self.options: Pipeline = options
         self._recipe = config.recipe
         self._reduction: Reduction = config.parallelism.reduction
         self._balance_by_speed = config.parallelism.balance_by_speed
@@ -102,7 +103,7 @@ class PipelinedSteps:
         worker = self._open_worker(world)
         units = self._require_units()
         placement = UnitPlacement(
-            world, units, self._costs, self._options.num_stages, self._recipe.num_microbatches
+            world, units, self._costs, self.options.num_stages, self._recipe.num_microbatches
         )
         _check_devices(world)
         self._placement, self._num_exchanges = placement, 0
@@ -121,7 +122,7 @@ class PipelinedSteps:
                 addresses=dict(zip(world.hosts, texts, strict=True)),
             )
         )
-        schedule = PipelineSchedule(self._options.schedule)
+        schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
         )
@@ -322,10 +323,10 @@ class PipelinedSteps:
             numerics = self._recipe.numerics
             config = PipelineConfig(
                 num_microbatches=self._recipe.num_microbatches,
-                schedule=PipelineSchedule(self._options.schedule),
+                schedule=PipelineSchedule(self.options.schedule),
                 reduction=self._reduction,
                 max_norm=numerics.clip_norm,
-                log_bytes=self._options.log_bytes,
+                log_bytes=self.options.log_bytes,
                 wait_timeout_s=world.step_services.wait_timeout_s,
             )
             self._worker = PipelineWorker(

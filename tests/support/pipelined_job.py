@@ -1,5 +1,6 @@
 """A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
 
+import json
 import os
 import subprocess
 import sys
@@ -64,6 +65,22 @@ class PipelinedJob(ShardedJob):
             assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
             for unit, digest in row["digests"].items():
                 assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Check that every evaluation found what that of the undisturbed run did, on all hosts, each time."""
+        found: dict[int, set[str]] = {}
+        for row in read_evaluations(self.work):
+            found.setdefault(row.pop("step"), set()).add(str(row))
+        alone = {row.pop("step"): {str(row)} for row in read_evaluations(self.work / "undisturbed")}
+        assert alone
+        assert found == alone
+
+
+def read_evaluations(work: Path) -> list[dict]:
+    """Return the lines of all processes about evaluations."""
+    logs = [path.read_text().splitlines() for path in work.glob("evaluations-*.jsonl")]
+    return [json.loads(line) for log in logs for line in log]
 
 
 def run_alone(work: Path, total: int) -> list[dict]:

@@ -15,8 +15,10 @@ from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.trainer.unit_states import UnitStates
 
 STEPS = 3
+EVALUATED_STEPS = 2
 OPTIMIZER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
 PIPELINE = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2))
+GATHERED = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, gather_result=True))
 
 
 def draw(step, index):
@@ -47,7 +49,7 @@ def trace_units(decoder, optimizer):
 def trained(tmp_path_factory):
     """What the trainer makes of the whole model, and of the model in blocks, with the metrics of each step."""
     found = {}
-    for name, parallelism in (("whole", rj.Parallelism()), ("blocks", PIPELINE)):
+    for name, parallelism in (("whole", rj.Parallelism()), ("blocks", GATHERED)):
         reports = []
         folder = tmp_path_factory.mktemp(name)
         checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
@@ -70,7 +72,7 @@ def test_blocks_train_as_the_whole_model_does(trained):
     assert isinstance(blocks.model, NnxDecoder)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("blocks", rj.Parallelism()), ("whole", PIPELINE)])
+@pytest.mark.parametrize(("saved", "resumed"), [("blocks", rj.Parallelism()), ("whole", GATHERED)])
 def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed):
     result, _, folder = trained[saved]
     again = make_trainer(
@@ -79,6 +81,17 @@ def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed)
     assert again.step == STEPS
     for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_result_of_a_pipeline_is_where_its_checkpoint_is_unless_it_is_gathered(trained):
+    gathered, _, folder = trained["blocks"]
+    checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
+    left = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS)
+    assert (left.step, left.checkpoint_directory) == (STEPS, folder)
+    assert left.params_sha256 == gathered.params_sha256
+    for name in ("variables", "params", "model", "ema_params", "ema_model"):
+        with pytest.raises(CallerError, match=rf"no host has all layers.* step {STEPS} in {folder}"):
+            getattr(left, name)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -171,7 +184,7 @@ def evaluate(parallelism, **options):
         evaluation=rj.Evaluation(**options),
         early_stopping=stopping,
         callbacks=[keep],
-    ).fit(STEPS)
+    ).fit(EVALUATED_STEPS)
     return found, result.stop_reason
 
 
