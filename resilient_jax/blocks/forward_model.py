@@ -11,7 +11,6 @@ import jax
 from resilient_jax.blocks.block_kinds import Constants, ForwardKind, find_forward_kinds
 from resilient_jax.blocks.block_programs import Boundary
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
-from resilient_jax.blocks.derivatives import Values
 from resilient_jax.blocks.equation_slices import describe_var
 from resilient_jax.blocks.loss_trace import LossOfVariables, trace_loss
 from resilient_jax.blocks.model_weights import Tree, Weight, Weights, is_inexact
@@ -86,10 +85,7 @@ def cut_forward(
 
 
 def _make_blocks(kind: ForwardKind, traces: tuple[BlockTrace, ...]) -> list[ForwardBlock]:
-    def run(weights: Values, x: Values, data: Values, constants: Values) -> tuple[Any, Any]:
-        return kind.function.run(weights, x, data, constants)
-
-    program = jax.jit(run)
+    program = jax.jit(kind.function.run)
     found = []
     for number, constants in zip(kind.blocks, kind.constants, strict=True):
         trace, first = traces[number], len(traces[number].weights)

@@ -3,9 +3,9 @@
 A host runs the microbatches of its replica in order: it takes the values of the stage before, computes its blocks, and
 sends what they return to the stage after. Nothing is kept of a microbatch but its loss and metrics, and no weights are
 sent. A stage sends at most `MAX_IN_FLIGHT` values that the next one has not taken, so that a fast stage does not fill
-the memory of a slow one. Nobody waits for a later microbatch, so hosts cannot deadlock.
+the memory of a slow one. No host waits for a later microbatch, so hosts cannot deadlock.
 
-Nothing of it outlives a failure: it changes no state, so the next generation does it again.
+An evaluation changes no state. If a host is lost in it, the next generation does all of it again.
 """
 
 import collections
