@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def write_step(report: rj.StepReport) -> bool:
 
 
 if __name__ == "__main__":
-    options = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
+    options: dict[str, Any] = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
     result = rj.Trainer(
         model=Model,
         optimizer=optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100)),
