@@ -39,6 +39,21 @@ class BlockKind:
     constants: tuple[Constants, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardKind:
+    """Blocks with the same program, of which no derivative is made.
+
+    Attributes:
+        function: their program.
+        blocks: their numbers.
+        constants: of each of these blocks.
+    """
+
+    function: BlockFunction
+    blocks: tuple[int, ...]
+    constants: tuple[Constants, ...]
+
+
 def find_kinds(traces: Sequence[BlockTrace], *, remat: bool) -> tuple[BlockKind, ...]:
     """Return the kinds of blocks, in the order of their first blocks."""
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -47,11 +62,34 @@ def find_kinds(traces: Sequence[BlockTrace], *, remat: bool) -> tuple[BlockKind,
     return tuple(_make_kind(traces, blocks, remat=remat) for blocks in groups.values())
 
 
+def find_forward_kinds(traces: Sequence[BlockTrace]) -> tuple[ForwardKind, ...]:
+    """Return the kinds of blocks that are only run forward, in the order of their first blocks."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, trace in enumerate(traces):
+        function = _make_general_function(trace)
+        shapes = function.weights, function.x, function.data, function.constants
+        description = _describe_programs(trace, [jax.make_jaxpr(function.run)(*shapes)])
+        groups.setdefault(description, []).append(number)
+    kinds = []
+    for blocks in groups.values():
+        function, constants = _share_function(traces, blocks)
+        kinds.append(ForwardKind(function=function, blocks=tuple(blocks), constants=constants))
+    return tuple(kinds)
+
+
 def _describe(trace: BlockTrace, *, remat: bool) -> tuple[Any, ...]:
     """Return what is equal for blocks of one kind."""
+    derivative = differentiate(_make_general_function(trace), remat=remat)
+    return _describe_programs(trace, [derivative.forward_jaxpr, derivative.backward_jaxpr])
+
+
+def _make_general_function(trace: BlockTrace) -> BlockFunction:
+    """Return the function of a block with all of its literals as arguments."""
     literals = list(_list_literals(trace.closed.jaxpr))
-    derivative = differentiate(_make_function(trace, range(len(literals)), ()), remat=remat)
-    programs = derivative.forward_jaxpr, derivative.backward_jaxpr
+    return _make_function(trace, range(len(literals)), ())
+
+
+def _describe_programs(trace: BlockTrace, programs: Sequence[core.ClosedJaxpr]) -> tuple[Any, ...]:
     return (
         trace.num_inputs,
         trace.num_outputs,
@@ -72,6 +110,16 @@ def _list_shardings(program: core.ClosedJaxpr) -> Iterator[str]:
 
 
 def _make_kind(traces: Sequence[BlockTrace], blocks: Sequence[int], *, remat: bool) -> BlockKind:
+    function, constants = _share_function(traces, blocks)
+    return BlockKind(
+        derivative=differentiate(function, remat=remat), blocks=tuple(blocks), constants=constants
+    )
+
+
+def _share_function(
+    traces: Sequence[BlockTrace], blocks: Sequence[int]
+) -> tuple[BlockFunction, tuple[Constants, ...]]:
+    """Return the function of blocks with the same program, and the constants of each of them."""
     literals = [list(_list_literals(traces[number].closed.jaxpr)) for number in blocks]
     varying = [
         place
@@ -83,9 +131,7 @@ def _make_kind(traces: Sequence[BlockTrace], blocks: Sequence[int], *, remat: bo
         (*(found[place] for place in varying), *map(_to_host, traces[number].closed.consts))
         for number, found in zip(blocks, literals, strict=True)
     )
-    return BlockKind(
-        derivative=differentiate(function, remat=remat), blocks=tuple(blocks), constants=tuple(constants)
-    )
+    return function, tuple(constants)
 
 
 def _list_literals(jaxpr: core.Jaxpr) -> Iterator[np.ndarray]:

@@ -54,13 +54,17 @@ class BlockTrace:
     result_names: tuple[str, ...]
 
 
-def cut_trace(trace: LossTrace) -> tuple[BlockTrace, ...]:
+def cut_trace(trace: LossTrace, *, keep_unused: bool = True) -> tuple[BlockTrace, ...]:
     """Cut a loss at its marks.
+
+    Args:
+        trace: of the loss.
+        keep_unused: the first block has the weights that no output depends on; else no block has them.
 
     Raises:
         CallerError: the loss depends on no weight.
     """
-    return tuple(_Cut(trace).make_blocks())
+    return tuple(_Cut(trace, keep_unused=keep_unused).make_blocks())
 
 
 def _number_blocks(equations: Sequence[core.JaxprEqn]) -> list[int]:
@@ -76,8 +80,9 @@ def _number_blocks(equations: Sequence[core.JaxprEqn]) -> list[int]:
 class _Cut:
     """One loss while it is cut."""
 
-    def __init__(self, trace: LossTrace) -> None:
+    def __init__(self, trace: LossTrace, *, keep_unused: bool) -> None:
         self._trace, jaxpr = trace, trace.closed.jaxpr
+        self._keep_unused = keep_unused
         self._jaxpr, count = jaxpr, len(trace.table.weights)
         self._flags = propagate_flags(
             jaxpr, [_WEIGHT if place < count else _DATA for place in range(len(jaxpr.invars))]
@@ -170,7 +175,7 @@ class _Cut:
         equations = select_equations(self._list_within(number), outputs)
         read = list_inputs(equations, outputs)
         weight_vars = [var for var in read if var in self._weights]
-        if number == 0:
+        if number == 0 and self._keep_unused:
             weight_vars += self._list_unused()
         data_vars = self._jaxpr.invars[len(self._trace.table.weights) :]
         closed = _trace_slice(

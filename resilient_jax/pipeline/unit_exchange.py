@@ -1,7 +1,7 @@
 """Units go from hosts that have them to hosts that want them.
 
-Where hosts are lost or come, blocks move to others. For an evaluation or the result every host wants all
-of the model, which must then fit its memory.
+Where hosts are lost or come, blocks move to others. For a result that is to be gathered, every host wants all of the
+model, which must then fit its memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence

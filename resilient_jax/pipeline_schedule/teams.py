@@ -96,10 +96,18 @@ def share_microbatches(teams: Sequence[Team], num_microbatches: int) -> list[int
     >>> share_microbatches([[("a", 1), ("b", 1), ("c", 1)], [("d", 3)]], 8)
     [6, 2]
     """
-    sizes = [len(team) for team in teams]
-    exact = [num_microbatches * size / sum(sizes) for size in sizes]
+    return share_in_proportion([len(team) for team in teams], num_microbatches)
+
+
+def share_in_proportion(weights: Sequence[int], num_microbatches: int) -> list[int]:
+    """Return how many microbatches each replica computes: in proportion to its weight.
+
+    >>> share_in_proportion([5, 1], 3)
+    [3, 0]
+    """
+    exact = [num_microbatches * weight / sum(weights) for weight in weights]
     quotas = [int(share) for share in exact]
-    by_rest = sorted(range(len(teams)), key=lambda number: (quotas[number] - exact[number], number))
+    by_rest = sorted(range(len(weights)), key=lambda number: (quotas[number] - exact[number], number))
     for number in by_rest[: num_microbatches - sum(quotas)]:
         quotas[number] += 1
     return quotas

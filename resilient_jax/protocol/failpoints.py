@@ -40,6 +40,8 @@ class FailPoint(enum.StrEnum):
     """A stage of a pipeline is about to compute the gradient that the stage before waits for."""
     BEFORE_WEIGHT_GRADIENT = "before_weight_gradient"
     """A stage of a pipeline is about to compute the gradients of its weights for a microbatch."""
+    BEFORE_EVALUATION_MICROBATCH = "before_evaluation_microbatch"
+    """A stage of a pipeline is about to compute a microbatch of an evaluation."""
     IN_COLLECTIVE = "in_collective"
     """This host has entered a collective, on the thread that runs it; nothing is exchanged yet."""
     BEFORE_LIMITS = "before_limits"

@@ -1,18 +1,17 @@
 """The evaluations of one `fit`."""
 
 from resilient_jax.data.prefetcher import Prefetcher
-from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.assignment import AccumulationOptions, ReplicaShape
+from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_function
 from resilient_jax.trainer.evaluation import EvaluationProgram, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, make_zeros
-from resilient_jax.worker.world import World
+from resilient_jax.trainer.training_state import State
 
 
 class Evaluator:
-    """Runs the evaluation, with its own data and program."""
+    """Runs the evaluation, with its own data and program, on hosts that each have all variables."""
 
     def __init__(self, config: FitConfig, programs: TrainStep) -> None:
         assert config.evaluation is not None
@@ -45,11 +44,11 @@ class Evaluator:
         """Return whether to evaluate when `step` steps are committed."""
         return self._evaluation.is_due(step, self._num_steps)
 
-    def evaluate(
-        self, world: World, variables: Variables, placement: Placement, replica_shape: ReplicaShape
-    ) -> dict[str, float]:
-        """Return the mean of each metric over all microbatches."""
-        sums = world.accumulate_microbatches(
+    def evaluate(self, layout: StateLayout, state: State) -> dict[str, float]:
+        """Return the mean of each metric over all microbatches. Every host must call this."""
+        variables = layout.gather_variables(state, use_ema=self._evaluation.use_ema)
+        placement = layout.arrangement.placement
+        sums = layout.world.accumulate_microbatches(
             self._num_microbatches,
             make_microbatch_function(
                 self._program.compute, variables, placement, self._example, key_step=EVALUATION_STEP
@@ -58,7 +57,7 @@ class Evaluator:
             data=self._data,
             options=AccumulationOptions(
                 reduction=self._parallelism.reduction,
-                replica_shape=replica_shape,
+                replica_shape=layout.arrangement.replica_shape,
             ),
             name="evaluate",
         )

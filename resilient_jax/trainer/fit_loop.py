@@ -27,7 +27,7 @@ from resilient_jax.trainer.arrangement import Arrangement, Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.fit_result import FitResult, copy_to_numpy
+from resilient_jax.trainer.fit_result import FitResult
 from resilient_jax.trainer.host_checks import (
     check_batch_size,
     check_initial_variables_agree,
@@ -36,6 +36,7 @@ from resilient_jax.trainer.host_checks import (
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
+from resilient_jax.trainer.pipelined_evaluator import PipelinedEvaluator
 from resilient_jax.trainer.pipelined_layout import PipelinedLayout
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
@@ -75,7 +76,7 @@ class FitLoop:
         self._compiler: SpeculativeCompiler | None = None
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Evaluator | PipelinedEvaluator | None = None
         self._pipeline: PipelinedSteps | None = None
         self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
@@ -136,15 +137,15 @@ class FitLoop:
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.CHECKPOINT):
                 self._checkpointer.ensure_final_saved(layout, state)
-        variables, ema_params = layout.gather_result(state)
+        checkpoints = config.checkpoints
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=copy_to_numpy(variables),
-            ema_params=copy_to_numpy(ema_params),
+            trained=layout.gather_result(state),
             adapter=config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
+            checkpoint_directory=checkpoints.directory if checkpoints is not None else None,
         )
 
     # Start of a generation.
@@ -161,8 +162,6 @@ class FitLoop:
         config = self._config
         example = make_abstract(config.data.batch(0, 0))
         programs = TrainStep(config.recipe, example)
-        if config.evaluation is not None:
-            self._evaluator = Evaluator(config, programs)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
@@ -170,6 +169,23 @@ class FitLoop:
         )
         if config.parallelism.pipeline is not None:
             self._pipeline = PipelinedSteps(config, programs, self._data)
+            if (
+                world.host_index == 0
+                and not self._pipeline.options.gather_result
+                and config.checkpoints is None
+            ):
+                logger.warning(
+                    "found a pipeline without checkpoints: when training ends, its model is lost, as no host has all "
+                    "of it. To keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) "
+                    "if it fits the memory of each host"
+                )
+        if config.evaluation is not None:
+            pipeline = self._pipeline
+            self._evaluator = (
+                Evaluator(config, programs)
+                if pipeline is None
+                else PipelinedEvaluator(config, programs, pipeline)
+            )
         if config.log_directory is not None and world.replay is None:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
@@ -233,14 +249,8 @@ class FitLoop:
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        use_ema = config.evaluation is not None and config.evaluation.use_ema
         with worker_activity.task(WorkerTask.EVALUATION):
-            metrics = evaluator.evaluate(
-                layout.world,
-                layout.gather_variables(state, use_ema=use_ema),
-                layout.arrangement.placement,
-                layout.arrangement.replica_shape,
-            )
+            metrics = evaluator.evaluate(layout, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
                 "it is made together with early_stopping"

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,28 +17,62 @@ Tree = Any
 """A pytree of arrays."""
 
 
+class TrainedModel(NamedTuple):
+    """What the hosts have of the trained model when training ends.
+
+    Attributes:
+        variables: in host memory; None: no host has all of them, as in a pipeline.
+        ema_params: the average of the parameters; None: it was not kept, or no host has all of it.
+        params_sha256: the digest of the parameters, where hosts make it together; None: by `digest_tree`.
+    """
+
+    variables: Variables | None
+    ema_params: Tree | None
+    params_sha256: str | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """The trained model. Its variables are in host memory.
+    """The trained model. Its variables are in host memory, but those of a pipeline: they are in its last checkpoint.
 
     Attributes:
         step: how many steps are committed.
         metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if it made none.
-        variables: numpy arrays, of a random key its raw data. Of an `nnx` model they are dicts, as
-            `nnx.update(model, params)` takes them; of a Linen model its collections.
-        ema_params: the average of the parameters, in the same tree; None without `Numerics(ema_decay=...)`.
+        trained: what this host has of the trained model.
         adapter: what makes the model from its variables.
         stop_reason: why training ended before the last step; None: it did not.
         host_index: this host's index in the last generation; host 0 prints and saves.
+        checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`.
     """
 
     step: int
     metrics: Mapping[str, float]
-    variables: Variables
-    ema_params: Tree | None
+    trained: TrainedModel
     adapter: ModelAdapter
     stop_reason: str | None
     host_index: int
+    checkpoint_directory: str | Path | None
+
+    @property
+    def variables(self) -> Variables:
+        """The variables: numpy arrays, of a random key its raw data.
+
+        Of an `nnx` model they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
+
+        Raises:
+            CallerError: no host has all of them: it was a pipeline without `gather_result=True`.
+        """
+        return self._require_variables()
+
+    @property
+    def ema_params(self) -> Tree | None:
+        """The average of the parameters, in their tree; None without `Numerics(ema_decay=...)`.
+
+        Raises:
+            CallerError: see `variables`.
+        """
+        self._require_variables()
+        return self.trained.ema_params
 
     @property
     def model(self) -> Any:  # noqa: ANN401 - an nnx.Module or a tree
@@ -68,8 +103,25 @@ class FitResult:
 
     @property
     def params_sha256(self) -> str:
-        """The digest of the parameters, computed at each access; see `digest_tree`."""
-        return digest_tree(self.params)
+        """The SHA-256 of the parameters, in hex: `digest_tree(params)`, computed at each access.
+
+        In a pipeline it is that of the digests of all weights instead, which the hosts exchange when training ends. It
+        does not depend on how many hosts there are and which has what, but is another one than `digest_tree` makes.
+        """
+        return self.trained.params_sha256 or digest_tree(self.params)
+
+    def _require_variables(self) -> Variables:
+        if self.trained.variables is not None:
+            return self.trained.variables
+        if self.checkpoint_directory is not None:
+            where = f"It is the checkpoint of step {self.step} in {self.checkpoint_directory}."
+        else:
+            where = "It was not saved: use Trainer(checkpoints=rj.Checkpoints(...))."
+        raise CallerError(
+            "result: found a model that was trained in a pipeline, of which no host has all layers, expected it in "
+            f"this host's memory. {where} If it fits the memory of each host, Pipeline(gather_result=True) brings it "
+            "there"
+        )
 
 
 def copy_to_numpy(tree: Tree) -> Tree:

@@ -22,6 +22,8 @@ class Pipeline:
             "whole_backward" (1F1B) keep fewer arrays. It changes no bit.
         log_bytes: host memory, in bytes, for values sent between stages: they are kept until a step is committed, to be
             sent again after a failure. What has no room is computed again.
+        gather_result: bring the trained model together in the memory of each host when training ends, as
+            `FitResult.variables`; it must fit there. Else it is in the last checkpoint, and on no host as a whole.
 
     Raises:
         CallerError: a value is of another type, or impossible.
@@ -30,6 +32,7 @@ class Pipeline:
     num_stages: int
     schedule: PipelineSchedule | str = PipelineSchedule.ZERO_BUBBLE
     log_bytes: int = 2**30
+    gather_result: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

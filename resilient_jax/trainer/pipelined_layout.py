@@ -4,11 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from resilient_jax.checkpoint.stored_tree import LeafPart
 from resilient_jax.compile.ahead_of_time import CompilationJob
+from resilient_jax.pipeline.weight_digests import digest_weights
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.fit_result import TrainedModel, copy_to_numpy
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
@@ -55,15 +60,22 @@ class PipelinedLayout(StateLayout):
         return self._units.list_checkpoint_part(state, self._steps.abstract_state)
 
     def gather_variables(self, state: PipelinedState, *, use_ema: bool = False) -> Variables:
-        """Return the variables of the whole model, on this host's devices."""
-        found = self._steps.gather_state(state)
-        params = find_ema_params(found.opt_state) if use_ema else found.variables.params
-        return jax.device_put(found.variables._replace(params=params), self.local_sharding)
+        """Refuse: an evaluation runs by stage."""
+        raise NotImplementedError
 
-    def gather_result(self, state: PipelinedState) -> tuple[Variables, Any]:
-        """Return the variables of the whole model and the average of its parameters, in host memory."""
-        found = self._steps.gather_state(state)
-        return found.variables, find_ema_params(found.opt_state)
+    def gather_result(self, state: PipelinedState) -> TrainedModel:
+        """Return the digest of the parameters; and the model in this host's memory, if that was asked for."""
+        world = self.world
+        placement, mail = self._steps.find_stage()
+        with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts
+            digest = digest_weights(mail, world.host, tuple(sorted(world.hosts)), placement.read_held(state))
+        if self._steps.options.gather_result:
+            found = self._steps.gather_state(state)
+            ema_params = find_ema_params(found.opt_state)
+            return TrainedModel(copy_to_numpy(found.variables), copy_to_numpy(ema_params), digest)
+        # A barrier: no host leaves before all have what it sent.
+        world.all_reduce(np.zeros(1, np.int32))
+        return TrainedModel(None, None, digest)
 
     def read_learning_rate(self, state: PipelinedState) -> dict[str, float]:
         """Return the metric of a unit of this host: all units have the same."""

@@ -25,6 +25,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.program_analysis.xla_cost import count_flops
@@ -61,6 +62,8 @@ class PipelinedSteps:
 
     Attributes:
         abstract_state: the shapes of the state of the whole model.
+        options: of the job.
+        cut: the model.
     """
 
     def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher) -> None:
@@ -71,15 +74,15 @@ class PipelinedSteps:
         """
         options = config.parallelism.pipeline
         assert options is not None
-        self._options: Pipeline = options
+        self.options: Pipeline = options
         self._recipe = config.recipe
         self._reduction: Reduction = config.parallelism.reduction
         self._balance_by_speed = config.parallelism.balance_by_speed
         self._data = data
         _check_recipe(config, programs)
         state = programs.abstract_state
-        self._cut = _cut(config.recipe, programs)
-        self._costs = _estimate_costs(self._cut)
+        self.cut = _cut(config.recipe, programs)
+        self._costs = _estimate_costs(self.cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
         self._watch: StageWatch | None = None
@@ -101,7 +104,7 @@ class PipelinedSteps:
         worker = self._open_worker(world)
         units = self._require_units()
         placement = UnitPlacement(
-            world, units, self._costs, self._options.num_stages, self._recipe.num_microbatches
+            world, units, self._costs, self.options.num_stages, self._recipe.num_microbatches
         )
         _check_devices(world)
         self._placement, self._num_exchanges = placement, 0
@@ -120,7 +123,7 @@ class PipelinedSteps:
                 addresses=dict(zip(world.hosts, texts, strict=True)),
             )
         )
-        schedule = PipelineSchedule(self._options.schedule)
+        schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
         )
@@ -202,7 +205,7 @@ class PipelinedSteps:
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
             watch.begin_step(step)
         self._expect_data(placement, step)
-        before = functools.partial(self._before_task, world)
+        before = functools.partial(_before_task, world)
         # As it is now: an evaluation may have changed it since the state was committed.
         self._early_stopping[step + 1] = placement.read_local(state.early_stopping)
         if self._has_resumed:
@@ -248,9 +251,9 @@ class PipelinedSteps:
         self._has_agreed = True
         return step
 
-    def _before_task(self, world: World, task: Task) -> None:
-        world.raise_if_ended()
-        world.step_services.hit_failpoint(FAILPOINTS[task.kind], task.microbatch)
+    def find_stage(self) -> tuple[UnitPlacement, StepMail]:
+        """Return where the units are in this generation, and this host's mail of the present state."""
+        return self._require_placement(), self._require_worker().make_mail()
 
     def _expect_data(self, placement: UnitPlacement, step: int) -> None:
         mine = [
@@ -321,15 +324,15 @@ class PipelinedSteps:
             numerics = self._recipe.numerics
             config = PipelineConfig(
                 num_microbatches=self._recipe.num_microbatches,
-                schedule=PipelineSchedule(self._options.schedule),
+                schedule=PipelineSchedule(self.options.schedule),
                 reduction=self._reduction,
                 max_norm=numerics.clip_norm,
-                log_bytes=self._options.log_bytes,
+                log_bytes=self.options.log_bytes,
                 wait_timeout_s=world.step_services.wait_timeout_s,
             )
             self._worker = PipelineWorker(
                 world.host,
-                self._cut,
+                self.cut,
                 self._recipe.optimizer,
                 config,
                 world.step_services.open_mail(),
@@ -364,6 +367,11 @@ class PipelinedSteps:
     def _require_units(self) -> UnitStates:
         assert self._units is not None, "begin_generation comes first"
         return self._units
+
+
+def _before_task(world: World, task: Task) -> None:
+    world.raise_if_ended()
+    world.step_services.hit_failpoint(FAILPOINTS[task.kind], task.microbatch)
 
 
 def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTable) -> None:

@@ -34,6 +34,7 @@ from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
+from resilient_jax.trainer.fit_result import TrainedModel, copy_to_numpy
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep
@@ -126,9 +127,10 @@ class StateLayout(abc.ABC):
             variables = variables._replace(params=find_ema_params(state.opt_state))
         return self.gather(variables)
 
-    def gather_result(self, state: State) -> tuple[Variables, Any]:
-        """Return the variables, and the average of the parameters or None, as `gather` does."""
-        return self.gather(state.variables), self.gather(find_ema_params(state.opt_state))
+    def gather_result(self, state: State) -> TrainedModel:
+        """Return what this host is to have of the trained model, in its memory. Every host must call this."""
+        variables, ema_params = self.gather((state.variables, find_ema_params(state.opt_state)))
+        return TrainedModel(copy_to_numpy(variables), copy_to_numpy(ema_params))
 
     def read_learning_rate(self, state: State) -> dict[str, float]:
         """Return the metric `learning_rate`; see `training_state.read_learning_rate`."""

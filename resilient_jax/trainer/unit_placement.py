@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
+from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
@@ -23,6 +24,7 @@ from resilient_jax.sharding.holder_sharding import (
     make_non_addressable_array,
 )
 from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.worker.world import World
@@ -128,6 +130,25 @@ class UnitPlacement:
     def read_local(self, tree: Tree) -> Tree:
         """Return this host's copies of arrays, of which it has all; None in place of one that it has not."""
         return jax.tree.map(_read_local, tree)
+
+    def list_weights(self, state: PipelinedState, *, use_ema: bool = False) -> dict[int, Weights]:
+        """Return the weights of each block that this host has, by name, as arrays on its device.
+
+        Args:
+            state: of the training.
+            use_ema: with the average of the parameters in their place.
+        """
+        found: dict[int, dict[str, Any]] = {
+            block: {} for block, hosts in enumerate(self.holders) if self.world.host in hosts
+        }
+        for number, held in self.read_held(state).items():
+            unit = self._states.units[number]
+            own = dict(held.weights)
+            if use_ema:
+                own |= unit.split(find_ema_params(held.opt_state))
+            for block in found.keys() & set(unit.blocks):
+                found[block] |= own
+        return dict(found)
 
     def make_state(self, step: int, units: Mapping[int, UnitState], early_stopping: Tree) -> PipelinedState:
         """Return the state of all hosts, of the units of this one and of what every host has."""

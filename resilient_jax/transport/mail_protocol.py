@@ -65,6 +65,14 @@ class MailKind(enum.StrEnum):
     """What a host says about its tasks when a step goes on in another generation."""
     STATE = "state"
     """Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
+    EVALUATED = "evaluated"
+    """The input of a block, in an evaluation."""
+    TAKEN = "taken"
+    """Says that the input of a block was taken, in an evaluation: the next one may be sent."""
+    RESULTS = "results"
+    """What a host has of the loss and the metrics of an evaluation."""
+    DIGESTS = "digests"
+    """The digests of the weights that a host has."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -74,8 +82,9 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
         generation: of the routes in which the value is sent; the only part that a second copy does not share.
         step: of the state from which the value was computed.
         kind: what the value is.
-        microbatch: its index in the step; of a part of a sum, the first of those that are in it; of rows and progress,
-            the number of the host that says it; of state, the number of the exchange in the generation.
+        microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
+            of rows, progress, results and digests, the number of the host that says it; of state, the number of the
+            exchange in the generation.
         block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
             of the unit.
     """

@@ -21,6 +21,8 @@ SLOW_SHARE = 0.1
 """Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
+EVALUATED_MICROBATCH = 1
+"""Of an evaluation: one of the first replica, of which the hosts have had another."""
 NAMED_S = 90.0
 """A timeout for a busy machine; it takes some 15 s."""
 PLACES = (
@@ -121,6 +123,19 @@ def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage
     assert EventKind.SNAPSHOT_RESTORED not in kinds
     # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
     assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= len(PLACES) * (HOSTS - 1)
+
+
+@pytest.mark.timeout(600)
+def test_an_evaluation_is_made_again_when_a_stage_dies_in_it(broken: PipelinedJob) -> None:
+    """Its numbers, too, are those of an undisturbed host, as is checked at the end."""
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    broken.job.hold(FailPoint.BEFORE_EVALUATION_MICROBATCH, ["host-1"], ANY_STEP, EVALUATED_MICROBATCH)
+    broken.job.wait_held(["host-1"], broken.patience_s)
+    broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    broken.job.release()
+    broken.wait_protected(HOSTS, after_generation=before.number)
 
 
 @pytest.mark.timeout(600)

@@ -3,6 +3,7 @@
 argv: the name of the host. The model, the data and the optimizer are the same in all processes.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -18,11 +19,13 @@ import optax
 from small_decoders import make_batch, make_nnx
 
 from resilient_jax.blocks.cut_model import CutModel, cut_model
+from resilient_jax.blocks.forward_model import cut_forward
 from resilient_jax.errors import CallerError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
@@ -30,6 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.transport import Credentials
+from resilient_jax.transport.mail_protocol import Mail
 from resilient_jax.transport.mail_service import MailService
 
 SEED = 3
@@ -51,6 +55,7 @@ class Host:
         self.name = HostName(name)
         decoder = make_nnx()
         self.cut: CutModel = cut_model(decoder.loss, decoder.variables, *read(0, 0))
+        self.evaluated = cut_forward(decoder.loss, decoder.variables, *read(0, 0))
         self.weights = self.cut.trace.table.split(decoder.variables)
         self.optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
         self.service: MailService | None = None
@@ -101,6 +106,8 @@ class Host:
             case "finish":
                 table = pipeline.finish_step(self.make_fault(words.get("fault")))
                 return {"norm": table.norm, "loss": table.loss}
+            case "evaluate":
+                return self.evaluate(**words)
             case "digest":
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
                 return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
@@ -138,6 +145,36 @@ class Host:
         moved = found.keys() - pipeline.state.all_states.keys()
         pipeline.state.hold(found)
         return {"moved": len(moved)}
+
+    def evaluate(self, routes: Any, hosts: list[str], die_before: Any) -> dict:
+        """Evaluate; return the sums, and how many bytes came, by the kind of mail."""
+        pipeline, service = self.pipeline, self.service
+        assert pipeline is not None
+        assert service is not None
+        received: collections.Counter[str] = collections.Counter()
+        put = service.box.put
+
+        def count(mail: Mail) -> bool:
+            received[mail.key.kind] += mail.data.nbytes
+            return put(mail)
+
+        def before(microbatch: int) -> None:
+            if [self.name, microbatch] == die_before:
+                self.die()
+
+        vars(service.box)["put"] = count
+        blocks = pipeline.state.list_complete_blocks()
+        stage = StageEvaluation(
+            host=self.name, blocks=self.evaluated, read=lambda index: read(0, index), before_microbatch=before
+        )
+        weights = {block: pipeline.state.list_weights(block) for block in blocks}
+        try:
+            routes = msgspec.convert(routes, tuple[Route, ...])
+            sums = stage.evaluate(routes, tuple(map(HostName, hosts)), weights, pipeline.make_mail())
+        finally:
+            del vars(service.box)["put"]
+        found = {name: value.tobytes().hex() for name, value in sums.items()}
+        return {"sums": found, "received": received}
 
     def run(self, call: Callable[..., None], die_before: Any) -> dict:
         """Run tasks, and die before one if that is asked for."""

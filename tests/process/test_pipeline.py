@@ -3,13 +3,19 @@
 import msgspec
 import pytest
 from pipeline_hosts import Pipeline, PipelineHost
+from small_decoders import ROWS, TOKENS, WIDTH
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import Hop, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
+from resilient_jax.pipeline_schedule.teams import share_in_proportion
 
 BLOCKS, MICROBATCHES, STEPS = 5, 4, 3
 NAMES = ("a", "b", "c", "d")
+EVALUATED = 10
+"""Microbatches of an evaluation: more than a stage may send ahead."""
+HIDDEN_BYTES = 4 * ROWS * TOKENS * WIDTH
+LAYER_BYTES = 4 * WIDTH * 5 * WIDTH
 LAYOUTS = {
     "two stages": ([[("a", 2), ("b", 3)]], [4], {}),
     "two stages, backward passes whole": ([[("a", 2), ("b", 3)]], [4], {"schedule": "whole_backward"}),
@@ -56,6 +62,42 @@ def test_weights_after_each_step_are_those_of_one_host_in_every_bit(hosts, undis
     assert [pipeline.step() for _ in range(STEPS)] == undisturbed
 
 
+def name_teams(teams):
+    return [[(HostName(host), blocks) for host, blocks in team] for team in teams]
+
+
+def evaluate(pipeline, routes):
+    """Return the sums of an evaluation, after a check that all hosts have them, and the bytes that came to each."""
+    answers = pipeline.evaluate(routes)
+    sums = [found["sums"] for found in answers.values()]
+    assert all(one == sums[0] for one in sums)
+    return sums[0], {host.name: found["received"] for host, found in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def evaluated(hosts):
+    """The sums of an evaluation on a single host, by name, as the bits of float32."""
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES])
+    found, _ = evaluate(alone, make_routes(name_teams([[("a", BLOCKS)]]), [EVALUATED]))
+    assert sorted(found) == ["accuracy", "loss", "spread"]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_evaluation_has_the_bits_of_one_host_and_sends_no_weights(hosts, evaluated, layout):
+    teams, quotas, config = LAYOUTS[layout]
+    pipeline = Pipeline(hosts, teams, quotas, **config)
+    shares = share_in_proportion(quotas, EVALUATED)
+    found, received = evaluate(pipeline, make_routes(name_teams(teams), shares))
+    assert found == evaluated
+    for team, share in zip(teams, shares, strict=True):
+        for stage, (host, _) in enumerate(team):
+            # The hidden state of each microbatch comes to each stage but the first, and nothing as large as a layer.
+            assert received[host].pop("evaluated", 0) == (HIDDEN_BYTES * share if stage else 0)
+            assert received[host].keys() <= {"taken", "results"}
+            assert sum(received[host].values()) < LAYER_BYTES
+
+
 REPLICAS = [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]]
 FAULTS = {
     "forward": Task(TaskKind.FORWARD, 1, Hop(HostName("b"), 2, 5)),
@@ -98,6 +140,21 @@ def test_a_host_that_dies_before_a_task_changes_no_bit_of_the_step(replicas, und
     assert [host.name for host, one in found.items() if one.get("died")] == [FAULTS[fault].hop.host]
     every_task = 3 * sum(len(route.hops) for route in pipeline.routes)
     assert go_on(pipeline, undisturbed) < every_task, "what survivors had done is not done again"
+
+
+def test_an_evaluation_is_made_again_after_a_death_and_the_step_has_its_bits(replicas, undisturbed):
+    pipeline = replicas()
+    routes = make_routes(name_teams(REPLICAS), [5, 5])
+    expected, _ = evaluate(pipeline, routes)
+    assert pipeline.recover() == 1  # a generation has one evaluation of a state
+    found = pipeline.evaluate(routes, ("a", 3))
+    outcomes = {host.name: one.get("error", "died") for host, one in found.items()}
+    assert outcomes == {"a": "died", "b": "PeerUnreachable", "c": "PeerUnreachable", "d": "PeerUnreachable"}
+    assert pipeline.recover() == 1
+    again, _ = evaluate(pipeline, make_routes(name_teams(REPLICAS[1:]), [EVALUATED]))
+    assert again == expected
+    pipeline.reroute()
+    assert pipeline.step() == undisturbed[1]
 
 
 def test_values_that_fell_out_of_the_log_are_computed_again(replicas, undisturbed):

@@ -156,6 +156,12 @@ class Pipeline:
             assert "ran" in found, (host.name, found)
         return self.commit()
 
+    def evaluate(self, routes: Routes, die_before: tuple[str, int] | None = None) -> dict[PipelineHost, dict]:
+        """Run an evaluation."""
+        hosts = sorted(host.name for host in self.hosts)
+        words = {"routes": msgspec.to_builtins(routes), "hosts": hosts, "die_before": die_before}
+        return self.ask(self.hosts, "evaluate", **words)
+
     def commit(self) -> dict[int, str]:
         """Finish a step whose tasks are done; return the digest of each block's weights."""
         seen = set()

@@ -1,6 +1,8 @@
 """A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -59,15 +61,38 @@ class PipelinedJob(ShardedJob):
                     by_unit.setdefault(unit, set()).add(digest)
         total = max(found) + 1
         assert sorted(found) == list(range(total)), "a step is missing"
-        for row in run_alone(self.work, total):
+        alone, digests = run_alone(self.work, total)
+        for row in alone:
             by_unit = found[row["step"]]
             assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
             for unit, digest in row["digests"].items():
                 assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
+        assert find_digests(self.job.read_output()) == digests, "other parameters in the result"
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Check that every evaluation found what that of the undisturbed run did, on all hosts, each time."""
+        found: dict[int, set[str]] = {}
+        for row in read_evaluations(self.work):
+            found.setdefault(row.pop("step"), set()).add(str(row))
+        alone = {row.pop("step"): {str(row)} for row in read_evaluations(self.work / "undisturbed")}
+        assert alone
+        assert found == alone
 
 
-def run_alone(work: Path, total: int) -> list[dict]:
-    """Return the log of the same job on one undisturbed host."""
+def read_evaluations(work: Path) -> list[dict]:
+    """Return the lines of all processes about evaluations."""
+    logs = [path.read_text().splitlines() for path in work.glob("evaluations-*.jsonl")]
+    return [json.loads(line) for log in logs for line in log]
+
+
+def find_digests(output: str) -> set[str]:
+    """Return the digests of results that hosts have printed."""
+    return set(re.findall(r"\bdigest ([0-9a-f]{64})", output))
+
+
+def run_alone(work: Path, total: int) -> tuple[list[dict], set[str]]:
+    """Return the log of the same job on one undisturbed host, and the digest of its result."""
     alone = work / "undisturbed"
     alone.mkdir()
     (alone / "stop").write_text(str(total))
@@ -81,4 +106,6 @@ def run_alone(work: Path, total: int) -> list[dict]:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (rows,) = read_logs(alone).values()
-    return rows
+    digests = find_digests(done.stdout)
+    assert len(digests) == 1
+    return rows, digests

@@ -18,6 +18,7 @@ from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
+from resilient_jax.pipeline.stage_evaluation import MicrobatchResults, sum_results
 from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_progress import TaskProgress, plan_continuation
@@ -292,3 +293,16 @@ def test_a_lost_host_that_needs_limits_breaks_off_no_task(monkeypatch):
     assert runner.done == set(order)
     assert all(sums.has(block, 0) for block in range(cut.num_blocks))
     assert set(mail.tried) == {B}, "limits of microbatch 0 are sent at once"
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+def test_the_results_of_an_evaluation_are_added_up_in_any_order_with_one_rounding(order):
+    tiny, huge, inf = 2.0**-24, 1.0, np.inf
+    addends = [huge, *[tiny] * 3, -huge][order]
+    found = [
+        MicrobatchResults(number, {"loss": value, "bad": (inf, -inf)[number % 2]})
+        for number, value in enumerate(addends)
+    ]
+    sums = sum_results(found)
+    assert sums["loss"] == np.float32(3 * tiny)
+    assert np.isnan(sums["bad"])

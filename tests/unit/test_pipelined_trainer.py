@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch
+from small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch, make_mask
 
 import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
@@ -15,8 +15,10 @@ from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.trainer.unit_states import UnitStates
 
 STEPS = 3
+EVALUATED_STEPS = 2
 OPTIMIZER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
 PIPELINE = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2))
+GATHERED = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, gather_result=True))
 
 
 def draw(step, index):
@@ -51,7 +53,7 @@ def trace_units(decoder, optimizer):
 def trained(tmp_path_factory):
     """What the trainer makes of the whole model, and of the model in blocks, with the metrics of each step."""
     found = {}
-    for name, parallelism in (("whole", rj.Parallelism()), ("blocks", PIPELINE)):
+    for name, parallelism in (("whole", rj.Parallelism()), ("blocks", GATHERED)):
         reports = []
         folder = tmp_path_factory.mktemp(name)
         checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
@@ -74,7 +76,7 @@ def test_blocks_train_as_the_whole_model_does(trained):
     assert isinstance(blocks.model, NnxDecoder)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("blocks", rj.Parallelism()), ("whole", PIPELINE)])
+@pytest.mark.parametrize(("saved", "resumed"), [("blocks", rj.Parallelism()), ("whole", GATHERED)])
 def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed):
     result, _, folder = trained[saved]
     again = make_trainer(
@@ -83,6 +85,17 @@ def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed)
     assert again.step == STEPS
     for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_result_of_a_pipeline_is_where_its_checkpoint_is_unless_it_is_gathered(trained):
+    gathered, _, folder = trained["blocks"]
+    checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
+    left = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS)
+    assert (left.step, left.checkpoint_directory) == (STEPS, folder)
+    assert left.params_sha256 == gathered.params_sha256
+    for name in ("variables", "params", "model", "ema_params", "ema_model"):
+        with pytest.raises(CallerError, match=rf"no host has all layers.* step {STEPS} in {folder}"):
+            getattr(left, name)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -165,6 +178,82 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name():
         rj.Pipeline(num_stages=2, schedule="fast")
     with pytest.raises(CallerError, match="num_stages=0"):
         rj.Pipeline(num_stages=0)
+
+
+def evaluate(parallelism, **options):
+    """Return what each evaluation of a short training finds, and why training ended."""
+    found = []
+    data = {name: np.concatenate([make_batch(900 + one)[name] for one in range(6)]) for name in ("x", "y")}
+    options = {"data": data, "interval_steps": 1, "microbatch_size": 4, **options}
+    stopping = options.pop("early_stopping", None)
+
+    def keep(report):
+        if report.is_evaluation:
+            found.append({name: value for name, value in report.metrics.items() if name.startswith("eval_")})
+
+    result = rj.Trainer(
+        model=lambda rngs: NnxDecoder(jnp.float32, rngs),
+        optimizer=OPTIMIZER,
+        loss_fn=lambda model, batch: cross_entropy(model(batch["x"]), batch),
+        data=draw,
+        batch_size=4,
+        microbatch_size=2,
+        numerics=rj.Numerics(ema_decay=0.5),
+        parallelism=parallelism,
+        evaluation=rj.Evaluation(**options),
+        early_stopping=stopping,
+        callbacks=[keep],
+    ).fit(EVALUATED_STEPS)
+    return found, result.stop_reason
+
+
+def mean_logits(model, batch):
+    logits = model(batch["x"])
+    return jnp.mean(logits), {"largest": jnp.max(logits), "tokens": jnp.float32(batch["x"].size)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_ema": True},
+        {"loss_fn": mean_logits, "num_microbatches": 2},
+        {"early_stopping": rj.EarlyStopping(patience=1, min_delta=10.0)},
+    ],
+    ids=["the training's loss", "averaged parameters", "a loss of its own", "early stopping"],
+)
+def test_an_evaluation_by_stages_is_that_of_the_whole_model(options):
+    whole, why = evaluate(rj.Parallelism(), **options)
+    blocks, why_blocks = evaluate(PIPELINE, **options)
+    assert len(whole) == len(blocks) >= 2
+    assert why == why_blocks
+    for one, other in zip(whole, blocks, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_an_evaluation_that_cannot_be_cut_as_the_training_is_refused_before_the_first_step():
+    def first_layer(model, batch):
+        x = model.table(batch["x"])
+        return jnp.mean(model.table.attend(model.layers[0](x, make_mask(batch["x"]))))
+
+    def in_reverse(model, batch):
+        x = model.table(batch["x"])
+        for layer in reversed(model.layers):
+            x = layer(x, make_mask(batch["x"]))
+        return jnp.mean(model.table.attend(x))
+
+    def without_layers(model, batch):
+        return jnp.mean(model.table(batch["x"]))
+
+    for loss_fn, message in (
+        (first_layer, "evaluation: found a loss that is cut into 3 blocks, expected 5"),
+        (in_reverse, r"evaluation: found that block 1 of 5 uses layers/2/.*, expected only what"),
+        (without_layers, "evaluation: loss: found no layers"),
+    ):
+        with pytest.raises(CallerError, match=message):
+            evaluate(PIPELINE, loss_fn=loss_fn)
 
 
 def test_a_loss_that_is_not_finite_stops_training():

@@ -3,7 +3,8 @@
 Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N]. The job reads the order `stop` in
 WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
-that this host has. Alone it prints the digest of the result.
+that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
+result.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
 PACE_S = float(WORDS.get("pace", 0.1))
 NEVER = 10**9
+EVALUATION_STEPS, EVALUATED = 10, 6
 LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
 
 
@@ -82,8 +85,15 @@ def digest_unit(unit: object) -> str:
     return found.hexdigest()
 
 
+def append(kind: str, report: rj.StepReport, line: dict) -> None:
+    host = os.environ.get("TINY_JOB_HOST", str(report.host_index))
+    with (WORK / f"{kind}-{host}-{os.getpid()}.jsonl").open("a") as log:
+        print(json.dumps(line), file=log, flush=True)
+
+
 def write_step(report: rj.StepReport) -> bool:
     if report.is_evaluation:
+        append("evaluations", report, {"step": report.step, **report.metrics})
         return False
     digests = {number: digest_unit(unit) for number, unit in enumerate(report.state.units)}
     line = {
@@ -92,16 +102,14 @@ def write_step(report: rj.StepReport) -> bool:
         "loss": report.metrics["loss"],
         "generation": report.generation,
     }
-    host = os.environ.get("TINY_JOB_HOST", str(report.host_index))
-    with (WORK / f"steps-{host}-{os.getpid()}.jsonl").open("a") as log:
-        print(json.dumps(line), file=log, flush=True)
+    append("steps", report, line)
     if not (WORK / "hurry").exists():
         time.sleep(PACE_S)
     return report.step >= stop_at()
 
 
 if __name__ == "__main__":
-    options = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
+    options: dict[str, Any] = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
     result = rj.Trainer(
         model=Model,
         optimizer=optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100)),
@@ -109,9 +117,12 @@ if __name__ == "__main__":
         data=draw,
         batch_size=MICROBATCHES * ROWS,
         microbatch_size=ROWS,
-        numerics=rj.Numerics(clip_norm=0.5),
+        numerics=rj.Numerics(clip_norm=0.5, ema_decay=0.9),
         parallelism=rj.Parallelism(
             pipeline=rj.Pipeline(num_stages=STAGES, log_bytes=int(WORDS.get("log_bytes", 2**20)), **options)
+        ),
+        evaluation=rj.Evaluation(
+            data=draw, interval_steps=EVALUATION_STEPS, num_microbatches=EVALUATED, use_ema=True
         ),
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=50),
         callbacks=[write_step],

@@ -1,0 +1,103 @@
+"""`cut_forward`: a loss that is only evaluated, as a chain of blocks without derivatives.
+
+Its blocks are cut as those of `cut_model` are, each with a program that keeps nothing for a backward pass.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from resilient_jax.blocks.block_kinds import Constants, ForwardKind, find_forward_kinds
+from resilient_jax.blocks.block_programs import Boundary
+from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
+from resilient_jax.blocks.equation_slices import describe_var
+from resilient_jax.blocks.loss_trace import LossOfVariables, trace_loss
+from resilient_jax.blocks.model_weights import Tree, Weight, Weights, is_inexact
+
+
+class BlockOutput(NamedTuple):
+    """What a block computes of a microbatch.
+
+    Attributes:
+        y: for the next block; of the last block (loss,).
+        results: auxiliary outputs of the loss that this block makes, by path.
+    """
+
+    y: Boundary
+    results: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBlock:
+    """A block that is only run forward.
+
+    Attributes:
+        number: in the chain.
+        weights: what it computes with.
+        x: shapes of the values from the block before.
+        result_names: paths of the auxiliary outputs that it makes.
+    """
+
+    number: int
+    weights: tuple[Weight, ...]
+    x: tuple[jax.ShapeDtypeStruct, ...]
+    result_names: tuple[str, ...]
+    _constants: Constants
+    _program: Any
+    """Compiled once for all blocks of a kind."""
+
+    def compute(self, weights: Weights, x: Boundary, batch: Tree, key: Any) -> BlockOutput:  # noqa: ANN401 - a key
+        """Compute the block for a microbatch.
+
+        Args:
+            weights: of the block, by name; others are ignored.
+            x: from the block before; () for the first.
+            batch: the microbatch.
+            key: of the microbatch.
+        """
+        own = tuple(weights[weight.name] for weight in self.weights)
+        data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
+        y, results = self._program(own, tuple(x), data, self._constants)
+        return BlockOutput(tuple(y), dict(zip(self.result_names, results, strict=True)))
+
+
+def cut_forward(
+    loss: LossOfVariables,
+    variables: Tree,
+    batch: Tree,
+    key: Any,  # noqa: ANN401 - a random key, or its shape
+) -> tuple[ForwardBlock, ...]:
+    """Return the blocks of a loss that is only evaluated, in order.
+
+    Args:
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. Traced once.
+        variables: arrays or their shapes; nothing is computed. Those that the loss does not use are in no block.
+        batch: of a microbatch.
+        key: of a microbatch.
+
+    Raises:
+        CallerError: the loss cannot be cut; says what is in the way.
+    """
+    traces = cut_trace(trace_loss(loss, variables, batch, key, is_inexact), keep_unused=False)
+    blocks = [block for kind in find_forward_kinds(traces) for block in _make_blocks(kind, traces)]
+    return tuple(sorted(blocks, key=lambda block: block.number))
+
+
+def _make_blocks(kind: ForwardKind, traces: tuple[BlockTrace, ...]) -> list[ForwardBlock]:
+    program = jax.jit(kind.function.run)
+    found = []
+    for number, constants in zip(kind.blocks, kind.constants, strict=True):
+        trace, first = traces[number], len(traces[number].weights)
+        invars = trace.closed.jaxpr.invars[first : first + trace.num_inputs]
+        found.append(
+            ForwardBlock(
+                number=number,
+                weights=trace.weights,
+                x=tuple(map(describe_var, invars)),
+                result_names=trace.result_names,
+                _constants=constants,
+                _program=program,
+            )
+        )
+    return found

@@ -1,0 +1,62 @@
+"""A digest of all weights of a model whose hosts each have some of them."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.transport.mail_protocol import MailKind
+
+
+class WeightDigests(msgspec.Struct, frozen=True):
+    """What a host says about its weights.
+
+    Attributes:
+        digests: dtype, shape and SHA-256 of the bytes, by the name of the weight.
+    """
+
+    digests: Mapping[str, str]
+
+
+def digest_weights(
+    mail: StepMail, own: HostName, hosts: Sequence[HostName], states: Mapping[int, UnitState]
+) -> str:
+    """Return the SHA-256, in hex, of the digests of all weights in the order of their names. Every host must call this.
+
+    It does not depend on which host has what. Only digests go from host to host.
+
+    Args:
+        mail: of the state that the weights are of.
+        own: this host.
+        hosts: all that take part, in the same order everywhere.
+        states: of the units of this host, by number.
+
+    Raises:
+        PeerUnreachable: a host is lost, or late.
+        InternalError: two hosts have other bits of one weight.
+    """
+    mine = {name: _digest(value) for state in states.values() for name, value in state.weights.items()}
+    told = mail.exchange_messages(hosts, own, MailKind.DIGESTS, WeightDigests(mine))
+    found: dict[str, tuple[HostName, str]] = {}
+    for host in hosts:
+        for name, digest in told[host].digests.items():
+            first, known = found.setdefault(name, (host, digest))
+            if known != digest:
+                raise InternalError(
+                    f"{name}: found {known} on {first} and {digest} on {host}, expected the same bits. Examine the "
+                    "processors and memory of both hosts"
+                )
+    whole = hashlib.sha256()
+    for name, (_, digest) in sorted(found.items()):
+        whole.update(f"{name} {digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(value: object) -> str:
+    array = np.asarray(value)
+    return f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()}"

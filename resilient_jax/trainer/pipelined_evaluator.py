@@ -1,0 +1,143 @@
+"""The evaluations of one `fit` whose model is split over hosts: each host runs its own blocks."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.blocks.forward_model import ForwardBlock, cut_forward
+from resilient_jax.blocks.layer_marks import mark_layers
+from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.data.prefetcher import Prefetcher
+from resilient_jax.errors import CallerError
+from resilient_jax.pipeline.stage_evaluation import StageEvaluation
+from resilient_jax.pipeline.stage_runner import LOSS
+from resilient_jax.pipeline_schedule.routes import Routes, make_routes
+from resilient_jax.pipeline_schedule.teams import share_in_proportion
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
+from resilient_jax.trainer.accumulation import make_abstract
+from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
+from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
+from resilient_jax.trainer.state_layout import StateLayout
+from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, cast_parameters
+from resilient_jax.trainer.training_state import Tree
+from resilient_jax.trainer.unit_states import PipelinedState
+from resilient_jax.worker.world import World
+
+
+class PipelinedEvaluator:
+    """Runs the evaluation through the stages, with its own data and programs. No weights go from host to host."""
+
+    def __init__(self, config: FitConfig, programs: TrainStep, steps: PipelinedSteps) -> None:
+        """Cut the loss of the evaluation, without a device.
+
+        Raises:
+            CallerError: it cannot be cut where the training's loss is; says what stands in the way.
+        """
+        assert config.evaluation is not None
+        evaluation, recipe = config.evaluation, config.recipe
+        size = evaluation.microbatch_size or config.microbatch_size
+        data = evaluation.make_data(size, recipe.seed)
+        self._evaluation, self._num_steps, self._steps = evaluation, config.num_steps, steps
+        self._num_microbatches = evaluation.count_microbatches(size)
+        self._blocks = _cut(config, programs, make_abstract(data.batch(0, 0)))
+        _check_blocks(self._blocks, steps.cut)
+        self._make_key = jax.jit(functools.partial(make_microbatch_key, recipe.seed))
+        self._data = Prefetcher(
+            data,
+            buffer_size=config.read_options.prefetch_buffer_size,
+            num_threads=config.read_options.num_threads,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate when `step` steps are committed."""
+        return self._evaluation.is_due(step, self._num_steps)
+
+    def evaluate(self, layout: StateLayout, state: PipelinedState) -> dict[str, float]:
+        """Return the mean of each metric over all microbatches. Every host must call this.
+
+        Raises:
+            PeerUnreachable: a host is lost, or late; in the next generation the evaluation is made anew.
+        """
+        placement, mail = self._steps.find_stage()
+        world, step = layout.world, mail.step
+        # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.
+        shares = share_in_proportion(placement.quotas, self._num_microbatches)
+        routes = make_routes(placement.teams, shares)
+        self._data.expect([(step, index, ALL_ROWS) for index in _list_own(routes, world)])
+        stage = StageEvaluation(
+            host=world.host,
+            blocks=self._blocks,
+            read=lambda index: (
+                self._data.get(step, index),
+                self._make_key(make_microbatch_id(EVALUATION_STEP, index)),
+            ),
+            before_microbatch=functools.partial(_before_microbatch, world),
+        )
+        weights = placement.list_weights(state, use_ema=self._evaluation.use_ema)
+        sums: dict[str, Any] = dict(stage.evaluate(routes, tuple(sorted(world.hosts)), weights, mail))
+        self._data.expect([])  # the microbatches are not kept until the next evaluation
+        return compute_metrics(EvaluationSums(sums.pop(LOSS), sums), self._num_microbatches)
+
+    def close(self) -> None:
+        """End the threads of the prefetcher."""
+        self._data.close()
+
+
+def _list_own(routes: Routes, world: World) -> list[int]:
+    """Return the microbatches of which this host computes some blocks."""
+    return [route.microbatch for route in routes if any(hop.host == world.host for hop in route.hops)]
+
+
+def _before_microbatch(world: World, microbatch: int) -> None:
+    world.raise_if_ended()
+    world.step_services.hit_failpoint(FailPoint.BEFORE_EVALUATION_MICROBATCH, microbatch)
+
+
+def _cut(config: FitConfig, programs: TrainStep, example: Tree) -> tuple[ForwardBlock, ...]:
+    recipe = config.recipe
+
+    def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
+        bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
+        model_key, loss_key = jax.random.split(key)
+
+        def use(model: Any) -> Any:  # noqa: ANN401 - the user's
+            marked = mark_layers(model) if isinstance(model, nnx.Module) else model
+            return config.evaluation_loss(marked, batch, loss_key)
+
+        return recipe.model.apply(bound, model_key, use, training=False)[0]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
+            return cut_forward(loss, programs.abstract_state.variables.params, example, key)
+    except CallerError as error:
+        raise CallerError(f"evaluation: {error}") from error
+
+
+def _check_blocks(blocks: Sequence[ForwardBlock], cut: CutModel) -> None:
+    """Check that each block of the evaluation can be computed where the training's block of that number is."""
+    remedy = (
+        "Every host evaluates the layers that it trains. Call the model as the training's loss does, or evaluate its "
+        "checkpoints in a job of their own"
+    )
+    if len(blocks) != cut.num_blocks:
+        raise CallerError(
+            f"evaluation: found a loss that is cut into {len(blocks)} blocks, expected {cut.num_blocks}, as that of "
+            f"the training. {remedy}"
+        )
+    for block in blocks:
+        known = {weight.name for weight in cut.blocks[block.number].weights}
+        missing = [weight.name for weight in block.weights if weight.name not in known]
+        if missing:
+            raise CallerError(
+                f"evaluation: found that block {block.number} of {cut.num_blocks} uses {', '.join(missing)}, expected "
+                f"only what that block uses in the training's loss. {remedy}"
+            )
