@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
 from resilient_jax.blocks.model_weights import Weights
+from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
