@@ -1,6 +1,6 @@
 """A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
-Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N] [pace=SECONDS] [slow=HOST]. With a slow host
+Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N|devices] [pace=SECONDS] [slow=HOST]. With a slow host
 microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. With
 `lock` only one process of a host gets beyond the top of the script at a time; others fail there. The harness writes
 orders to WORK_DIR:
@@ -44,7 +44,10 @@ from resilient_jax.protocol.worker_messages import WORKER_SETTINGS_VARIABLE
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
 REDUCTION = "fast" if "fast" in sys.argv else "exact"
-REPLICAS = rj.ReplicaShape(hosts=int(WORDS.get("hosts", 1)), per_host=int(WORDS.get("per_host", 1)))
+PER_HOST = WORDS.get("per_host", "1")
+REPLICAS = rj.ReplicaShape(
+    hosts=int(WORDS.get("hosts", 1)), per_host="devices" if PER_HOST == "devices" else int(PER_HOST)
+)
 SIZE, MICROBATCHES, ROWS = 32, 14, 8  # 32 x 32: a leaf that is summed in fixed point
 NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
