@@ -18,7 +18,7 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).parent / "jobs" / "on_cpu.py"
 HOSTS = ("host-0", "host-1")
-CONFIG = f'{CONFIG_WITHOUT_STANDBYS}abort = "interrupt"\nlive_nodes = "off"\n'
+CONFIG = f'{CONFIG_WITHOUT_STANDBYS}abort = "interrupt"\nlive_nodes = "off"\ndevices_after_loss = "host"\n'
 """As for workers on CPU, which these are."""
 
 
