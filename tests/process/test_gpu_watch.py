@@ -42,13 +42,13 @@ class GpuHost:
         platform: str = "gpu",
         gpu_health: str = "act",
         after_loss: str = "host",
+        max_restarts: int = 5,
         environment: dict[str, str] | None = None,
     ) -> HandStartedAgent:
         config = self.work / "job.toml"
         config.write_text(
-            f'gpu_health = "{gpu_health}"\ndevices_after_loss = "{after_loss}"\n'
-            "lease_ttl_s = 60.0\nrestart_backoff_s = 0.0\n"
-            + ("" if after_loss == "host" else "max_restarts = 0\n")
+            f'gpu_health = "{gpu_health}"\ndevices_after_loss = "{after_loss}"\nlease_ttl_s = 60.0\n'
+            f"restart_backoff_s = 0.0\nmax_restarts = {max_restarts}\n"
         )
         options = [
             "--host-name",
@@ -121,10 +121,9 @@ def read_visible(host: GpuHost) -> str:
 
 
 def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(host: GpuHost) -> None:
-    with host.start(after_loss="even") as agent:
+    with host.start(after_loss="even", max_restarts=0) as agent:
         before = host.wait_worker()
         host.nvml.report_xid(0, 79)
-        # `max_restarts = 0`: another worker is started all the same.
         wait_until("another worker", lambda: host.wait_worker() != before)
         assert read_visible(host) == "GPU-00000001-fake"
         assert host.quarantine() == []
