@@ -61,7 +61,7 @@ class ReplicaShape:
     Attributes:
         hosts: how many hosts a replica spans; 1 if a host has several replicas.
         per_host: how many replicas a host has, or "devices": each device is a replica, and needs no other device to
-            compute a microbatch. 1 if a replica spans hosts.
+            compute a microbatch; with `axes` as many replicas as the host has devices for. 1 if a replica spans hosts.
         axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. A
             microbatch's examples are sharded over the first. (): one axis "data" over all devices.
 

@@ -84,7 +84,9 @@ class StateLayout(abc.ABC):
         More than those of `local_sharding` where other hosts have fewer devices.
         """
         mesh, devices = self.arrangement.placement.mesh, self.world.local_devices
-        if self.arrangement.plan is not None or mesh.size == len(devices):
+        plan = self.arrangement.plan
+        # The replicas of a plan have shards, and each replica its own.
+        if mesh.size == len(devices) or (plan is not None and plan.layout.axes.devices > 1):
             return self.local_sharding
         return NamedSharding(make_mesh(devices, DATA_AXIS, f"host {self.world.host}"), P())
 
