@@ -81,8 +81,7 @@ class Agent:
             f"{settings.address}:0", credentials=settings.credentials, on_event=self._log.record_detail
         )
         serve_agent(self._server, self._context, self._make_status)
-        self._early_outcome: JobOutcome | None = None
-        """The outcome of a notice or an interrupt between the end of training and the end of the script."""
+        self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
