@@ -98,7 +98,15 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
             replica = microbatch.replica
             return differentiate(replica.to_replica(params), replica.place_batch(microbatch.batch))
 
-        loss, gradients = world.accumulate_microbatches(MICROBATCHES, compute, zeros, data=options.draw)
+        loss, gradients = world.accumulate_microbatches(
+            MICROBATCHES,
+            compute,
+            zeros,
+            data=options.draw,
+            options=rj.AccumulationOptions(
+                replica_shape=rj.ReplicaShape(per_host="devices" if options.each_device else 1)
+            ),
+        )
         state = sharded.update(update, state, gradients) if sharded else update(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         if sharded or options.snapshots:
@@ -114,6 +122,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=NEVER)
     parser.add_argument("--state", choices=("replicated", "sharded"), default="replicated")
     parser.add_argument("--snapshots", action="store_true", help="take snapshots of a replicated state, too")
+    parser.add_argument(
+        "--each-device", action="store_true", help="each device computes microbatches of its own"
+    )
     parser.add_argument("--rows", type=int, default=8, help="examples of a microbatch")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
     options = parser.parse_args(namespace=argparse.Namespace(most_hosts=0))

@@ -86,6 +86,12 @@ class EventKind(enum.StrEnum):
     """This host got a preemption notice (SIGTERM), and leaves at the next step boundary."""
     HOST_QUARANTINED = "host.quarantined"
     """A host takes no part in the job for a while. Detail: `quarantined` (the host), `seconds`, `reason`."""
+    DEVICE_QUARANTINED = "device.quarantined"
+    """A device computes nothing for a while. Detail: `quarantined` (the host), `device` (its number), `seconds`,
+    `reason`."""
+    DEVICES_CHANGED = "devices.changed"
+    """Workers of this host use other devices from now on; one that ran is started again. Detail: `devices` (their
+    numbers), `num_devices` (of the host), `why`."""
     HOST_SPARE_USED = "host.spare_used"
     """A host that spared takes part, in the place of one that is missing. Detail: `spare` (the host), `change` (of the
     generation)."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from resilient_jax.chaos.faults import (
     TEMPORARY_FAULTS,
     BitFlip,
+    DeviceLoss,
     LossyLink,
     NanGradients,
     NetworkPartition,
@@ -91,6 +92,8 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
             return EVENTS_OF_WORKER_FAULT[type(fault)]
         case BitFlip(region="message"):
             return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_CORRUPT)
+        case DeviceLoss():
+            return (EventKind.DEVICES_CHANGED, EventKind.HOST_QUARANTINED)
         case NetworkPartition(duration_s=duration_s):
             return EVENTS_OF_SILENCE if duration_s > LEASES_MISSED * lease_ttl_s else ()
         case _:

@@ -86,6 +86,20 @@ class SilentCorruption(_Fault, frozen=True, tag="corrupt"):
     is_repeated: bool = False
 
 
+# Devices.
+
+
+class DeviceLoss(_Fault, frozen=True, tag="lose_device"):
+    """A device of the target's host, by its number from 0, that is out for `duration_s`, or until `until_event`.
+
+    As when the watch of the host's GPUs finds that one has failed: the worker is started again without it.
+    """
+
+    device: Annotated[int, Meta(ge=0, le=63)]
+    duration_s: Seconds
+    until_event: str | None = None
+
+
 # The network. Each host must have a network namespace of its own.
 
 
@@ -172,6 +186,7 @@ Fault = (
     | SlowInput
     | NanGradients
     | SilentCorruption
+    | DeviceLoss
     | NetworkPartition
     | SlowLink
     | LossyLink
@@ -191,6 +206,7 @@ TEMPORARY_FAULTS = (
     SlowProcess,
     MainThreadHang,
     SlowInput,
+    DeviceLoss,
     NetworkPartition,
     SlowLink,
     LossyLink,

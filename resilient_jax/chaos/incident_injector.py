@@ -11,6 +11,7 @@ from resilient_jax.chaos.expected_events import IncidentRecord
 from resilient_jax.chaos.faults import (
     NETWORK_FAULTS,
     ClockJump,
+    DeviceLoss,
     FullDisk,
     ProcessExit,
     ProcessKill,
@@ -148,7 +149,7 @@ class IncidentInjector:
         incident, hosts = record.incident, record.hosts
         fault, part = incident.fault, incident.target.part
         processes = self._find_processes(incident, hosts, report)
-        needs_processes = not isinstance(fault, (*NETWORK_FAULTS, FullDisk, ClockJump))
+        needs_processes = not isinstance(fault, (*NETWORK_FAULTS, DeviceLoss, FullDisk, ClockJump))
         if needs_processes and not processes:
             return dataclasses.replace(record, skip_reason=f"{', '.join(hosts)} runs no {part} now")
         pids = tuple(process.pid for process in processes)

@@ -9,11 +9,13 @@ from typing import assert_never
 
 from resilient_jax.chaos import bit_flips, cpu_quota, resource_limits, wall_clock
 from resilient_jax.chaos.active_faults import ActiveFaults
+from resilient_jax.chaos.device_loss import lose_device
 from resilient_jax.chaos.disk import Disk
 from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.chaos.faults import (
     BitFlip,
     ClockJump,
+    DeviceLoss,
     Fault,
     FullDisk,
     FullMemory,
@@ -52,11 +54,13 @@ class FaultEnvironment:
         network: the network of the job's hosts, and of the store's members; None if they have no namespaces.
         disk: the run folder's separate disk; None if the run folder is on a disk of the machine.
         checkpoint_root: the folder to which the paths of bit flips are relative.
+        run_directory: of the job.
     """
 
     network: Network | None
     disk: Disk | None
     checkpoint_root: Path
+    run_directory: Path
     store: EtcdCluster | None = None
     is_store_foreign: bool = False
 
@@ -126,6 +130,9 @@ def _inject(
             return _disturb_processes(fault, pids)
         case BitFlip():
             return [], _flip_bits(fault, pids, environment, rng)
+        case DeviceLoss(device=device, duration_s=duration_s):
+            undo = [lose_device(environment.run_directory, host, device, duration_s) for host in hosts]
+            return undo, f"device {device} of {', '.join(hosts)} is out"
         case FullDisk():
             if environment.disk is None:
                 raise FaultUnsupported("full_disk: the run folder has no disk of its own here")

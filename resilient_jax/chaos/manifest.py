@@ -17,6 +17,7 @@ from resilient_jax.chaos.faults import (
     WORKER_FAULTS,
     BitFlip,
     ClockJump,
+    DeviceLoss,
     Fault,
     FullDisk,
     SlowInput,
@@ -249,6 +250,18 @@ def _store_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, st
     return found
 
 
+def _device_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
+    fault, found = incident.fault, []
+    if not isinstance(fault, DeviceLoss):
+        return []
+    if incident.target.part is not TargetPart.HOST:
+        found.append(("target.part", str(incident.target.part), "a host for lose_device"))
+    if fault.device >= job.devices_per_host:
+        expected = f"a number below job.devices_per_host = {job.devices_per_host}"
+        found.append(("fault.device", str(fault.device), expected))
+    return found
+
+
 def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     """Return key, found and expected for each rule that the incident breaks."""
     found: list[tuple[str, str, str]] = []
@@ -264,6 +277,7 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     found += _trigger_misfits(at)
     found += _name_misfits(incident, job)
     found += _store_misfits(incident, job)
+    found += _device_misfits(incident, job)
     if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
         found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
     if isinstance(fault, SlowInput) and at.failpoint is not FailPoint.BEFORE_INPUT:

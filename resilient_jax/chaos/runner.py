@@ -93,6 +93,7 @@ def run_campaign(
             network=network,
             disk=disk,
             checkpoint_root=directory,
+            run_directory=directory / "run",
             store=store,
             is_store_foreign=setup.store is not None,
         )

@@ -142,6 +142,11 @@ def print_report(console: Console, report: JobReport) -> None:
         console.print(
             f"{escape(record.host)}: in quarantine for {left_s:.0f} s more: {escape(record.reason)}"
         )
+    for device in report.device_quarantine:
+        left_s = max(device.until_wall_s - time.time(), 0.0)
+        console.print(
+            f"{escape(device.label)}: device in quarantine for {left_s:.0f} s more: {escape(device.reason)}"
+        )
     console.width = max(console.width, MIN_WIDTH)
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
@@ -170,6 +175,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
     notes += [slow.describe() for slow in _find_slow_hosts(report) if slow.host == host.host]
+    notes += [f"trains on {host.devices}"] if host.devices else []
     notes += host.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
     notes += [spare] if spare else []

@@ -16,6 +16,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_service import serve_agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.device_watch import DeviceWatch
 from resilient_jax.cluster.fork_server_connection import connect_fork_server
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.gpu_watch import GpuWatch
@@ -80,8 +81,7 @@ class Agent:
             f"{settings.address}:0", credentials=settings.credentials, on_event=self._log.record_detail
         )
         serve_agent(self._server, self._context, self._make_status)
-        self._early_outcome: JobOutcome | None = None
-        """The outcome of a notice or an interrupt between the end of training and the end of the script."""
+        self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
@@ -102,7 +102,8 @@ class Agent:
             on_leave=self._leave,
             on_generation=self._on_generation,
         )
-        self._gpus = GpuWatch(self._context, self._supervisor, self._mark_changed)
+        self._devices = DeviceWatch(self._context, self._supervisor)
+        self._gpus = GpuWatch(self._context, self._supervisor, self._devices, self._mark_changed)
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
         self._combiner = StatusCombiner(self._context, self._server)
         self._forwarder = StatusForwarder(settings.credentials, self._relay)
@@ -136,6 +137,7 @@ class Agent:
             await self._gpus.begin()
             # Before the worker, so that a host which the job does not let in starts none.
             session = await self._registration.register("while it registered")
+            await self._devices.begin()
             if self._settings.is_spare:
                 self._context.print_line(
                     f"{self._settings.host}: a spare: its worker gets ready, and takes part when one of the job's "
@@ -146,6 +148,7 @@ class Agent:
                 loop.create_task(self._registration.stay_registered(session)),
                 loop.create_task(self._relay.run()),
                 loop.create_task(self._gpus.run()),
+                loop.create_task(self._devices.run()),
             ]
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
@@ -223,6 +226,7 @@ class Agent:
             standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
             script=self._supervisor.admission.digest,
             gpus=self._gpus.notes,
+            devices=self._context.devices.describe(),
             step=step,
             metrics=metrics,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.fork_server_connection import ForkServerConnection
+from resilient_jax.cluster.host_devices import HostDevices
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
 
@@ -20,6 +21,7 @@ class AgentContext:
         print_line: prints a line for people.
         fork_server: that workers are forked from; None: each is started as a process of its own.
         agent_id: distinguishes this agent from earlier ones of the same host.
+        devices: of this host.
     """
 
     settings: AgentSettings
@@ -29,3 +31,7 @@ class AgentContext:
     print_line: Callable[[str], None]
     fork_server: ForkServerConnection | None = None
     agent_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    devices: HostDevices = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", HostDevices(self.settings))

@@ -1,9 +1,10 @@
 """Watches the GPUs of a host: before it joins, and while it trains.
 
 A thread of its own waits for XIDs and reads the GPUs, because NVML takes as long as the driver does; the agent's loop
-is told what came. What that means is decided in `health.gpu_monitor`. A GPU that must not train keeps its host out: it
-does not register, or, if it trains, is quarantined as `resilient-jax hosts drain` does it; the worker is ended at once
-where its work is lost. It stays out for as long as the readings say so, and at least for `quarantine_s`.
+is told what came. What that means is decided in `health.gpu_monitor`. A GPU that must not train is taken out, and its
+host trains on the others (`device_watch`). A host that cannot do without it is kept out: it does not register, or, if
+it trains, is quarantined as `resilient-jax hosts drain` does it; the worker is ended at once where its work is lost.
+Either stays out for as long as the readings say so, and at least for `quarantine_s`.
 """
 
 import asyncio
@@ -16,12 +17,14 @@ from typing import Final
 import msgspec
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.nvml_reader import VISIBLE, NvmlReader, uses_gpus
+from resilient_jax.cluster.device_selection import list_named_gpus
+from resilient_jax.cluster.device_watch import DeviceWatch
+from resilient_jax.cluster.nvml_reader import VISIBLE, NvmlReader, parse_visible_devices, uses_gpus
 from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import GpusUnreadable, GpuUnfit, PeerError
 from resilient_jax.events import EventKind
-from resilient_jax.health.gpu_exclusion import NO_EXCLUSION, judge_exclusion
+from resilient_jax.health.gpu_exclusion import NO_EXCLUSION, Exclusion, judge_exclusion
 from resilient_jax.health.gpu_health import GpuFinding, GpuSeverity
 from resilient_jax.health.gpu_monitor import GpuChange, GpuMonitor, ThrottlingBegan, ThrottlingEnded
 from resilient_jax.health.gpu_reading import GpuReading, GpuXid
@@ -34,6 +37,8 @@ XID_WAIT_S: Final = 0.5
 """How long one call waits for XIDs, and so about how long the thread takes to end."""
 FIRST_READING_TIMEOUT_S: Final = 30.0
 """As of `doctor` for nvidia-smi: seconds where the driver is not kept in memory, and for ever where a GPU hangs it."""
+GpuKey = int | str
+"""See `_find_key`."""
 STORE_TIMEOUT_S: Final = 3.0
 """For the record of a quarantine. The worker is ended then in any case, and the record is tried again."""
 
@@ -52,14 +57,20 @@ class GpuWatch:
     Args:
         context: of the agent.
         supervisor: of the worker.
+        devices: takes devices out.
         on_change: is called when `notes` are other ones.
     """
 
     def __init__(
-        self, context: AgentContext, supervisor: WorkerSupervisor, on_change: Callable[[], None]
+        self,
+        context: AgentContext,
+        supervisor: WorkerSupervisor,
+        devices: DeviceWatch,
+        on_change: Callable[[], None],
     ) -> None:
         self._context = context
         self._supervisor = supervisor
+        self._devices = devices
         self._on_change = on_change
         self._monitor = GpuMonitor()
         self._acts = context.settings.config.gpu_health == "act"
@@ -67,14 +78,19 @@ class GpuWatch:
         self._first: asyncio.Future[_Observation] | None = None
         """The first reading; as long as it is awaited, the host has not joined."""
         self._ended: asyncio.Future[None] | None = None
-        self._exclusion = NO_EXCLUSION
+        self._exclusions: dict[GpuKey, Exclusion] = {}
+        """The last one of each GPU."""
+        self._numbers: dict[GpuKey, int] = {}
+        """The number of each GPU among the devices of a worker."""
+        self._new: list[GpuKey] = []
+        """GPUs whose exclusion is new, and not carried out yet."""
         self._excluded = asyncio.Event()
-        """Set when `_exclusion` has changed."""
+        """Set when there are such."""
         self._answered_s = math.inf
         """When the driver last answered the thread; infinite: nothing is awaited of it."""
         self._is_silence_told = False
-        self._worker_ended_for_s = -math.inf
-        """The beginning of the exclusion for which the worker was ended: the one that follows waits."""
+        self._worker_ended_for: Exclusion = NO_EXCLUSION
+        """That for which the worker was ended: the one that follows waits."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -109,24 +125,66 @@ class GpuWatch:
             )
             return
         self._take_in(first)
+        self._number_gpus(first.readings, visible)
         if self._monitor.unfit and self._acts:
-            raise GpuUnfit(
-                f"host {settings.host} does not join: {'; '.join(f.why for f in self._monitor.unfit)}. Expected GPUs "
-                "without such errors: end what uses them, reset them (nvidia-smi --gpu-reset) or restart the machine, "
-                'and start the agent again. gpu_health = "report" in the configuration joins with them'
-            )
+            self._join_without(self._monitor.unfit)
+
+    def _number_gpus(self, readings: Sequence[GpuReading], visible: str | None) -> None:
+        """Note which devices of a worker the GPUs are; nothing if parts of GPUs are devices."""
+        words = parse_visible_devices(visible)
+        if words is not None and (
+            len(words) != len(readings) or not list_named_gpus({VISIBLE: visible or ""})
+        ):
+            return
+        self._numbers = {_find_key(reading): number for number, reading in enumerate(readings)}
+        # By UUID: without a GPU that has fallen off the bus, others have other indexes.
+        self._context.devices.gpu_names = tuple(
+            reading.uuid or (words[number] if words is not None else str(reading.index))
+            for number, reading in enumerate(readings)
+        )
+
+    def _join_without(self, unfit: Sequence[GpuFinding]) -> None:
+        """Leave out what must not train before the host joins.
+
+        Raises:
+            GpuUnfit: the host cannot do without.
+        """
+        host = self._context.settings.host
+        self._act(())
+        for key in self._new:
+            number, exclusion = self._numbers.get(key), self._exclusions[key]
+            if number is None or not self._devices.can_spare(number):
+                raise GpuUnfit(
+                    f"host {host} does not join: {'; '.join(finding.why for finding in unfit)}. Expected GPUs without "
+                    "such errors: end what uses them, reset them (nvidia-smi --gpu-reset) or restart the machine, and "
+                    'start the agent again. gpu_health = "report" in the configuration joins with them'
+                )
+            self._devices.leave_out(self._devices.make_record(number, exclusion.reason))
 
     async def run(self) -> None:
-        """Take this host out whenever a GPU must not train, until cancelled."""
+        """Take out whatever GPU must not train, until cancelled."""
         while True:
             if not await self._wait_excluded():
                 continue
             self._excluded.clear()
-            is_written = await self._try_quarantine()
-            self._end_worker()  # after the record, or the worker that follows might join before it is there
-            while not is_written:
-                await asyncio.sleep(STORE_TIMEOUT_S)
-                is_written = await self._try_quarantine()
+            new, self._new = self._new, []
+            for key in new:
+                await self._take_out(key, self._exclusions[key])
+
+    async def _take_out(self, key: GpuKey, exclusion: Exclusion) -> None:
+        """Take a GPU out; its host, if that cannot do without it."""
+        number = self._numbers.get(key)
+        num_tried = 0 if number is not None and self._devices.can_spare(number) else 1
+        if number is not None and choose_action(Evidence.GPU_FAILED, num_tried, {}) is Action.TAKE_DEVICE_OUT:
+            await self._devices.take_out(self._devices.make_record(number, exclusion.reason))
+            return
+        is_written = await self._try_quarantine(exclusion)
+        self._end_worker(
+            exclusion
+        )  # after the record, or the worker that follows might join before it is there
+        while not is_written:
+            await asyncio.sleep(STORE_TIMEOUT_S)
+            is_written = await self._try_quarantine(exclusion)
 
     async def _wait_excluded(self) -> bool:
         """Wait for an exclusion; return False after a while without one, and report a driver that does not answer."""
@@ -140,19 +198,19 @@ class GpuWatch:
             self._tell_unwatched(f"GPUs are no longer watched: NVML has not answered for {silent_s:.0f} s")
         return False
 
-    async def _try_quarantine(self) -> bool:
+    async def _try_quarantine(self, exclusion: Exclusion) -> bool:
         """Write why this host takes no part; return whether the store has it."""
         with contextlib.suppress(PeerError, TimeoutError):
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await quarantine_host(self._context, self._context.settings.host, self._exclusion.reason)
+                await quarantine_host(self._context, self._context.settings.host, exclusion.reason)
                 return True
         return False
 
-    def _end_worker(self) -> None:
-        exclusion, status = self._exclusion, self._supervisor.status
-        if not exclusion.ends_worker or self._worker_ended_for_s == exclusion.since_s:
+    def _end_worker(self, exclusion: Exclusion) -> None:
+        status, last = self._supervisor.status, self._worker_ended_for
+        if not exclusion.ends_worker or last.since_s == exclusion.since_s:
             return
-        self._worker_ended_for_s = exclusion.since_s
+        self._worker_ended_for = exclusion
         if status is None or status.report.state is not WorkerState.IDLE:  # one that waits uses no GPU
             self._supervisor.kill(exclusion.reason)
 
@@ -212,8 +270,7 @@ class GpuWatch:
             return
         notes = self._monitor.notes
         changes = self._take_in(observation)
-        # The table of severities has one action for it; the setting may keep the agent from it.
-        if self._acts and choose_action(Evidence.GPU_FAILED, 0, {}) is Action.TAKE_HOST_OUT:
+        if self._acts:
             self._act([change for change in changes if isinstance(change, GpuFinding)])
         if self._monitor.notes != notes:
             self._on_change()
@@ -242,17 +299,21 @@ class GpuWatch:
         return changes
 
     def _act(self, new: Sequence[GpuFinding]) -> None:
-        """Have the host taken out for what is new, or for what still stands when its quarantine ends."""
-        exclusion = judge_exclusion(
-            self._exclusion,
-            new,
-            self._monitor.unfit,
-            now_s=self._context.clock.monotonic_s(),
-            quarantine_s=self._context.settings.config.quarantine_s,
-        )
-        if exclusion is not self._exclusion:
-            self._exclusion = exclusion
-            self._excluded.set()
+        """Have GPUs taken out for what is new, or for what still stands when their quarantine ends."""
+        unfit = self._monitor.unfit
+        for key in dict.fromkeys(_find_key(finding) for finding in (*new, *unfit)):
+            last = self._exclusions.get(key, NO_EXCLUSION)
+            exclusion = judge_exclusion(
+                last,
+                [finding for finding in new if _find_key(finding) == key],
+                [finding for finding in unfit if _find_key(finding) == key],
+                now_s=self._context.clock.monotonic_s(),
+                quarantine_s=self._context.settings.config.quarantine_s,
+            )
+            if exclusion is not last:
+                self._exclusions[key] = exclusion
+                self._new.append(key)
+                self._excluded.set()
 
     def _record(self, change: GpuChange) -> None:
         log = self._context.log
@@ -274,6 +335,13 @@ class GpuWatch:
                 log.record(
                     EventKind.GPU_THROTTLED_ENDED, gpu=change.reading.label, readings=change.num_readings
                 )
+
+
+def _find_key(known: GpuFinding | GpuReading) -> GpuKey:
+    """Return what distinguishes a GPU from others: NVML's index, or the name of one that NVML does not list."""
+    if known.index >= 0:
+        return known.index
+    return known.gpu if isinstance(known, GpuFinding) else known.label
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:

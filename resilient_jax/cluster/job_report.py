@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from resilient_jax.cluster.device_quarantine import read_device_quarantine
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.cluster.run_directory import JobContact
@@ -13,7 +14,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.redundancy import Redundancy, measure_redundancy
-from resilient_jax.protocol.quarantine import QuarantineRecord
+from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.store_access import make_store_access
@@ -31,6 +32,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
         leader: the host whose agent leads; None: none does at the moment.
         hosts: the hosts whose agents have a valid lease.
         quarantine: the hosts that take no part for a while.
+        device_quarantine: the devices that compute nothing for a while.
         redundancy: how many more hosts may be lost before the committed state is; None: no host has one.
     """
 
@@ -39,6 +41,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     leader: HostName | None
     hosts: tuple[HostStatus, ...]
     quarantine: tuple[QuarantineRecord, ...] = ()
+    device_quarantine: tuple[DeviceQuarantineRecord, ...] = ()
     redundancy: Redundancy | None = None
 
 
@@ -71,6 +74,7 @@ async def read_job_report(contact: JobContact) -> JobReport:
         leader = await store.get(make_leader_key(job))
         _, hosts = await store.range(make_hosts_prefix(job))
         quarantine = await read_quarantine(store, job)
+        device_quarantine = await read_device_quarantine(store, job)
     decode = msgspec.msgpack.decode
     membership = decode(generation.value, type=Generation) if generation else None
     leading = decode(leader.value, type=LeaderRecord) if leader else None
@@ -85,6 +89,7 @@ async def read_job_report(contact: JobContact) -> JobReport:
         leader=leading.host if leading is not None else None,
         hosts=statuses,
         quarantine=quarantine,
+        device_quarantine=device_quarantine,
         redundancy=_measure_redundancy(membership, statuses),
     )
 

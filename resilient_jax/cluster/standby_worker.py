@@ -56,12 +56,14 @@ class _Standby:
     """A running standby.
 
     Attributes:
+        environment: of a worker, when it was started.
         answer: to the order of its promotion: why it cannot be promoted; empty: it is the worker.
         attending: receives its messages and waits for its end.
     """
 
     child: ChildProcess
     connection: AsyncConnection[StandbyOrder, StandbyMessage]
+    environment: dict[str, str]
     started_s: float
     answer: asyncio.Future[str]
     attending: asyncio.Task[None] | None = None
@@ -77,6 +79,7 @@ class StandbyWorker:
     def __init__(self, context: AgentContext, on_change: Callable[[], None]) -> None:
         """Call `on_change` after every change of `status`."""
         self._settings = context.settings
+        self._devices = context.devices
         self._log = context.log
         self._clock = context.clock
         self._fork_server = context.fork_server
@@ -119,7 +122,9 @@ class StandbyWorker:
         self._schedule = self._schedule.replace_worker(is_promoted=False)
         if standby is None:
             return None
-        if not is_ready:  # it would take processor time from the worker that is started in its place
+        # One that is not ready would take processor time from the worker that is started in its place; one that was
+        # started for other devices may have read which.
+        if not is_ready or standby.environment != self._devices.settings.environment:
             self._end(standby)
             return None
         problem = "its promotion was cancelled"
@@ -153,7 +158,7 @@ class StandbyWorker:
     def _start(self, imports: ImportsReported | None) -> None:
         # With the worker's environment at its imports, since libraries read settings there when they are imported; the
         # script gets that of a worker's start.
-        environment = self._settings.environment
+        environment = given_environment = self._devices.settings.environment
         if imports is not None:
             theirs = {os.fsdecode(name): os.fsdecode(value) for name, value in imports.environment.items()}
             environment = _select(environment, of_process=True) | _select(theirs, of_process=False)
@@ -174,6 +179,7 @@ class StandbyWorker:
         standby = _Standby(
             child=child,
             connection=AsyncConnection(ours, STANDBY_MESSAGE_DECODER),
+            environment=given_environment,
             started_s=self._clock.monotonic_s(),
             answer=asyncio.get_running_loop().create_future(),
         )
@@ -265,7 +271,10 @@ class StandbyWorker:
             self._on_change()
 
     def _encode_environment(self) -> dict[bytes, bytes]:
-        return {os.fsencode(name): os.fsencode(value) for name, value in self._settings.environment.items()}
+        return {
+            os.fsencode(name): os.fsencode(value)
+            for name, value in self._devices.settings.environment.items()
+        }
 
 
 def _select(environment: dict[str, str], *, of_process: bool) -> dict[str, str]:

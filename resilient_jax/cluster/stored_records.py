@@ -7,7 +7,7 @@ import msgspec
 from resilient_jax.errors import JoinRefused, MessageError
 from resilient_jax.protocol.generation_change import GenerationChange
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.quarantine import HostLosses, QuarantineRecord
+from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, HostLosses, QuarantineRecord
 from resilient_jax.protocol.records import Generation, HostStatus, JobRecord, LeaderRecord, ScriptRecord
 from resilient_jax.store.interface import KeyValue
 
@@ -19,6 +19,7 @@ _LEADER_RECORD: Final = msgspec.msgpack.Decoder(LeaderRecord)
 _JOB_RECORD: Final = msgspec.msgpack.Decoder(JobRecord)
 _HOST_LOSSES: Final = msgspec.msgpack.Decoder(HostLosses)
 _QUARANTINE_RECORD: Final = msgspec.msgpack.Decoder(QuarantineRecord)
+_DEVICE_QUARANTINE_RECORD: Final = msgspec.msgpack.Decoder(DeviceQuarantineRecord)
 _SCRIPT_RECORD: Final = msgspec.msgpack.Decoder(ScriptRecord)
 
 RecordT = TypeVar("RecordT")
@@ -85,6 +86,15 @@ def decode_quarantine(stored: KeyValue) -> QuarantineRecord:
         JoinRefused: the value is no such record.
     """
     return _decode(_QUARANTINE_RECORD, stored)
+
+
+def decode_device_quarantine(stored: KeyValue) -> DeviceQuarantineRecord:
+    """Return the record of a device in quarantine.
+
+    Raises:
+        JoinRefused: the value is no such record.
+    """
+    return _decode(_DEVICE_QUARANTINE_RECORD, stored)
 
 
 def decode_host_losses(stored: KeyValue) -> HostLosses:

@@ -31,7 +31,7 @@ class WorkerStarter:
         is_start_urgent: Callable[[], bool],
     ) -> None:
         """Start workers for this host; a new process gets low priority unless `is_start_urgent`."""
-        self._settings = context.settings
+        self._devices = context.devices
         self._log = context.log
         self._clock = context.clock
         self._fork_server = context.fork_server
@@ -76,14 +76,14 @@ class WorkerStarter:
         return Incarnation(max(self._incarnation + 1, int(self._clock.wall_s() * 1000)))
 
     async def _launch_standby(self, descriptors: WorkerDescriptors) -> ChildProcess:
-        settings = msgspec.structs.replace(_make_settings(self._settings), is_standby=True)
+        settings = msgspec.structs.replace(_make_settings(self._devices.settings), is_standby=True)
         child = await self._start_process(settings, descriptors)
         child.lower_priority()
         return child
 
     async def _launch(self, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return the process that is the worker."""
-        settings = _make_settings(self._settings)
+        settings = _make_settings(self._devices.settings)
         ordered_s = self._clock.monotonic_s()
         if (promoted := await self._standby.promote(descriptors, settings)) is not None:
             seconds = self._clock.monotonic_s() - ordered_s
@@ -98,7 +98,7 @@ class WorkerStarter:
 
     async def _start_process(self, settings: WorkerSettings, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return a new process that runs the script, forked if there is a fork server that can do it."""
-        command, environment = self._settings.command, self._settings.environment
+        command, environment = self._devices.settings.command, self._devices.settings.environment
         if (server := self._fork_server) is not None:
             if (child := await server.fork(command, environment, settings, descriptors)) is not None:
                 return child

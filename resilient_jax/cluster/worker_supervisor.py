@@ -135,7 +135,7 @@ class WorkerSupervisor:
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
         self._replaced: WorkerProcess | None = None
-        """The newest worker that was killed because its collectives cannot be broken off."""
+        """The newest worker that was killed for no fault of its own: its collectives cannot be broken off, say."""
 
     async def supervise(self) -> JobOutcome | None:
         """Start the worker, and start it again when it dies.
@@ -355,10 +355,15 @@ class WorkerSupervisor:
         if is_urgent and self.worker is not None and self.worker.child.exit_code is None:
             self.worker.child.restore_priority()
 
-    def kill(self, why: str, worker: WorkerProcess | None = None) -> None:
-        """Send SIGKILL to the worker, if it runs, and is still the one that is meant: `worker`; None: any."""
+    def kill(self, why: str, worker: WorkerProcess | None = None, *, costs_restart: bool = True) -> None:
+        """Send SIGKILL to the worker, if it runs, and is still the one that is meant: `worker`; None: any.
+
+        Unless it `costs_restart`, the next one is started at once, and the budget of restarts stays as it is.
+        """
         if worker is not None and worker is not self.worker:
             return
+        if not costs_restart:
+            self._replaced = self.worker
         if self.worker is not None and self.worker.child.exit_code is None:
             self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
             self.worker.child.kill()

@@ -148,9 +148,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     longer by this share. With 0 there are no audits."""
 
     gpu_health: Literal["act", "report", "off"] = "act"
-    """What agents do about GPUs that NVML says are at fault; needs the extra `gpu-health`. `act`: a host does not join
-    with one, and is quarantined when one fails while it trains. `report`: both are only recorded. `off`: NVML is not
+    """What agents do about GPUs that NVML says are at fault; needs the extra `gpu-health`. `act`: a host goes on
+    without one, as `devices_after_loss` says; one that cannot does not join, or is quarantined when it fails while it
+    trains. `report`: both are only recorded. `off`: NVML is not
     loaded."""
+
+    devices_after_loss: Literal["even", "all", "host"] = "even"
+    """What a host does without a device that must not compute any more: one of its GPUs failed, or `resilient-jax hosts
+    drain` has taken it out. `even`: its worker is started again with as many of the others as divide the host's
+    number, four of eight, so that meshes still fit, and the rest stand by. `all`: with all others; for scripts whose
+    replicas take any number of devices, such as `ReplicaShape(per_host="devices")`. `host`: the host is quarantined."""
 
     digest_interval_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
     """Steps between two whose sums and state are recorded as digests in the run folder of the first host, by which

@@ -109,6 +109,17 @@ def has_device_count(environment: Mapping[str, str]) -> bool:
     return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
 
 
+def count_cpu_devices(environment: Mapping[str, str]) -> int:
+    """Return how many CPU devices a process with this environment makes.
+
+    >>> count_cpu_devices({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}), count_cpu_devices({})
+    (4, 1)
+    """
+    found = _DEVICE_COUNT.search(environment.get("XLA_FLAGS", ""))
+    number = found.group().strip().partition("=")[2] if found is not None else ""
+    return int(number) if number.isdecimal() else 1
+
+
 def set_device_count(flags: str, count: int) -> str:
     """Return XLA's flags with `count` CPU devices in place of any other number."""
     return merge_xla_flags({DEVICE_COUNT_FLAG: str(count)}, _DEVICE_COUNT.sub("", flags))

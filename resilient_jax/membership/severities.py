@@ -18,6 +18,8 @@ class Action(enum.StrEnum):
     """Severity 3: the same workers train again from the last committed step."""
     RESTART_WORKER = "restart the worker"
     """Severity 2: its process is ended, and another takes its place; or that of a host that was lost and comes back."""
+    TAKE_DEVICE_OUT = "take the device out"
+    """Severity 2, too: the worker is started again without the device, which is quarantined; its host is a member."""
     TAKE_HOST_OUT = "take the host out"
     """Severity 1: the job goes on without the host, which is quarantined."""
     STOP_JOB = "stop the job"
@@ -27,6 +29,7 @@ class Action(enum.StrEnum):
 SEVERITIES: Final[Mapping[Action, int]] = {
     Action.RETRY_IN_PLACE: 3,
     Action.RESTART_WORKER: 2,
+    Action.TAKE_DEVICE_OUT: 2,
     Action.TAKE_HOST_OUT: 1,
     Action.STOP_JOB: 0,
 }
@@ -76,9 +79,10 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.WORKER_DIED: _OF_A_WORKER,
     Evidence.HOST_LOST: (Level(Action.RESTART_WORKER, Tries.HOST_LOSSES), Level(Action.TAKE_HOST_OUT)),
     Evidence.USER_ERROR: (Level(Action.STOP_JOB),),
-    Evidence.GPU_FAILED: (Level(Action.TAKE_HOST_OUT),),
+    Evidence.GPU_FAILED: (Level(Action.TAKE_DEVICE_OUT, 1), Level(Action.TAKE_HOST_OUT)),
 }
-"""A worker that hangs is ended, and so a worker that died: both count against the budget of its host."""
+"""A worker that hangs is ended, and so a worker that died: both count against the budget of its host. Where a host
+cannot do without a GPU, to take that out counts as tried."""
 
 
 def choose_action(evidence: Evidence, num_before: int, settings: Mapping[Tries, int]) -> Action:

@@ -1,6 +1,6 @@
 """The best plan whose replicas are each inside one host, for programs that compute one microbatch per call."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
 from resilient_jax.planning.calibration import Calibration
@@ -28,7 +28,8 @@ def search_host_local_plan(
 ) -> Plan:
     """Return the fastest plan in which a host has one replica or several, each with microbatches of `microbatch_size`.
 
-    Losing a host then leaves all other replicas complete.
+    Losing a host then leaves all other replicas complete. All replicas have the same axes. A host with fewer devices
+    than others has fewer of them; devices that are too few for one more are spare.
 
     Args:
         program_cost: cost of the program, for one example.
@@ -40,19 +41,14 @@ def search_host_local_plan(
 
     Raises:
         NoFeasiblePlan: no such plan fits in memory.
-        PlanError: hosts have different numbers of devices, or no plan satisfies the request.
+        PlanError: no plan satisfies the request.
     """
-    devices = {host.devices for host in topology.hosts}
-    if len(devices) != 1:
-        raise PlanError(
-            f"topology {topology.name}: found hosts with {sorted(devices)} devices, expected as many on each: a "
-            "replica has the same axes wherever it is"
-        )
+    devices = [host.devices for host in topology.hosts]
     errors: list[PlanError] = []
     found: list[Plan] = []
-    for given in _choices(topology, min(devices), microbatch_size, parse_axis_sizes(axes)):
+    for width, given in _choices(devices, microbatch_size, parse_axis_sizes(axes)):
         try:
-            found += search_plans(
+            plans = search_plans(
                 program_cost,
                 topology,
                 global_batch=global_batch,
@@ -62,35 +58,44 @@ def search_host_local_plan(
                 ),
                 top=MAX_PLANS_PER_SEARCH,
             )
+            found += [plan for plan in plans if _fills_hosts(plan, width, devices)]
         # The program does not allow such axes, or no plan with them fits.
         except PlanError as error:
             errors.append(error)
-    filling = [
-        plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare
-    ]
-    if filling:
-        return explain_choice(sorted(filling, key=lambda plan: plan.step_time_s))[0]
+    if found:
+        return explain_choice(sorted(found, key=lambda plan: plan.step_time_s))[0]
     infeasible = [error for error in errors if isinstance(error, NoFeasiblePlan)]
     if infeasible:
         raise infeasible[0]
+    numbers = " or ".join(map(str, sorted(set(devices))))
     raise PlanError(
-        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices "
+        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {numbers} devices "
         f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "
         f"{min(devices)} examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
     )
 
 
+def _fills_hosts(plan: Plan, width: int, devices: Sequence[int]) -> bool:
+    """Return whether a plan's replicas have `width` devices each, all on one host, and as many hosts as there are."""
+    if len(set(devices)) == 1:
+        return plan.layout.devices_per_slot == devices[0] and not plan.devices_spare
+    return plan.layout.axes.devices == width and plan.layout.host_slots == 1
+
+
 def _choices(
-    topology: Topology, devices: int, microbatch_size: int, axes: Mapping[Axis, int]
-) -> Iterator[dict[Axis, int]]:
-    """Yield numbers of replicas that use all devices, with sizes of FSDP that divide replica and microbatch."""
-    for width in range(1, devices + 1):
-        # width: devices of a replica, a divisor of the host's; R = hosts devices / width; f divides width and
-        # microbatch.
-        replicas, rest = divmod(len(topology.hosts) * devices, width)
+    devices: Sequence[int], microbatch_size: int, axes: Mapping[Axis, int]
+) -> Iterator[tuple[int, dict[Axis, int]]]:
+    """Yield the devices of a replica, with numbers of replicas and sizes of FSDP that divide replica and microbatch."""
+    is_equal = len(set(devices)) == 1
+    for width in range(1, min(devices) + 1):
+        # width: devices of a replica, a divisor of the host's where hosts are equal; R = sum over hosts
+        # floor(devices / width); f divides width and microbatch.
+        if is_equal and devices[0] % width:
+            continue
+        replicas = sum(count // width for count in devices)
         for fsdp in range(1, width + 1):
-            if devices % width or rest or width % fsdp or microbatch_size % fsdp:
+            if width % fsdp or microbatch_size % fsdp:
                 continue
             given = {Axis.REPLICA: replicas, Axis.FSDP: fsdp, Axis.PIPELINE: 1}
             if all(given.get(axis, size) == size for axis, size in axes.items()):
-                yield {**axes, **given}
+                yield width, {**axes, **given}

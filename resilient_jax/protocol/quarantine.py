@@ -1,4 +1,4 @@
-"""Records of hosts that keep failing, and of those that take no part in a job for a while, though their agents run."""
+"""Records of hosts that keep failing, and of hosts and devices that take no part in a job for a while."""
 
 import msgspec
 
@@ -19,6 +19,29 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     since_wall_s: float
     until_wall_s: float
+
+
+class DeviceQuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a device of a host computes nothing. Bound to a lease, with which it ends.
+
+    Attributes:
+        host: the host's name.
+        device: its number, from 0, among those that a worker of the host sees if all are well.
+        reason: why, for people.
+        since_wall_s: when it began, in seconds since 1970.
+        until_wall_s: when it ends by itself.
+    """
+
+    host: HostName
+    device: int
+    reason: str
+    since_wall_s: float
+    until_wall_s: float
+
+    @property
+    def label(self) -> str:
+        """The device as commands name it, such as "host-2:0"."""
+        return f"{self.host}:{self.device}"
 
 
 class HostLosses(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,16 @@ def make_quarantine_key(job: JobName, host: HostName) -> str:
     return f"{make_quarantine_prefix(job)}{host}"
 
 
+def make_devices_prefix(job: JobName, host: HostName | None = None) -> str:
+    """Return the prefix of the `DeviceQuarantineRecord` keys of a host; None: of all hosts."""
+    return f"/{job}/devices/" + (f"{host}/" if host is not None else "")
+
+
+def make_device_key(job: JobName, host: HostName, device: int) -> str:
+    """Return the key of one device's `DeviceQuarantineRecord`."""
+    return f"{make_devices_prefix(job, host)}{device}"
+
+
 def make_losses_key(job: JobName, host: HostName) -> str:
     """Return the key of one host's `HostLosses`."""
     return f"/{job}/losses/{host}"

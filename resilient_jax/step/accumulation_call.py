@@ -71,7 +71,7 @@ class AccumulationCall:
         if not is_portable_cache_on(self.devices[0]):
             return False
         try:
-            locate_replicas(range(grid.num_hosts), replica_shape_after, grid.local_mesh.size)
+            locate_replicas(range(grid.num_hosts), replica_shape_after, grid.device_counts)
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))

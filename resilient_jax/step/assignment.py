@@ -1,9 +1,10 @@
 """Which host has which microbatches of a step, and which replica computes those that no host has. Pure."""
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
@@ -15,6 +16,15 @@ DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, by default."""
 Reduction = Literal["exact", "exact_wide", "fast"]
 """How the totals of microbatches are added up; see `AccumulationOptions`."""
+
+
+class DeviceOfProcess(Protocol):
+    """A device, as far as it is known here whose it is."""
+
+    @property
+    def process_index(self) -> int:
+        """The index of its process."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +53,15 @@ class ReplicaShape:
     The bits of a result depend on it, because programs on different meshes add in different orders: it stays the same
     during a job. Hosts that are too few for one more replica compute no microbatch until others join.
 
+    Hosts may have different numbers of devices: a replica has as many devices as on the host that has most, and a host
+    with fewer has fewer replicas, so that all are alike and bits are the same. Only if a host has too few devices for
+    one, and `axes` are not given, has it a smaller replica, whose microbatches differ in the last bits. With "devices"
+    that cannot be. Devices that are too few for one more replica are not used.
+
     Attributes:
         hosts: how many hosts a replica spans; 1 if a host has several replicas.
         per_host: how many replicas a host has, or "devices": each device is a replica, and needs no other device to
-            compute a microbatch. 1 if a replica spans hosts.
+            compute a microbatch; with `axes` as many replicas as the host has devices for. 1 if a replica spans hosts.
         axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. A
             microbatch's examples are sharded over the first. (): one axis "data" over all devices.
 
@@ -68,24 +83,60 @@ class ReplicaShape:
                 'may be "devices") of which one is 1. A replica spans several hosts, or a host has several replicas'
             )
 
-    def count_replicas_per_host(self, devices_per_host: int) -> int:
-        """Return how many replicas a host has, if none spans hosts.
+    def find_devices_per_host(self, device_counts: Sequence[int]) -> int:
+        """Return how many devices of a host a replica has, where the host has enough.
+
+        All hosts find the same number, so that replicas on hosts with other numbers of devices are alike.
+
+        Args:
+            device_counts: of the live hosts.
 
         Raises:
-            CallerError: the host's devices cannot be divided evenly.
+            CallerError: no host has enough devices, or those of the host that has most cannot be divided evenly.
         """
-        count = devices_per_host if self.per_host == "devices" else self.per_host
-        if devices_per_host < count or devices_per_host % count:
+        most = max(device_counts)
+        if not self.axes:
+            count = most if self.per_host == "devices" else self.per_host
+            # With replicas that span hosts each gives as many devices: those of the host that has fewest.
+            return min(device_counts) if self.hosts > 1 else self._divide(most, count)
+        width, rest = divmod(math.prod(size for _, size in self.axes), self.hosts)
+        # More than one replica's devices too many: the shape was meant for other hosts.
+        most_used = width * (most if self.per_host == "devices" else self.per_host)
+        if rest or most < width or most - most_used >= width:
+            self.mesh_axes(most * self.hosts)
+            self._divide(most, most + 1)
+        return width
+
+    def _divide(self, num_devices: int, count: int) -> int:
+        if num_devices < count or num_devices % count:
             raise CallerError(
-                f"replicas: found {devices_per_host} devices on a host, expected a multiple of per_host={count}. "
+                f"replicas: found {num_devices} devices on a host, expected a multiple of per_host={self.per_host}. "
                 "Change one"
             )
-        return count
+        return num_devices // count
 
-    def count_devices(self, devices_per_host: int) -> int:
-        """Return how many devices a replica has."""
-        # (devices of a host) hosts / (replicas per host); `hosts` or the replicas per host is 1.
-        return devices_per_host * self.hosts // self.count_replicas_per_host(devices_per_host)
+    def divide_host(self, num_devices: int, width: int) -> tuple[int, int]:
+        """Return how many replicas a host has that spans none, and the devices of each.
+
+        A host with too few devices for one replica has one of all its devices, or none if `axes` are given.
+
+        Args:
+            num_devices: of the host.
+            width: see `find_devices_per_host`.
+        """
+        if num_devices < width and not self.axes:
+            return 1, num_devices
+        count = num_devices // width
+        return count if self.per_host == "devices" else min(count, self.per_host), width
+
+    def count_devices(self, num_devices: int, device_counts: Sequence[int]) -> int:
+        """Return how many devices a replica has of which a host with `num_devices` is, or the only, host.
+
+        Raises:
+            CallerError: see `find_devices_per_host`.
+        """
+        width = self.find_devices_per_host(device_counts)
+        return self.hosts * (width if self.hosts > 1 else self.divide_host(num_devices, width)[1])
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Return the axes of the mesh of a replica with `num_devices` devices.
@@ -136,14 +187,22 @@ class ReplicaLocation:
     Attributes:
         host_indexes: of its hosts among the live ones.
         slot: which of its host's replicas it is.
+        devices: that it has on each of its hosts.
     """
 
     host_indexes: tuple[int, ...]
     slot: int = 0
+    devices: int = 1
+
+
+def count_devices_by_host(devices: Iterable[DeviceOfProcess]) -> tuple[int, ...]:
+    """Return the number of devices of each host, in the order of their process indexes."""
+    counts = collections.Counter(device.process_index for device in devices)
+    return tuple(counts[index] for index in sorted(counts))
 
 
 def locate_replicas(
-    process_indexes: Sequence[int], shape: ReplicaShape, devices_per_host: int = 1
+    process_indexes: Sequence[int], shape: ReplicaShape, device_counts: Sequence[int]
 ) -> tuple[ReplicaLocation, ...]:
     """Return the replicas that the live hosts can form.
 
@@ -153,32 +212,34 @@ def locate_replicas(
     Args:
         process_indexes: of the live hosts, ascending; after a shrink they have gaps.
         shape: of a replica.
-        devices_per_host: of each host.
+        device_counts: of each live host, in the same order.
 
     Raises:
-        CallerError: not enough hosts for a single replica.
+        CallerError: not enough hosts, or devices, for a single replica.
     """
-    host_indexes = range(len(process_indexes))
+    width = shape.find_devices_per_host(device_counts)
     if shape.hosts == 1:
+        divided = [shape.divide_host(num_devices, width) for num_devices in device_counts]
         return tuple(
-            ReplicaLocation((host,), slot)
-            for host in host_indexes
-            for slot in range(shape.count_replicas_per_host(devices_per_host))
+            ReplicaLocation((host,), slot, devices)
+            for host, (count, devices) in enumerate(divided)
+            for slot in range(count)
         )
-    if len(process_indexes) < shape.hosts:
+    usable = [host for host, count in enumerate(device_counts) if count >= width]
+    if len(usable) < shape.hosts:
         raise CallerError(
-            f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "
+            f"replicas: found {len(usable)} live hosts, expected at least {shape.hosts}, which one replica "
             "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
         )
     # Block = process index // (hosts of a replica), intact if all of its hosts are alive. The hosts of other blocks are
     # regrouped in order, and the last (their number mod hosts of a replica) are left over.
     by_block: dict[int, list[int]] = {}
-    for host, process_index in enumerate(process_indexes):
-        by_block.setdefault(process_index // shape.hosts, []).append(host)
+    for host in usable:
+        by_block.setdefault(process_indexes[host] // shape.hosts, []).append(host)
     intact = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
     rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
     regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
-    return tuple(ReplicaLocation(hosts) for hosts in sorted([*intact, *regrouped]))
+    return tuple(ReplicaLocation(hosts, 0, width) for hosts in sorted([*intact, *regrouped]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +291,18 @@ def count_by_host(locations: Sequence[ReplicaLocation], shares: Sequence[int], n
 
 
 def replica_speeds(locations: Sequence[ReplicaLocation], speeds: np.ndarray) -> list[float]:
-    """Return the speed of each replica: that of its slowest host."""
-    # Its hosts compute each microbatch together, so all wait for the slowest.
-    return [float(min(speeds[list(location.host_indexes)])) for location in locations]
+    """Return the speed of each replica: its part of the speed of its host, or of the slowest of its hosts."""
+    # A host's speed is that of all its replicas together, which are alike. The hosts of one replica compute each
+    # microbatch together, so all wait for the slowest.
+    per_host = collections.Counter(host for location in locations for host in location.host_indexes)
+    return [
+        min(float(speeds[host]) / per_host[host] for host in location.host_indexes) for location in locations
+    ]
+
+
+def count_working_devices(locations: Sequence[ReplicaLocation], num_hosts: int) -> np.ndarray:
+    """Return float[hosts], how many devices of each host compute: its speed, as long as nothing is measured."""
+    counts = np.zeros(num_hosts)
+    for location in locations:
+        counts[list(location.host_indexes)] += location.devices
+    return np.maximum(counts, 1.0)  # of a host without a replica no speed is used

@@ -14,10 +14,10 @@ Rules:
 import dataclasses
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from resilient_jax.step.assignment import AccumulationSpec, Assignment
+from resilient_jax.step.assignment import AccumulationSpec, Assignment, ReplicaLocation
 
 Digest = tuple[int, ...]
 """Of what was computed of a microbatch."""
@@ -82,31 +82,59 @@ def draw_audits(spec: AccumulationSpec, assignment: Assignment, share: float) ->
         share: of all microbatches, from 0 to 1, that is audited.
 
     Returns:
-        At most one for each microbatch. None with one host, or with replicas that span hosts: of those that compute a
-        microbatch together none could be named.
+        At most one for each microbatch. None of a host whose replicas have other numbers of devices than those of all
+        other hosts. None with one host, or with replicas that span hosts: of those that compute a microbatch together
+        none could be named.
     """
     locations, by_replica = assignment.locations, assignment.by_replica
-    hosts = sorted({host for location in locations for host in location.host_indexes})
-    if len(hosts) < 2 or any(len(location.host_indexes) > 1 for location in locations):
+    if any(len(location.host_indexes) > 1 for location in locations):
         return ()
     # The number per replica has the mean share x microbatches / replicas: its integer part, and one more as often as
     # the rest says.
     mean = share * sum(map(len, by_replica)) / len(locations)
     count = int(mean) + (_draw(spec, "step") % 2**32 < (mean % 1.0) * 2**32)
+    audits = []
+    for comparable in _group_comparable(locations):
+        for owner, auditors, referee in _pair_replicas(spec, comparable):
+            ranked = sorted(by_replica[owner], key=lambda index: _draw(spec, f"microbatch {index}"))
+            for turn, auditor in enumerate(auditors):
+                mine = ranked[turn :: len(auditors)]
+                audits += [
+                    Audit(microbatch=index, owner=owner, auditor=auditor, referee=referee)
+                    for index in sorted(mine if share >= 1 else mine[:count])
+                ]
+    return tuple(audits)
+
+
+Slots = dict[int, tuple[int, ...]]
+"""By host, the numbers of its replicas."""
+
+
+def _group_comparable(locations: Sequence[ReplicaLocation]) -> list[Slots]:
+    """Return the hosts by the devices of their replicas: on other numbers of devices a microbatch has other bits."""
+    groups: dict[int, dict[int, list[int]]] = {}
+    for number, location in enumerate(locations):
+        groups.setdefault(location.devices, {}).setdefault(location.host_indexes[0], []).append(number)
+    return [{host: tuple(group[host]) for host in sorted(group)} for _, group in sorted(groups.items())]
+
+
+def _pair_replicas(spec: AccumulationSpec, slots: Slots) -> Iterator[tuple[int, tuple[int, ...], int | None]]:
+    """Yield each replica with those that audit it, and a referee; each replica audits at least one.
+
+    Hosts with equally many replicas audit one to one. Where an owner's host has fewer than its auditor's, some of its
+    replicas are audited by several.
+    """
+    hosts = list(slots)
+    if len(hosts) < 2:
+        return
     first = 1 + _draw(spec, "auditor") % (len(hosts) - 1)
     second = _choose_other(_draw(spec, "referee"), first, len(hosts))
-    replicas = {(location.host_indexes[0], location.slot): i for i, location in enumerate(locations)}
-    audits = []
-    for owner, (location, indexes) in enumerate(zip(locations, by_replica, strict=True)):
-        place = hosts.index(location.host_indexes[0])
-        shifted = [hosts[(place + offset) % len(hosts)] for offset in (first, second or 0)]
-        auditor, referee = (replicas[host, location.slot] for host in shifted)
-        ranked = sorted(indexes, key=lambda index: _draw(spec, f"microbatch {index}"))
-        audits += [
-            Audit(microbatch=index, owner=owner, auditor=auditor, referee=None if second is None else referee)
-            for index in sorted(ranked if share >= 1 else ranked[:count])
-        ]
-    return tuple(audits)
+    for place, host in enumerate(hosts):
+        own, others = slots[host], slots[hosts[(place + first) % len(hosts)]]
+        thirds = None if second is None else slots[hosts[(place + second) % len(hosts)]]
+        for slot, owner in enumerate(own):
+            auditors = others[slot :: len(own)] or (others[slot % len(others)],)
+            yield owner, auditors, None if thirds is None else thirds[slot % len(thirds)]
 
 
 def _draw(spec: AccumulationSpec, what: str) -> int:

@@ -33,13 +33,15 @@ class HostGrid:
         local_mesh: of this host's row, axis LOCAL_AXIS.
         num_hosts: the number of rows.
         host_index: the index of this host's row.
+        device_counts: of each host, with those that are not in its row.
     """
 
     def __init__(self, devices: Sequence[Device], process_index: int) -> None:
         by_host: dict[int, list[Device]] = {}
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
-        width = min(len(of_host) for of_host in by_host.values())
+        self.device_counts = tuple(len(by_host[index]) for index in sorted(by_host))
+        width = min(self.device_counts)
         self.mesh = Mesh(
             np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST_AXIS, LOCAL_AXIS)
         )

@@ -11,7 +11,13 @@ from typing import Final
 
 import numpy as np
 
-from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, count_by_host, replica_speeds
+from resilient_jax.step.assignment import (
+    AccumulationSpec,
+    ReplicaLocation,
+    count_by_host,
+    count_working_devices,
+    replica_speeds,
+)
 from resilient_jax.step.quotas import apportion_microbatches
 
 EXCHANGE_INTERVAL_STEPS: Final = 16
@@ -92,8 +98,9 @@ class HostSpeeds:
             seconds: float[hosts], as exchanged; zeros: not in this step.
             locations: of the replicas.
         """
-        # A generation begins with equal ones: a host that joins does not know by which the others were assigned.
-        present = self._chosen.setdefault(spec.name, np.ones(len(seconds)))
+        # A generation begins with devices of equal speed: a host that joins does not know by which the others were
+        # assigned.
+        present = self._chosen.setdefault(spec.name, count_working_devices(locations, len(seconds)))
         speeds = self._chosen[spec.name] = choose_speeds(present, seconds, locations, spec.num_microbatches)
         if speeds is not present:
             shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))

@@ -90,11 +90,6 @@ class _LiveHosts:
     host_index: int
     grid: HostGrid
 
-    @property
-    def are_alike(self) -> bool:
-        """Whether all have as many devices."""
-        return len(set(map(len, self.devices_by_host))) == 1
-
     @classmethod
     def from_devices(cls, devices: Sequence[Device], process_index: int) -> "_LiveHosts":
         by_process: dict[int, list[Device]] = {}
@@ -190,8 +185,9 @@ class Reducer:
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
-            # As in `HostGrid`, each host counts with as many devices as the host with the fewest has.
-            locations = locate_replicas(live.process_indexes, shape, min(map(len, live.devices_by_host)))
+            locations = locate_replicas(
+                live.process_indexes, shape, [len(devices) for devices in live.devices_by_host]
+            )
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
@@ -239,8 +235,9 @@ class Reducer:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
-        # With other numbers of devices the programs of replicas may have other shapes.
-        typical = next(iter(replicas.values()), None) if self._live.are_alike else None
+        # On other numbers of devices a program has other shapes.
+        are_alike = len({location.devices for location in locations}) == 1
+        typical = next(iter(replicas.values()), None) if are_alike else None
         if spec.name not in self._exchanged:
             self._compare_accumulations(
                 describe_accumulation(spec, replica_shape, zeros),

@@ -178,14 +178,13 @@ def build_replicas(
     for number, seat in enumerate(locations):
         if host_index not in seat.host_indexes:
             continue
-        mine = list(devices_by_host[host_index])
-        width = len(mine) // replica_shape.count_replicas_per_host(len(mine))
-        local = mine[seat.slot * width : (seat.slot + 1) * width]
+        width = seat.devices
+        local = list(devices_by_host[host_index])[seat.slot * width : (seat.slot + 1) * width]
         # In the order of the hosts, so that the mesh is equal on all hosts of the replica.
         devices = (
             local
             if len(seat.host_indexes) == 1
-            else [d for place in seat.host_indexes for d in devices_by_host[place]]
+            else [d for place in seat.host_indexes for d in devices_by_host[place][:width]]
         )
         part = (seat.host_indexes.index(host_index), len(seat.host_indexes))
         found[number] = Replica(devices, local, part, replica_shape.mesh_axes(len(devices)))

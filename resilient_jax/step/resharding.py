@@ -102,7 +102,7 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
         joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
             found[position] = leaf
-    found = [_replicate_over(leaf, local_sharding) for leaf in found]
+    found = [replicate_over(leaf, local_sharding) for leaf in found]
     jax.block_until_ready(found)
     return jax.tree.unflatten(treedef, found)
 
@@ -177,11 +177,12 @@ def shard_tree(tree: Tree, placement: Placement, raveled: Sequence[bool] | None 
     leaves, treedef = jax.tree.flatten(tree)
     targets = _find_targets(tree, placement, raveled)
     cuts = {position: target for position, target in enumerate(targets) if target.is_cut}
+    here = tuple(grid.local_mesh.devices.flat)
+    local = NamedSharding(grid.local_mesh, P())
     leaves = [
-        leaf if target.is_cut else _replicate_over(leaf, target.sharding)
+        _narrow(leaf, local) if target.is_cut else replicate_over(leaf, target.sharding)
         for leaf, target in zip(leaves, targets, strict=True)
     ]
-    here = tuple(grid.local_mesh.devices.flat)
     # Of each device: where its shard starts. Each device of this host gets one row of these.
     starts = [np.array([cut.starts[device] for device in here], np.int32) for cut in cuts.values()]
     program = _cut(grid.local_mesh, tuple(cut.key for cut in cuts.values()))
@@ -282,15 +283,19 @@ class _Target:
         return _find_starts(self.sharding, self.shape)
 
 
-def _replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
-    """Return a leaf that is replicated on every device, replicated over a subset of them, without a copy."""
+def replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
+    """Return a replicated leaf, replicated over these devices of this host; copied to those alone that lack it."""
     if leaf.sharding == where:
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _replicate_over(jax.random.key_data(leaf), where)
+        data = replicate_over(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    copies = [by_device[device] for device in where.addressable_devices]
+    # In a world of hosts with different numbers of devices this host may have more than its row of the grid.
+    copies = [
+        by_device[device] if device in by_device else jax.device_put(leaf.addressable_data(0), device)
+        for device in where.addressable_devices
+    ]
     return jax.make_array_from_single_device_arrays(leaf.shape, where, copies)
 
 
@@ -302,6 +307,13 @@ def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         (len(pieces) * first, *others), NamedSharding(grid.local_mesh, P(LOCAL_AXIS)), pieces
     )
+
+
+def _narrow(leaf: Any, local: NamedSharding) -> Any:  # noqa: ANN401 - an array
+    """Return a leaf on the devices of this host's row alone, of which others may have fewer; it has a copy on each."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set > local.device_set:
+        return replicate_over(leaf, local)
+    return leaf
 
 
 def _as_row(row: jax.Array, grid: HostGrid) -> jax.Array:

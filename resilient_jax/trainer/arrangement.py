@@ -1,6 +1,8 @@
 """Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +28,13 @@ from resilient_jax.sharding.placements import (
     Placement,
     ReplicatedPlacement,
 )
-from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
+from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape, count_devices_by_host
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.worker.world import World
+
+logger = logging.getLogger(__name__)
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 """Axes of a replica's mesh, outermost first; the first one shards the examples."""
@@ -78,8 +82,8 @@ class Arranger:
                 replica_shape=self._config.parallelism.replica_shape,
                 placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)),
             )
+        self.plan_searcher.note_devices(world)
         plan = self.plan_searcher.find_plan(world.hosts)
-        self.plan_searcher.check_device_count(world)
         self._record_plan(world, plan)
         return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
 
@@ -105,7 +109,10 @@ class PlanSearcher:
         self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
         self._program_cost: ProgramCost | None = self._planner.program_cost
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
-        self._plans: dict[tuple[HostName, ...], Plan] = {}
+        self._found: dict[HostName, int] = {}
+        """The devices of hosts that were in the job."""
+        self._plans: dict[tuple[tuple[HostName, int], ...], Plan] = {}
+        """By hosts and their devices."""
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> Plan:
         """Return the best plan for these hosts.
@@ -113,24 +120,36 @@ class PlanSearcher:
         Raises:
             CallerError: a host is not in the topology; no plan fits.
         """
-        if hosts not in self._plans:
-            unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
-            if unknown:
-                raise CallerError(
-                    f"planner: found the hosts {', '.join(unknown)}, expected names of topology {self._topology.name} "
-                    f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
-                    "the hosts there"
-                )
-            absent = [host.name for host in self._topology.hosts if host.name not in hosts]
-            self._plans[hosts] = search_host_local_plan(
+        unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
+        if unknown:
+            raise CallerError(
+                f"planner: found the hosts {', '.join(unknown)}, expected names of topology {self._topology.name} "
+                f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
+                "the hosts there"
+            )
+        counts = {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
+        key = tuple(counts.items())
+        if key not in self._plans:
+            self._plans[key] = search_host_local_plan(
                 self.program_cost,
-                self._topology.without(*absent) if absent else self._topology,
+                self._restrict_topology(counts),
                 microbatch_size=self._config.microbatch_size,
                 global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
                 calibration=self._planner.calibration,
                 axes=self._planner.axis_sizes,
             )
-        return self._plans[hosts]
+        return self._plans[key]
+
+    def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
+        """Return the topology of these hosts with these numbers of devices."""
+        absent = [host.name for host in self._topology.hosts if host.name not in counts]
+        # Which of a host's devices are missing makes no difference to a plan.
+        missing = [
+            f"{host}/{device}"
+            for host, count in counts.items()
+            for device in self._topology.host(host).living_devices[count:]
+        ]
+        return self._topology.without(*absent, *missing) if absent or missing else self._topology
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:
@@ -157,29 +176,45 @@ class PlanSearcher:
             )
         return self._program_cost
 
-    def check_device_count(self, world: World) -> None:
-        """Check that this host has as many devices as in the topology.
+    def note_devices(self, world: World) -> None:
+        """Note how many devices the live hosts have, for the plans from now on; fewer than the topology says are lost.
 
         Raises:
-            CallerError: the numbers of devices differ.
+            CallerError: a host has more devices than in the topology.
         """
-        expected, found = self._topology.host(world.host).devices, len(world.local_devices)
-        if found != expected:
-            raise CallerError(
-                f"planner: found {found} devices on host {world.host}, expected {expected} by topology "
-                f"{self._topology.name}. Change --devices-per-host, or the topology"
-            )
+        for host, found in zip(world.hosts, count_devices_by_host(world.devices), strict=True):
+            if host not in {one.name for one in self._topology.hosts}:
+                continue  # refused by `find_plan`
+            expected = self._topology.host(host).devices
+            if found > expected:
+                raise CallerError(
+                    f"planner: found {found} devices on host {host}, expected {expected} by topology "
+                    f"{self._topology.name}. Change --devices-per-host, or the topology"
+                )
+            if found < expected and self._found.get(host) != found and world.host == host:
+                logger.warning(
+                    "planner: %s has %d of the %d devices that topology %s gives it, and plans are made for those",
+                    host,
+                    found,
+                    expected,
+                    self._topology.name,
+                )
+            self._found[host] = found
 
     def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
         """Return the arrangement that a plan gives a host with these devices."""
         sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
-        per_host = len(devices) // plan.layout.axes.devices
+        width = plan.layout.axes.devices
+        # Where a replica is one device, the state is on as many devices of each host: see `World.local_mesh`. Else a
+        # replica's devices share its shards, so the state is on all replicas.
+        fewest = min(host.devices for host in plan.request.topology.hosts)
+        per_host = min(len(devices), fewest) if width == 1 else len(devices) // width
         # Consecutive devices form a replica.
-        grid = np.array(devices).reshape((per_host, *sizes.values()))
+        grid = np.array(devices[: per_host * width]).reshape((per_host, *sizes.values()))
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(
-            replica_shape=ReplicaShape(per_host=per_host, axes=axes),
+            replica_shape=ReplicaShape(per_host="devices", axes=axes),
             placement=ParameterPlacement(mesh, self._find_specs(sizes, params)),
             plan=plan,
         )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.initial_variables import GivenLeaves
@@ -17,7 +17,7 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
     Raises:
         CallerError: says the numbers.
     """
-    devices = shape.count_devices(len(world.local_devices))
+    devices = shape.count_devices(len(world.local_devices), count_devices_by_host(world.devices))
     cuts = next(iter(shape.mesh_axes(devices).values()))
     sizes = {"microbatch_size": config.microbatch_size}
     if config.evaluation is not None:

@@ -18,10 +18,11 @@ class Planner:
     """Searches the fastest plan for the live hosts in every generation of a `Trainer`.
 
     Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact. Inside a host,
-    devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Parameters, optimizer state
-    and gradients are sharded over a replica's devices as the plan says. Where the plan's axes change, the weights equal
-    those of another plan within rounding, not bit for bit; where only the number of replicas changes they have the same
-    bits.
+    devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Hosts may have different
+    numbers of devices, and fewer than in the topology: all replicas have the same axes, and a host has as many as its
+    devices allow. Parameters, optimizer state and gradients are sharded over a replica's devices as the plan says.
+    Where the plan's axes change, the weights equal those of another plan within rounding, not bit for bit; where only
+    the number of replicas changes they have the same bits.
 
     Attributes:
         topology: the topology of all hosts that may take part, or its file; the hosts of a job are found in it by

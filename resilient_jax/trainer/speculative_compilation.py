@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -143,7 +144,8 @@ def compile_step(
     """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
     shape, placement = arrangement.replica_shape, arrangement.placement
     # Of this host alone: a planned replica is inside a host, and its programs depend on no other.
-    seats = [ReplicaLocation((0,), slot) for slot in range(shape.count_replicas_per_host(len(devices)))]
+    count, width = shape.divide_host(len(devices), math.prod(size for _, size in shape.axes))
+    seats = [ReplicaLocation((0,), slot, width) for slot in range(count)]
     for replica in build_replicas(seats, [devices], 0, shape).values():
         check()
         there = placement.with_mesh(replica.mesh)

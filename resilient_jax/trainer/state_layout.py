@@ -30,7 +30,8 @@ from resilient_jax.sharding.raveled_array import ravel_leaves
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.shard_sizes import measure_shards
 from resilient_jax.step import resharding
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
+from resilient_jax.step.assignment import DATA_AXIS
+from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
@@ -73,10 +74,23 @@ class StateLayout(abc.ABC):
         self.arrangement = arrangement
         self.placement = placement
 
-    @property
+    @functools.cached_property
     def local_sharding(self) -> NamedSharding:
         """The sharding that replicates an array on this host's devices."""
         return NamedSharding(self.arrangement.placement.mesh, P())
+
+    @functools.cached_property
+    def compute_sharding(self) -> NamedSharding:
+        """The sharding that replicates an array on all devices of this host that compute microbatches.
+
+        More than those of `local_sharding` where other hosts have fewer devices.
+        """
+        mesh, devices = self.arrangement.placement.mesh, self.world.local_devices
+        plan = self.arrangement.plan
+        # The replicas of a plan have shards, and each replica its own.
+        if mesh.size == len(devices) or (plan is not None and plan.layout.axes.devices > 1):
+            return self.local_sharding
+        return NamedSharding(make_mesh(devices, DATA_AXIS, f"host {self.world.host}"), P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -190,8 +204,11 @@ class ReplicatedLayout(StateLayout):
         return state
 
     def gather(self, tree: Tree) -> Tree:
-        """Return the leaves, which are replicated."""
-        return tree
+        """Return the leaves, which are replicated; copied to devices that only compute."""
+        where = self.compute_sharding
+        if where is self.local_sharding:
+            return tree
+        return jax.tree.map(lambda leaf: resharding.replicate_over(leaf, where), tree)
 
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves, which are placed right."""
@@ -222,10 +239,8 @@ class ShardedLayout(StateLayout):
     """Every host has its shards; snapshots have those of a dead host."""
 
     def __init__(self, world: World, arrangement: Arrangement, raveled: RaveledLeaves) -> None:
-        axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
         # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
-        mesh = make_mesh(world.devices, axes, "all hosts")
-        self._placement = fully_sharded(mesh)
+        self._placement = fully_sharded(HostGrid(world.devices, world.host_index).mesh)
         super().__init__(world, self._placement, arrangement)
         self._raveled = raveled
         self._update: Compiled | None = None
@@ -244,7 +259,7 @@ class ShardedLayout(StateLayout):
 
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, gathered from all hosts."""
-        return resharding.replicate_tree(tree, self.local_sharding)
+        return resharding.replicate_tree(tree, self.compute_sharding)
 
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves as each device's shards."""

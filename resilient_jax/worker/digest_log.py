@@ -7,7 +7,7 @@ machine can compute a step again and compare.
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from resilient_jax.protocol.step_digests import ENTRY_ENCODER, DigestEntry, RunE
 from resilient_jax.state.flat_state import FlatState, flatten_state
 from resilient_jax.state.state_digest import KEY_OF_COMPLETE_STATE, digest_state
 from resilient_jax.step.accumulation_call import AccumulationCall
-from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.observers import Observer
 from resilient_jax.worker.script_fingerprint import describe_script
@@ -102,7 +102,9 @@ class DigestObserver(Observer):
             digest=_format(digest_state(flatten_state(call.spec.step, total))),
             num_microbatches=call.spec.num_microbatches,
             reduction=call.spec.reduction,
-            replica=describe_replica(call.replica_shape, len(jax.local_devices())),
+            replica=describe_replica(
+                call.replica_shape, jax.local_device_count(), count_devices_by_host(call.devices)
+            ),
         )
 
     def on_commit(self, state: FlatState) -> None:
@@ -130,13 +132,13 @@ def is_recorded(step: int, interval_steps: int) -> bool:
     return interval_steps > 0 and (step + 1) % interval_steps == 0
 
 
-def describe_replica(shape: ReplicaShape, devices_per_host: int) -> str:
-    """Return on what a microbatch is computed, such as "2 devices of one host".
+def describe_replica(shape: ReplicaShape, num_devices: int, device_counts: Sequence[int]) -> str:
+    """Return on what a microbatch is computed on a host with `num_devices`, such as "2 devices of one host".
 
-    >>> describe_replica(ReplicaShape(per_host="devices"), 4)
+    >>> describe_replica(ReplicaShape(per_host="devices"), 4, [4, 3])
     '1 device of one host'
     """
-    count = shape.count_devices(devices_per_host)
+    count = shape.count_devices(num_devices, device_counts)
     where = "one host" if shape.hosts == 1 else f"{shape.hosts} hosts"
     axes = f" as {dict(shape.axes)}" if shape.axes else ""
     return f"{count} device{'s' if count > 1 else ''} of {where}{axes}"

@@ -35,7 +35,7 @@ from resilient_jax.sharding.raveled_array import (
 from resilient_jax.state.flat_state import is_random_key, make_abstract_state
 from resilient_jax.state.shard_sizes import measure_shards
 from resilient_jax.step import resharding
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
+from resilient_jax.step.host_grid import LOCAL_AXIS, HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.world import World
@@ -76,9 +76,8 @@ class ShardedState:
 
     def __init__(self, world: World, init_fn: Callable[[], Any]) -> None:
         self._world, self._init_fn = world, init_fn
-        axes = {HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1}
         # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
-        self._placement = RaveledPlacement(make_mesh(world.devices, axes, "all hosts"))
+        self._placement = RaveledPlacement(HostGrid(world.devices, world.host_index).mesh)
         self._local = NamedSharding(make_mesh(world.local_devices, LOCAL_AXIS, "this host"), P())
         self._gathered: dict[object, Tree] = {}
         """The shapes of what was gathered in this generation, each tree once."""

@@ -19,7 +19,12 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.replay import ReplayOrder
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
-from resilient_jax.step.assignment import AccumulationOptions, AccumulationSpec, ReplicaShape
+from resilient_jax.step.assignment import (
+    AccumulationOptions,
+    AccumulationSpec,
+    ReplicaShape,
+    count_devices_by_host,
+)
 from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.audit_response import AuditResponse
@@ -121,8 +126,13 @@ class World:
         return make_mesh(self.devices, axes, f"the {len(self.hosts)} live hosts")
 
     def local_mesh(self, axes: AxisSizes = "data") -> Mesh:
-        """Return a mesh over this host's devices alone: programs on it survive every change of membership."""
-        return make_mesh(self.local_devices, axes, f"host {self.host}")
+        """Return a mesh over this host's devices alone: programs on it survive every change of membership.
+
+        It has as many devices on every host: the first ones, where other hosts have fewer. Then all hosts update their
+        copies of a state by the same program, and get the same bits.
+        """
+        width = min(count_devices_by_host(self.devices))
+        return make_mesh(self.local_devices[:width], axes, f"host {self.host}")
 
     # Steps and state.
 

@@ -89,6 +89,12 @@ def test_a_host_that_becomes_slow_is_named_and_no_other(
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (incidents, 0, 0), told
 
 
+def test_a_host_that_loses_a_device_goes_on_without_it_and_bits_stay_equal(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "devices", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (2, 0, 0), told
+
+
 def test_a_host_that_comes_and_goes_is_quarantined_and_no_other(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "flapping", "--run-dir", str(tmp_path))
     assert code == 0, told

@@ -1,4 +1,5 @@
-"""A job of the trainer with a replicated or sharded state. Usage: sharded_job.py WORK_DIR replicated|sharded.
+"""A job of the trainer with a replicated or sharded state. Usage: sharded_job.py WORK_DIR replicated|sharded
+[each]. With `each` every device computes microbatches of its own.
 
 After every step each host appends a line to `shares.<host index>`: the step, the bytes of the state on this host, those
 of the complete state, and how many complete nonzero arrays of a parameter's shape the process has in all.
@@ -72,7 +73,9 @@ if __name__ == "__main__":
         batch_size=24,
         microbatch_size=4,
         numerics=rj.Numerics(clip_norm=0.5),
-        parallelism=rj.Parallelism(state=STATE),
+        parallelism=rj.Parallelism(
+            state=STATE, replica_shape=rj.ReplicaShape(per_host="devices" if "each" in sys.argv else 1)
+        ),
         evaluation=rj.Evaluation(data=batch, interval_steps=4, num_microbatches=3),
         early_stopping=rj.EarlyStopping(patience=50),
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=5),

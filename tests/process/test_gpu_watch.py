@@ -15,6 +15,7 @@ from resilient_jax.cluster.job_report import read_job_report
 from resilient_jax.cluster.run_directory import HostLog, JobContact, make_log_path
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 from resilient_jax.protocol.records import HostStatus
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
@@ -36,10 +37,19 @@ class GpuHost:
         (work / "stub.py").write_text(STUB)
 
     def start(
-        self, *, platform: str = "gpu", gpu_health: str = "act", environment: dict[str, str] | None = None
+        self,
+        *,
+        platform: str = "gpu",
+        gpu_health: str = "act",
+        after_loss: str = "host",
+        max_restarts: int = 5,
+        environment: dict[str, str] | None = None,
     ) -> HandStartedAgent:
         config = self.work / "job.toml"
-        config.write_text(f'gpu_health = "{gpu_health}"\nlease_ttl_s = 60.0\nrestart_backoff_s = 0.0\n')
+        config.write_text(
+            f'gpu_health = "{gpu_health}"\ndevices_after_loss = "{after_loss}"\nlease_ttl_s = 60.0\n'
+            f"restart_backoff_s = 0.0\nmax_restarts = {max_restarts}\n"
+        )
         options = [
             "--host-name",
             HOST,
@@ -71,6 +81,14 @@ class GpuHost:
     def quarantine(self) -> list[str]:
         return [record.reason for record in asyncio.run(read_job_report(self._contact)).quarantine]
 
+    def device_quarantine(self) -> tuple[DeviceQuarantineRecord, ...]:
+        return asyncio.run(read_job_report(self._contact)).device_quarantine
+
+    def run_hosts(self, *words: str) -> str:
+        code, said = run_command(["hosts", *self._where, *words], {TOKEN_VARIABLE: TOKEN})
+        assert code == 0, said
+        return said
+
     def wait_worker(self) -> int:
         """Return the process of the worker, once one runs."""
         found: list[int] = []
@@ -93,6 +111,80 @@ class GpuHost:
 def host(tmp_path: Path) -> Iterator[GpuHost]:
     with served_store() as store:
         yield GpuHost(tmp_path, store)
+
+
+def read_visible(host: GpuHost) -> str:
+    """Return which GPUs the worker sees."""
+    variables = Path(f"/proc/{host.wait_worker()}/environ").read_bytes().split(b"\0")
+    (found,) = (one.decode() for one in variables if one.startswith(b"CUDA_VISIBLE_DEVICES="))
+    return found.removeprefix("CUDA_VISIBLE_DEVICES=")
+
+
+def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(host: GpuHost) -> None:
+    with host.start(after_loss="even", max_restarts=0) as agent:
+        before = host.wait_worker()
+        host.nvml.report_xid(0, 79)
+        wait_until("another worker", lambda: host.wait_worker() != before)
+        assert read_visible(host) == "GPU-00000001-fake"
+        assert host.quarantine() == []
+        (record,) = host.device_quarantine()
+        assert (record.device, record.host) == (0, HOST)
+        assert "GPU 0 (GPU-00000000-fake): the driver reported XID 79" in record.reason
+        changed = host.wait_event(EventKind.DEVICES_CHANGED)
+        assert (changed.detail["devices"], changed.detail["num_devices"]) == ("1", 2)
+        host.wait_event(EventKind.DEVICE_QUARANTINED)
+        shown = host.show_status()
+        assert "host-0:0: device in quarantine for" in shown
+        assert "trains on 1 of 2 devices" in shown
+        without = host.wait_worker()
+        host.run_hosts("clear", "host-0:0")
+        wait_until("a worker with both", lambda: host.wait_worker() != without)
+        assert host.wait_event(EventKind.DEVICES_CHANGED, num=2).detail["why"] == "a device is back"
+        assert host.device_quarantine() == ()
+        assert len(host.events(EventKind.GPU_FAILED)) == 1
+        assert agent.interrupt() == ExitCode.INTERRUPTED
+
+
+def test_a_host_whose_last_gpu_fails_is_taken_out(host: GpuHost) -> None:
+    with host.start(after_loss="even") as agent:
+        before = host.wait_worker()
+        host.nvml.report_xid(1, 79)
+        wait_until("another worker", lambda: host.wait_worker() != before)
+        host.nvml.report_xid(0, 95)
+        wait_until("the host's quarantine", lambda: bool(host.quarantine()))
+        (reason,) = host.quarantine()
+        assert "GPU 0 (GPU-00000000-fake): the driver reported XID 95" in reason
+        assert agent.interrupt() == ExitCode.INTERRUPTED
+
+
+def test_a_host_joins_without_an_unfit_gpu_and_an_agent_that_follows_knows_it(host: GpuHost) -> None:
+    host.nvml.answer(gpu1__remap_failed=1)
+    with host.start(after_loss="all") as agent:
+        assert read_visible(host) == "GPU-00000000-fake"
+        wait_until("the record", lambda: len(host.device_quarantine()) == 1)
+        assert agent.interrupt() == ExitCode.INTERRUPTED
+    host.nvml.answer(gpu1__remap_failed=0)
+    with host.start(after_loss="all") as agent:
+        wait_until("another agent's worker", lambda: len(host.events(EventKind.WORKER_STARTED)) == 2)
+        assert read_visible(host) == "GPU-00000000-fake"
+        assert agent.interrupt() == ExitCode.INTERRUPTED
+
+
+def test_an_operator_takes_a_device_out_and_a_number_that_is_none_is_refused(host: GpuHost) -> None:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    with host.start(platform="cpu", after_loss="even", environment=flags) as agent:
+        before = host.wait_worker()
+        host.run_hosts("drain", "host-0:3", "--for", "600")
+        wait_until("another worker", lambda: host.wait_worker() != before)
+        variables = Path(f"/proc/{host.wait_worker()}/environ").read_bytes()
+        assert b"--xla_force_host_platform_device_count=2" in variables
+        assert "host-0:3: for " in host.run_hosts("list")
+        before = host.wait_worker()
+        host.run_hosts("drain", "host-0:4")
+        agent.wait_said("host-0:4: there is no such device: this host has 4")
+        assert host.wait_worker() == before
+        assert host.quarantine() == []
+        assert agent.interrupt() == ExitCode.INTERRUPTED
 
 
 def test_a_host_with_an_unfit_gpu_does_not_join(host: GpuHost) -> None:

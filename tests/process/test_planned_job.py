@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from agents import run_command
 from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
 
 from resilient_jax.chaos.local_job import LocalJob
@@ -15,6 +16,7 @@ from resilient_jax.cluster.standby_schedule import SETTLING_S
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder
+from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
 
 JOB = Path(__file__).with_name("planned_job.py")
 TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
@@ -204,9 +206,34 @@ def test_a_host_that_is_not_in_the_topology_ends_the_job_with_a_remedy(tmp_path)
     )
 
 
-def test_another_number_of_devices_than_in_the_topology_ends_the_job_with_both_numbers(tmp_path):
-    with launch(tmp_path, hosts=2, devices=1) as job:
+def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
+    with launch(tmp_path, hosts=2, steps=MANY_STEPS, cache=tmp_path / "cache") as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
+        job.wait_held(["host-0"], DEADLINE_S)
+        code, said = run_command(["hosts", str(tmp_path / "run"), "drain", "host-1:1"])
+        assert code == 0, said
+        job.wait_event("a worker with one device", lambda event: event.kind is EventKind.DEVICES_CHANGED)
+        job.release()
+        job.wait_event(
+            "a plan for three devices",
+            lambda event: event.kind is EventKind.PLAN_CHOSEN and event.detail["plan"] == "replica 3",
+            DEADLINE_S,
+        )
+        began = max(
+            host.step for host in job.wait_report("the hosts", lambda report: bool(report.hosts)).hosts
+        )
+        # Twice, so that the hosts have compared their states at least once since then.
+        goal = began + 2 * COMPARISON_INTERVAL_STEPS
+        job.wait_report(
+            f"step {goal}", lambda report: min(host.step for host in report.hosts) >= goal, DEADLINE_S
+        )
+        assert not [event for event in job.read_events() if event.kind is EventKind.STATE_DIFFERS]
+        assert "planner: host-1 has 1 of the 2 devices that topology local_4x2 gives it" in job.read_output()
+
+
+def test_more_devices_than_in_the_topology_end_the_job_with_both_numbers(tmp_path):
+    with launch(tmp_path, hosts=2, devices=3) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
         said = job.read_output()
-    assert "found 1 devices on host host-" in said
+    assert "found 3 devices on host host-" in said
     assert "expected 2 by topology local_4x2" in said

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from agents import run_command
 from compiled_programs import find_programs_after, start_joining_agent, wait_compiled_ahead, wait_joining
 from launched import run_alone
 
@@ -34,9 +35,9 @@ def complete(tmp_path_factory):
     return said_in(run_alone([str(JOB), str(work), "replicated"], DEADLINE_S))
 
 
-def launch(work, hosts, options=()):
+def launch(work, hosts, options=(), words=("sharded",)):
     return LocalJob(
-        [str(JOB), str(work), "sharded"],
+        [str(JOB), str(work), *words],
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "2", *options],
@@ -75,6 +76,26 @@ def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_
         found = said_in(job.read_output())
     assert found == complete
     assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)
+
+
+def test_a_host_that_loses_a_device_goes_on_with_equal_bits(tmp_path):
+    (tmp_path / "alone").mkdir()
+    expected = said_in(run_alone([str(JOB), str(tmp_path / "alone"), "replicated", "each"], DEADLINE_S))
+    # The other host waits for it.
+    (tmp_path / "job.toml").write_text('min_hosts = 2\ndevices_after_loss = "all"\n')
+    options = ["--config", str(tmp_path / "job.toml"), "--devices-per-host", "3"]
+    with launch(tmp_path, 2, options, ["sharded", "each"]) as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 4)
+        job.wait_held(["host-0"], DEADLINE_S)
+        code, said = run_command(["hosts", str(tmp_path / "run"), "drain", "host-1:1"])
+        assert code == 0, said
+        job.wait_event("other devices", lambda event: event.kind is EventKind.DEVICES_CHANGED, DEADLINE_S)
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found, events = said_in(job.read_output()), job.read_events()
+    assert len(expected) == REPORTS + 1
+    assert found == expected
+    assert not [event for event in events if event.kind is EventKind.STATE_DIFFERS]
 
 
 def worlds_of(num_hosts: int) -> list[str]:

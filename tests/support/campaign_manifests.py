@@ -76,6 +76,8 @@ def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
             others = {TargetPart.LINK, *STORES.values()} - {STORES[store]}
             part = draw(st.sampled_from([part for part in TargetPart if part not in others]))
             fault = draw(OUTER)
+            if part is TargetPart.HOST and draw(st.booleans()):
+                fault = draw(st.builds(faults.DeviceLoss, device=st.just(0), duration_s=SECONDS))
     if part is TargetPart.STORE_MEMBER and not isinstance(fault, faults.STORE_MEMBER_FAULTS):
         fault = faults.ProcessKill()
     names = MEMBERS if part is TargetPart.STORE_MEMBER else HOSTS

@@ -111,12 +111,12 @@ class Pod:
     def output(self) -> str:
         return "\n".join(agent.output()[-3000:] for agent in self.agents.values())
 
-    def finish(self) -> None:
-        """Let the job end; check that every step was done once, as in an undisturbed run."""
+    def finish(self, words: Sequence[str] = ()) -> None:
+        """Let the job end; check that every step was done once, as in an undisturbed run with these words."""
         (self.work / "stop").write_text(str(self.step() + 20))
         codes = {host: agent.wait(RECOVERY_S) for host, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self.output()}"
-        check_steps(self.work)
+        check_steps(self.work, words)
 
 
 def may_build_networks() -> str | None:

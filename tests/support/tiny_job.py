@@ -58,6 +58,8 @@ SHARED_STEPS = 200
 """Undisturbed runs have a multiple of so many steps, so that later tests can share them."""
 TAIL_BYTES = 8192
 """Read of the end of a log, for its last complete line: several times as long as a line."""
+EACH_DEVICE = "per_host=devices"
+"""Each device computes microbatches of its own, with the same bits however many a host has."""
 ONE_DEVICE = ("--devices-per-host", "1")
 """For tests that do not depend on the number of devices: less to compute."""
 
@@ -283,9 +285,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
         assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
         # Two replicas of a host may trace at once at their start, and a host without a replica has not traced yet.
         assert len({row["traced"] for row in rows} - {0}) <= 1, f"{process} traced again"
-        replicas = max(
-            (int(word.removeprefix("per_host=")) for word in words if "per_host=" in word), default=1
-        )
+        replicas = _count_replicas(words, max(row["devices"] for row in rows)) if rows else 1
         # A replica on several hosts has other devices in another generation, each with a program of its own.
         if not any(word.startswith("hosts=") for word in words):
             assert max((row["programs"] for row in rows), default=0) <= replicas, f"{process} compiled again"
@@ -296,8 +296,8 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
     assert sorted(by_step) == list(range(total)), f"skipped: {sorted(set(range(total)) - set(by_step))}"
     _check_microbatches(work, by_step)
     devices = {row["devices"] for rows in logs.values() for row in rows}
-    assert len(devices) == 1, devices
-    alone = _undisturbed(work, total, words, devices.pop())
+    assert len(devices) == 1 or EACH_DEVICE in words, devices
+    alone = _undisturbed(work, total, words, max(devices))
     for step, rows in by_step.items():
         for row in rows:
             if "fast" in words:
@@ -314,6 +314,12 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
             assert _digest(found) == alone.rows[total - 1]["digest"], (
                 f"{path}: other bits than after the last step"
             )
+
+
+def _count_replicas(words: Sequence[str], num_devices: int) -> int:
+    """Return how many replicas a host with so many devices has."""
+    given = [word.removeprefix("per_host=") for word in words if word.startswith("per_host=")]
+    return num_devices if EACH_DEVICE in words else max(map(int, given), default=1)
 
 
 def _check_microbatches(work: Path, by_step: dict[int, list[dict]]) -> None:

@@ -10,9 +10,11 @@ from resilient_jax.step.assignment import (
     ReplicaLocation,
     ReplicaShape,
     assign_microbatches,
+    count_working_devices,
     locate_replicas,
+    replica_speeds,
 )
-from resilient_jax.step.quotas import accept_disjoint_claims
+from resilient_jax.step.quotas import accept_disjoint_claims, apportion_microbatches
 
 
 @given(data=st.data(), hosts=st.integers(1, 7), microbatches=st.integers(1, 40), span=st.integers(1, 3))
@@ -42,7 +44,7 @@ def compute(
     Every host of a replica keeps the total, as one more part, and claims it in the next generation.
     """
     claims = accept_disjoint_claims(np.stack([kept[host] for host in live]))
-    seats = locate_replicas(live, shape)
+    seats = locate_replicas(live, shape, [1] * len(live))
     assignment = assign_microbatches(seats, claims > 0, np.ones(len(live)))
     counted = (claims > 0).sum(axis=0)
     for host, row in zip(live, claims, strict=True):
@@ -59,43 +61,96 @@ def compute(
 
 @given(st.integers(1, 12), st.integers(1, 60))
 def test_the_microbatches_of_a_new_step_are_divided_evenly(hosts: int, microbatches: int) -> None:
-    seats = locate_replicas(range(hosts), ReplicaShape())
+    seats = locate_replicas(range(hosts), ReplicaShape(), [1] * hosts)
     dealt = assign_microbatches(seats, np.zeros((hosts, microbatches), np.bool_), np.ones(hosts)).by_replica
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 def test_intact_replicas_stay_together_and_survivors_of_broken_ones_are_regrouped() -> None:
     shape = ReplicaShape(hosts=2)
-    assert locate_replicas(range(6), shape) == (
+    assert locate_replicas(range(6), shape, [1] * 6) == (
         ReplicaLocation((0, 1)),
         ReplicaLocation((2, 3)),
         ReplicaLocation((4, 5)),
     )
     # Hosts 1 and 4 have died: 2 and 3 stay together, 0 and 5 form a new replica.
-    assert locate_replicas([0, 2, 3, 5], shape) == (ReplicaLocation((0, 3)), ReplicaLocation((1, 2)))
+    assert locate_replicas([0, 2, 3, 5], shape, [1] * 4) == (ReplicaLocation((0, 3)), ReplicaLocation((1, 2)))
     # One more has died: host 5 is left over.
-    assert locate_replicas([2, 3, 5], shape) == (ReplicaLocation((0, 1)),)
+    assert locate_replicas([2, 3, 5], shape, [1] * 3) == (ReplicaLocation((0, 1)),)
 
 
 def test_a_host_has_several_replicas_if_the_shape_asks_for_them() -> None:
-    seats = (
-        ReplicaLocation((0,), 0),
-        ReplicaLocation((0,), 1),
-        ReplicaLocation((1,), 0),
-        ReplicaLocation((1,), 1),
-    )
-    assert locate_replicas([0, 3], ReplicaShape(per_host=2), devices_per_host=8) == seats
-    assert locate_replicas([0, 3], ReplicaShape(per_host="devices"), devices_per_host=2) == seats
+
+    def seats(devices: int) -> tuple[ReplicaLocation, ...]:
+        return tuple(ReplicaLocation((host,), slot, devices) for host in (0, 1) for slot in (0, 1))
+
+    assert locate_replicas([0, 3], ReplicaShape(per_host=2), [8, 8]) == seats(4)
+    assert locate_replicas([0, 3], ReplicaShape(per_host="devices"), [2, 2]) == seats(1)
     with pytest.raises(CallerError, match="found 3 devices on a host, expected a multiple of per_host=2"):
-        locate_replicas([0, 3], ReplicaShape(per_host=2), devices_per_host=3)
+        locate_replicas([0, 3], ReplicaShape(per_host=2), [3, 3])
 
 
 def test_too_few_hosts_for_a_replica_is_an_error() -> None:
     with pytest.raises(CallerError, match=r"found 1 live hosts, expected at least 2"):
-        locate_replicas([5], ReplicaShape(hosts=2))
+        locate_replicas([5], ReplicaShape(hosts=2), [1])
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(0, 1), (2, 2), (1, -1)])
 def test_an_impossible_shape_is_an_error(hosts: int, per_host: int) -> None:
     with pytest.raises(CallerError, match=f"hosts={hosts}, per_host={per_host}"):
         ReplicaShape(hosts=hosts, per_host=per_host)
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts", "expected"),
+    [
+        (ReplicaShape(per_host="devices"), [2, 1, 3], [(1, 1), (1,), (1, 1, 1)]),
+        (ReplicaShape(), [8, 8, 4], [(8,), (8,), (4,)]),
+        (ReplicaShape(per_host=2), [8, 7, 3], [(4, 4), (4,), (3,)]),
+        (ReplicaShape(per_host=4, axes=(("data", 1), ("tensor", 2))), [8, 7, 1], [(2,) * 4, (2,) * 3, ()]),
+        (ReplicaShape(per_host="devices", axes=(("data", 1),)), [2, 1], [(1, 1), (1,)]),
+        (ReplicaShape(per_host=2, axes=(("data", 4),)), [7, 5], [(4,), (4,)]),
+    ],
+    ids=[
+        "each device",
+        "one of all",
+        "several",
+        "given axes",
+        "given axis of one",
+        "none has all its devices",
+    ],
+)
+def test_hosts_with_fewer_devices_have_fewer_replicas_which_are_alike(
+    shape: ReplicaShape, counts: list[int], expected: list[tuple[int, ...]]
+) -> None:
+    found = locate_replicas(range(len(counts)), shape, counts)
+    by_host = [tuple(one.devices for one in found if one.host_indexes == (h,)) for h in range(len(counts))]
+    assert by_host == expected
+    speeds = count_working_devices(found, len(counts))
+    shares = apportion_microbatches(10 * sum(map(sum, expected)), replica_speeds(found, speeds))
+    assert list(shares) == [10 * one.devices for one in found], "in proportion to devices"
+
+
+def test_a_host_with_too_few_devices_is_no_part_of_a_replica_that_spans_hosts() -> None:
+    given = ReplicaShape(hosts=2, axes=(("data", 4),))
+    assert locate_replicas(range(3), given, [2, 1, 2]) == (ReplicaLocation((0, 2), 0, 2),)
+    assert locate_replicas(range(2), ReplicaShape(hosts=2), [2, 1]) == (ReplicaLocation((0, 1), 0, 1),)
+    with pytest.raises(CallerError, match="found 1 live hosts, expected at least 2"):
+        locate_replicas(range(2), given, [2, 1])
+
+
+@pytest.mark.parametrize(("per_host", "count"), [(1, 4), (1, 1), (2, 6)])
+def test_axes_that_were_meant_for_other_hosts_are_an_error(per_host: int, count: int) -> None:
+    shape = ReplicaShape(per_host=per_host, axes=(("data", 2),))
+    with pytest.raises(CallerError, match=r"found axes \{'data': 2\} for a replica of"):
+        locate_replicas(range(2), shape, [count, count])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))
+def test_no_device_is_in_two_replicas(counts: list[int], width: int) -> None:
+    most = max(counts)
+    axes = (("data", min(width, most)),)
+    shape = ReplicaShape(per_host=max(most // min(width, most), 1), axes=axes)
+    found = locate_replicas(range(len(counts)), shape, counts)
+    used = [sum(one.devices for one in found if one.host_indexes == (host,)) for host in range(len(counts))]
+    assert all(mine <= count < mine + min(width, most) for mine, count in zip(used, counts, strict=True))

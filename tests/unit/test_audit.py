@@ -31,7 +31,7 @@ from resilient_jax.worker.training_control import CorruptionFound
 
 
 def assign(num_hosts, num_microbatches, per_host=1, claims=None):
-    locations = locate_replicas(range(num_hosts), ReplicaShape(per_host=per_host), per_host)
+    locations = locate_replicas(range(num_hosts), ReplicaShape(per_host=per_host), [per_host] * num_hosts)
     claims = np.zeros((num_hosts, num_microbatches), bool) if claims is None else claims
     return assign_microbatches(locations, claims, np.ones(num_hosts))
 
@@ -84,9 +84,37 @@ def test_what_a_host_has_from_before_a_failure_is_not_audited():
 
 
 def test_replicas_that_span_hosts_are_not_audited():
-    locations = locate_replicas(range(4), ReplicaShape(hosts=2))
+    locations = locate_replicas(range(4), ReplicaShape(hosts=2), [1] * 4)
     assignment = assign_microbatches(locations, np.zeros((4, 8), bool), np.ones(4))
     assert draw_audits(spec_of(0, 8), assignment, 1.0) == ()
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    step=st.integers(0, 1000),
+    share=st.floats(0, 1),
+)
+def test_of_hosts_with_other_numbers_of_replicas_each_replica_audits_another_host(counts, step, share):
+    locations = locate_replicas(range(len(counts)), ReplicaShape(per_host="devices"), counts)
+    size = 8 * len(locations)
+    assignment = assign_microbatches(locations, np.zeros((len(counts), size), bool), np.array(counts, float))
+    audits = draw_audits(spec_of(step, size), assignment, share)
+    for audit in audits:
+        parties = [audit.owner, audit.auditor, *([] if audit.referee is None else [audit.referee])]
+        assert len({locations[replica].host_indexes for replica in parties}) == len(parties)
+        assert audit.microbatch in assignment.by_replica[audit.owner]
+    assert len({audit.microbatch for audit in audits}) == len(audits)
+    if audits:
+        assert {audit.auditor for audit in audits} == set(range(len(locations)))
+        assert {audit.owner for audit in audits} == set(range(len(locations)))
+
+
+def test_replicas_of_other_sizes_are_not_compared():
+    locations = locate_replicas(range(3), ReplicaShape(), [4, 2, 4])
+    assignment = assign_microbatches(locations, np.zeros((3, 10), bool), np.array([4.0, 2.0, 4.0]))
+    audits = draw_audits(spec_of(0, 10), assignment, 1.0)
+    assert {(audit.owner, audit.auditor, audit.referee) for audit in audits} == {(0, 2, None), (2, 0, None)}
 
 
 SOUND, WRONG, OTHER = (1, 2), (3, 4), (5, 6)
@@ -335,7 +363,7 @@ def test_list_audited_hosts_are_those_that_also_audit():
 
 
 def test_a_host_is_audited_if_each_of_its_replicas_is():
-    locations = locate_replicas([ProcessIndex(0), ProcessIndex(1)], ReplicaShape(per_host="devices"), 2)
+    locations = locate_replicas([ProcessIndex(0), ProcessIndex(1)], ReplicaShape(per_host="devices"), [2, 2])
     claims = np.zeros((2, 8), bool)
     audits = draw_audits(spec_of(0, 8), assignment := assign_microbatches(locations, claims, np.ones(2)), 1.0)
     assert list_audited_hosts(audits, assignment) == [0, 1]
@@ -344,7 +372,7 @@ def test_a_host_is_audited_if_each_of_its_replicas_is():
 
 
 def test_with_a_share_of_1_each_microbatch_is_audited_whoever_has_how_many():
-    locations = locate_replicas([ProcessIndex(0), ProcessIndex(1)], ReplicaShape())
+    locations = locate_replicas([ProcessIndex(0), ProcessIndex(1)], ReplicaShape(), [1, 1])
     claims = np.zeros((2, 8), bool)
     assignment = assign_microbatches(locations, claims, np.array([3.0, 1.0]))
     audits = draw_audits(spec_of(0, 8), assignment, 1.0)

@@ -119,7 +119,11 @@ def run_campaign(
     active_faults = ActiveFaults()
     job = cast(LocalJob, FakeJob(folder, steps, code, active_faults))
     environment = FaultEnvironment(
-        network=None, disk=None, checkpoint_root=folder, is_store_foreign=is_store_foreign
+        network=None,
+        disk=None,
+        checkpoint_root=folder,
+        run_directory=folder,
+        is_store_foreign=is_store_foreign,
     )
     reference = cast(ReferenceRun, FakeReference())
     ledger = tail_ledger(folder / "ledger")

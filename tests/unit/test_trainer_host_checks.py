@@ -22,6 +22,7 @@ class FakeWorld:
     host: str = "a"
     host_index: int = 0
     local_devices: tuple[int, ...] = (0, 1, 2, 3)
+    devices: tuple[Any, ...] = tuple(SimpleNamespace(process_index=host) for host in 4 * [0, 1, 2])
 
     def count_replicas(self, replica_shape):
         return len(self.hosts) // replica_shape.hosts * replica_shape.per_host

@@ -51,7 +51,9 @@ class SimulatedHosts:
         num_hosts = self._chance.choice(HOSTS)
         self._corrupt = self._chance.randrange(num_hosts)
         self._num_microbatches = num_hosts * self._chance.choice(MICROBATCHES_PER_HOST)
-        locations = locate_replicas([ProcessIndex(index) for index in range(num_hosts)], ReplicaShape())
+        locations = locate_replicas(
+            [ProcessIndex(index) for index in range(num_hosts)], ReplicaShape(), [1] * num_hosts
+        )
         claims = np.zeros((num_hosts, self._num_microbatches), bool)
         self._assignment: Assignment = assign_microbatches(locations, claims, np.ones(num_hosts))
 

@@ -1,7 +1,7 @@
 """A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
-Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N] [pace=SECONDS] [rows=N] [slow=HOST]. With a slow
-host microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. With
+Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N|devices] [pace=SECONDS] [rows=N] [slow=HOST]. With a
+slow host microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. With
 `lock` only one process of a host gets beyond the top of the script at a time; others fail there. The harness writes
 orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
@@ -44,7 +44,10 @@ from resilient_jax.protocol.worker_messages import WORKER_SETTINGS_VARIABLE
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
 REDUCTION = "fast" if "fast" in sys.argv else "exact"
-REPLICAS = rj.ReplicaShape(hosts=int(WORDS.get("hosts", 1)), per_host=int(WORDS.get("per_host", 1)))
+PER_HOST = WORDS.get("per_host", "1")
+REPLICAS = rj.ReplicaShape(
+    hosts=int(WORDS.get("hosts", 1)), per_host="devices" if PER_HOST == "devices" else int(PER_HOST)
+)
 SIZE, MICROBATCHES = 32, 14  # 32 x 32: a leaf that is summed in fixed point
 ROWS = int(WORDS.get("rows", 8))
 NEVER = 10**9

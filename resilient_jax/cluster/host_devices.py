@@ -1,0 +1,70 @@
+"""The devices of an agent's host: how many there are, which of them are out, and what its workers see of them."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.device_selection import (
+    count_devices,
+    list_named_gpus,
+    restrict_environment,
+    select_devices,
+)
+from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
+
+
+class HostDevices:
+    """What the agent knows of its host's devices. Workers that start from now on see what it says.
+
+    Attributes:
+        settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
+        records: why devices are out, by number.
+        gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
+            not known.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._all = settings
+        self.settings = settings
+        self.records: dict[int, DeviceQuarantineRecord] = {}
+        self.gpu_names: tuple[str, ...] = list_named_gpus(settings.environment)
+
+    @property
+    def num_devices(self) -> int | None:
+        """All devices of this host; None: only JAX knows."""
+        settings = self._all
+        return count_devices(settings.environment, settings.devices_per_host, self.gpu_names)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The devices that workers use which start now; (): all, or none is left."""
+        return self.select(self.records)
+
+    def select(self, lost: Collection[int]) -> tuple[int, ...]:
+        """Return the devices that workers use if these are out; () if the host cannot do without them."""
+        if self.num_devices is None:
+            return ()
+        return select_devices(self.num_devices, lost, self._all.config.devices_after_loss)
+
+    def take_out(self, records: Mapping[int, DeviceQuarantineRecord]) -> bool:
+        """Have these devices out, and no others; return whether workers that run use others than those that start now.
+
+        Nothing changes for workers if the host cannot do without the devices: then it must take no part.
+        """
+        before, self.records = self.settings, dict(records)
+        used = self.used
+        if records and not used:
+            return False
+        if not records or len(used) == self.num_devices:
+            self.settings = self._all
+        else:
+            environment = restrict_environment(self._all.environment, used, self.gpu_names)
+            self.settings = dataclasses.replace(
+                self._all, environment=environment, devices_per_host=len(used)
+            )
+        return self.settings != before
+
+    def describe(self) -> str:
+        """Return a description such as "2 of 3 devices"; empty if workers use all."""
+        used, num_devices = self.used, self.num_devices
+        return f"{len(used)} of {num_devices} devices" if used and len(used) != num_devices else ""
