@@ -30,6 +30,7 @@ from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.stage_axes import find_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
@@ -73,6 +74,13 @@ class Arranger:
         Raises:
             CallerError: no plan fits; a host is not in the topology.
         """
+        pipeline = self._config.parallelism.pipeline
+        if pipeline is not None:
+            axes = make_replica_axes(find_stage_axes(pipeline, len(world.local_devices), world.host))
+            return Arrangement(
+                replica_shape=ReplicaShape(axes=axes),
+                placement=ReplicatedPlacement(world.local_mesh(dict(axes))),
+            )
         if self.plan_searcher is None:
             return Arrangement(
                 replica_shape=self._config.parallelism.replica_shape,

@@ -169,7 +169,7 @@ class FitLoop:
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
-            self._pipeline = PipelinedSteps(config, programs, self._data)
+            self._pipeline = PipelinedSteps(config, programs, self._data, world)
         if config.log_directory is not None and world.replay is None:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):

@@ -31,7 +31,8 @@ from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.sharding.stage_sharding import make_abstract_stage_mesh
+from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
@@ -40,6 +41,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.pipeline_options import Pipeline
+from resilient_jax.trainer.stage_axes import find_stage_axes, find_stage_sharding
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -59,8 +61,8 @@ FAILPOINTS = {
 class PipelinedSteps:
     """The pipeline of this host for one `fit`."""
 
-    def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher) -> None:
-        """Cut the model, without a device.
+    def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher, world: World) -> None:
+        """Cut the model, without an array; of the world only the number of this host's devices counts.
 
         Raises:
             CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
@@ -74,7 +76,10 @@ class PipelinedSteps:
         self._data = data
         _check_recipe(config, programs)
         state = programs.abstract_state
-        self._cut = _cut(config.recipe, programs)
+        sizes = find_stage_axes(options, len(world.local_devices), world.host)
+        cut = _cut(config.recipe, programs, sizes)
+        self._sharding = find_stage_sharding(config, options, cut, programs.example, sizes)
+        self._cut = cut.with_sharding(self._sharding) if len(world.local_devices) > 1 else cut
         self._costs = _estimate_costs(self._cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
@@ -97,9 +102,13 @@ class PipelinedSteps:
         worker = self._open_worker(world)
         units = self._require_units()
         placement = UnitPlacement(
-            world, units, self._costs, self._options.num_stages, self._recipe.num_microbatches
+            world,
+            units,
+            self._sharding,
+            self._costs,
+            self._options.num_stages,
+            self._recipe.num_microbatches,
         )
-        _check_devices(world)
         self._placement, self._num_exchanges = placement, 0
         self._has_agreed = self._has_resumed = False
         if world.is_rehearsal:
@@ -114,6 +123,7 @@ class PipelinedSteps:
                 hosts=tuple(sorted(world.hosts)),
                 holders=placement.holders,
                 addresses=dict(zip(world.hosts, texts, strict=True)),
+                sharding=placement.sharding,
             )
         )
         schedule = PipelineSchedule(self._options.schedule)
@@ -164,8 +174,9 @@ class PipelinedSteps:
             number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
         }
         # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
-        device = world.local_devices[0]
-        found |= jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), device), received)
+        for number, tree in jax.tree.map(np.array, received).items():
+            is_unit = number != common and bool(jax.tree.leaves(tree))
+            found[number] = placement.place_unit(number, tree) if is_unit else tree
         self._early_stopping = {step: found.pop(common)}
         worker.state.hold(found)
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
@@ -257,7 +268,8 @@ class PipelinedSteps:
         self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
-        return self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
+        batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
+        return self._require_placement().sharding.place_values(batch)
 
     # The whole model.
 
@@ -345,7 +357,7 @@ class PipelinedSteps:
         worker = self._require_worker()
         worker.replace_state(worker.step, placement.read_held(state))
         try:
-            worker.rehearse()
+            worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
 
@@ -375,7 +387,7 @@ def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTa
         )
 
 
-def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:
+def _cut(recipe: Recipe, programs: TrainStep, sizes: Mapping[str, int]) -> CutModel:
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
         bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
         model_key, loss_key = jax.random.split(key)
@@ -387,7 +399,7 @@ def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:
         return recipe.model.apply(bound, model_key, use, training=True)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
+    with use_trace_mesh(make_abstract_stage_mesh(sizes)):
         return cut_model(
             loss, programs.abstract_state.variables.params, programs.example, key, remat=recipe.numerics.remat
         )
@@ -420,12 +432,4 @@ def _check_recipe(config: FitConfig, programs: TrainStep) -> None:
         raise CallerError(
             'parallelism: found reduction="fast" with a pipeline, expected "exact" or "exact_wide": the parts of a sum '
             "come in no fixed order"
-        )
-
-
-def _check_devices(world: World) -> None:
-    if len(world.local_devices) > 1:
-        raise CallerError(
-            f"pipeline: found {len(world.local_devices)} devices on {world.host}, expected one: a stage computes on "
-            "one device. Start an agent for each device, with --devices-per-host 1"
         )
