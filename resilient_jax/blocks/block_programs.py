@@ -112,7 +112,13 @@ class KindPrograms:
         self.backward_weights = jax.jit(self._backward_weights, static_argnames="shardings")
 
     def _forward(
-        self, weights: Values, x: Values, data: Values, constants: Values, *, shardings: ProgramShardings | None
+        self,
+        weights: Values,
+        x: Values,
+        data: Values,
+        constants: Values,
+        *,
+        shardings: ProgramShardings | None,
     ) -> tuple[Any, Any, Any]:
         if shardings is None:
             return self._derivative.forward(weights, x, data, constants)

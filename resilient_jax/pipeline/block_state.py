@@ -19,8 +19,8 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.ids import HostName
 from resilient_jax.blocks.model_weights import list_leaf_specs
+from resilient_jax.ids import HostName
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.placements import ParameterPlacement

@@ -6,7 +6,7 @@ it. Left to itself XLA may shard activations along the dims of the weights inste
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 import jax
@@ -79,13 +79,20 @@ class StageSharding:
         )
 
 
-def make_abstract_stage_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Return the mesh of a stage without devices; `sizes` are those of `STAGE_AXES`, a missing one is 1."""
+def make_abstract_stage_mesh(sizes: Mapping[str, int], devices: Sequence[Device] = ()) -> AbstractMesh:
+    """Return the mesh of a stage without devices.
+
+    Args:
+        sizes: of `STAGE_AXES`; a missing one is 1.
+        devices: of a host. JAX has their kind in the type of what is traced with such a mesh, so it must be there if
+            there are several.
+    """
     shape = tuple(sizes.get(axis, 1) for axis in STAGE_AXES)
-    return AbstractMesh(shape, STAGE_AXES, axis_types=(AxisType.Auto,) * len(STAGE_AXES))
+    abstract = AbstractMesh(shape, STAGE_AXES, axis_types=(AxisType.Auto,) * len(STAGE_AXES))
+    return make_stage_mesh(abstract, devices).abstract_mesh if len(devices) > 1 else abstract
 
 
-def make_stage_mesh(mesh: Mesh | AbstractMesh, devices: list[Device]) -> Mesh:
+def make_stage_mesh(mesh: Mesh | AbstractMesh, devices: Sequence[Device]) -> Mesh:
     """Return a mesh of the shape of another one, over these devices."""
     return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), STAGE_AXES)
 
@@ -99,5 +106,7 @@ def make_single_device_stage() -> StageSharding:
 def _drop_axes(entry: Any) -> Any:  # noqa: ANN401 - an entry of a PartitionSpec
     if entry is None:
         return None
-    left = tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis not in EXAMPLE_AXES)
+    left = tuple(
+        axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis not in EXAMPLE_AXES
+    )
     return left or None

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
 from resilient_jax.blocks.cut_model import CutModel, cut_model
 from resilient_jax.blocks.layer_marks import mark_layers
@@ -77,9 +78,10 @@ class PipelinedSteps:
         _check_recipe(config, programs)
         state = programs.abstract_state
         sizes = find_stage_axes(options, len(world.local_devices), world.host)
-        cut = _cut(config.recipe, programs, sizes)
-        self._sharding = find_stage_sharding(config, options, cut, programs.example, sizes)
-        self._cut = cut.with_sharding(self._sharding) if len(world.local_devices) > 1 else cut
+        mesh = make_abstract_stage_mesh(sizes, world.local_devices)
+        cut = _cut(config.recipe, programs, mesh)
+        self._sharding = find_stage_sharding(config, options, cut, programs.example, mesh)
+        self._cut = cut.with_sharding(self._sharding) if mesh.size > 1 else cut
         self._costs = _estimate_costs(self._cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
@@ -387,7 +389,7 @@ def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTa
         )
 
 
-def _cut(recipe: Recipe, programs: TrainStep, sizes: Mapping[str, int]) -> CutModel:
+def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
         bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
         model_key, loss_key = jax.random.split(key)
@@ -399,7 +401,7 @@ def _cut(recipe: Recipe, programs: TrainStep, sizes: Mapping[str, int]) -> CutMo
         return recipe.model.apply(bound, model_key, use, training=True)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with use_trace_mesh(make_abstract_stage_mesh(sizes)):
+    with use_trace_mesh(mesh):
         return cut_model(
             loss, programs.abstract_state.variables.params, programs.example, key, remat=recipe.numerics.remat
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.cut_model import CutModel
@@ -21,7 +22,6 @@ from resilient_jax.sharding.stage_sharding import (
     EXAMPLE_AXES,
     STAGE_AXES,
     StageSharding,
-    make_abstract_stage_mesh,
 )
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 from resilient_jax.trainer.fit_config import FitConfig
@@ -40,8 +40,8 @@ def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict
         sizes[Axis.FSDP.value] = num_devices // others
     if math.prod(sizes.values()) != num_devices:
         raise CallerError(
-            f"pipeline: found axis_sizes={dict(options.axis_sizes)} and {num_devices} devices on {host}, expected sizes "
-            "that multiply to the devices of each host. fsdp takes what others leave, if it is not given"
+            f"pipeline: found axis_sizes={dict(options.axis_sizes)} and {num_devices} devices on {host}, expected "
+            "sizes that multiply to the devices of each host. fsdp takes what others leave, if it is not given"
         )
     return sizes
 
@@ -57,7 +57,11 @@ def make_replica_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def find_stage_sharding(
-    config: FitConfig, options: Pipeline, cut: CutModel, example: Any, sizes: Mapping[str, int]  # noqa: ANN401
+    config: FitConfig,
+    options: Pipeline,
+    cut: CutModel,
+    example: Any,  # noqa: ANN401 - a tree of shapes
+    mesh: AbstractMesh,
 ) -> StageSharding:
     """Return the sharding of a stage, without devices.
 
@@ -66,13 +70,13 @@ def find_stage_sharding(
         options: of its pipeline.
         cut: the model.
         example: the shapes of a microbatch.
-        sizes: of `STAGE_AXES`.
+        mesh: of `STAGE_AXES`.
 
     Raises:
         CallerError: no weight has a dim for an axis above 1; a logical name is unknown.
     """
     rules = options.logical_axis_rules or LogicalAxisRules()
-    axes = {Axis(axis): size for axis, size in sizes.items() if axis in list(Axis)}
+    axes = {Axis(axis): size for axis, size in mesh.shape.items() if axis in list(Axis)}
     specs: dict[str, P] = {}
     if math.prod(axes.values()) > 1:
         names = _read_names(config, example)
@@ -81,9 +85,7 @@ def find_stage_sharding(
             for weight in cut.trace.table.weights
         }
     _check_used(specs, axes)
-    return StageSharding(
-        mesh=make_abstract_stage_mesh(sizes), weight_specs=specs, num_examples=config.microbatch_size
-    )
+    return StageSharding(mesh=mesh, weight_specs=specs, num_examples=config.microbatch_size)
 
 
 def _read_names(config: FitConfig, example: Any) -> dict[str, LogicalNames]:  # noqa: ANN401 - a tree of shapes
@@ -105,9 +107,7 @@ def _name_dims(
     return name_dims(weight.path, (count, *weight.shape), names, rules)[1:]
 
 
-def _find_spec(
-    weight: Weight, names: LogicalNames, rules: LogicalAxisRules, axes: Mapping[Axis, int]
-) -> P:
+def _find_spec(weight: Weight, names: LogicalNames, rules: LogicalAxisRules, axes: Mapping[Axis, int]) -> P:
     info = ParameterInfo(
         path=weight.path,
         shape=weight.shape,

@@ -1,13 +1,16 @@
 """A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from sharded_job import ShardedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, read_logs
+from tiny_job import CONFIG_WITHOUT_STANDBYS, read_logs
 
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 
@@ -17,6 +20,7 @@ UNITS = 7
 CHECKPOINT_STEPS = 50
 """Between two checkpoints, in the script."""
 ALONE_TIMEOUT_S = 300.0
+NO_AXES: Final[Mapping[str, int]] = MappingProxyType({})
 PATIENCE_S = 240.0
 """The programs of each kind of block are many."""
 
@@ -32,8 +36,13 @@ class PipelinedJob(ShardedJob):
         parity: int = 1,
         words: Sequence[str] = (),
         config: str = CONFIG_WITHOUT_STANDBYS,
+        axes: Mapping[str, int] = NO_AXES,
     ) -> None:
-        super().__init__(work, hosts, parity, [str(stages), *words], config, SCRIPT, ONE_DEVICE)
+        """Prepare it; `axes` are those of the devices of each host."""
+        self.axes = axes
+        words = [str(stages), *words, *(f"{axis}={size}" for axis, size in axes.items())]
+        devices = ("--devices-per-host", str(math.prod(axes.values())))
+        super().__init__(work, hosts, parity, words, config, SCRIPT, devices)
         self.patience_s = PATIENCE_S
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
@@ -59,24 +68,32 @@ class PipelinedJob(ShardedJob):
                     by_unit.setdefault(unit, set()).add(digest)
         total = max(found) + 1
         assert sorted(found) == list(range(total)), "a step is missing"
-        for row in run_alone(self.work, total):
+        for row in run_alone(self.work, total, self.axes):
             by_unit = found[row["step"]]
             assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
             for unit, digest in row["digests"].items():
                 assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
 
 
-def run_alone(work: Path, total: int) -> list[dict]:
-    """Return the log of the same job on one undisturbed host."""
+def run_alone(work: Path, total: int, axes: Mapping[str, int] = NO_AXES) -> list[dict]:
+    """Return the log of the same job on one undisturbed host, whose devices have these axes."""
     alone = work / "undisturbed"
     alone.mkdir()
     (alone / "stop").write_text(str(total))
+    devices = math.prod(axes.values())
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(alone), "1", "pace=0"],
+        [
+            *(sys.executable, str(SCRIPT), str(alone), "1", "pace=0"),
+            *(f"{axis}={size}" for axis, size in axes.items()),
+        ],
         timeout=ALONE_TIMEOUT_S,
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        },
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

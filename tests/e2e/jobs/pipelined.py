@@ -1,6 +1,7 @@
 """A tiny job of the trainer whose model is split over hosts.
 
-Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N]. The job reads the order `stop` in
+Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [tensor=N] [fsdp=N]. The last two are
+axes of the devices of each host. The job reads the order `stop` in
 WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
 that this host has. Alone it prints the digest of the result.
@@ -24,6 +25,14 @@ import resilient_jax as rj
 WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
 PACE_S = float(WORDS.get("pace", 0.1))
+AXES = {name: int(WORDS[name]) for name in ("tensor", "fsdp") if name in WORDS}
+DIM_NAMES = rj.LogicalAxisRules(
+    names_by_path=[
+        ("*/up/kernel", ("embed", "mlp")),
+        ("*/up/bias", ("mlp",)),
+        ("*/down/kernel", ("mlp", "embed")),
+    ]
+)
 NEVER = 10**9
 LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
 
@@ -78,7 +87,10 @@ def digest_unit(unit: object) -> str:
     for leaf in jax.tree.leaves(unit):
         if not leaf.addressable_shards:
             return ""
-        found.update(np.asarray(leaf.addressable_shards[0].data).tobytes())
+        array = np.empty(leaf.shape, leaf.dtype)
+        for shard in leaf.addressable_shards:
+            array[shard.index] = np.asarray(shard.data)
+        found.update(array.tobytes())
     return found.hexdigest()
 
 
@@ -111,7 +123,13 @@ if __name__ == "__main__":
         microbatch_size=ROWS,
         numerics=rj.Numerics(clip_norm=0.5),
         parallelism=rj.Parallelism(
-            pipeline=rj.Pipeline(num_stages=STAGES, log_bytes=int(WORDS.get("log_bytes", 2**20)), **options)
+            pipeline=rj.Pipeline(
+                num_stages=STAGES,
+                log_bytes=int(WORDS.get("log_bytes", 2**20)),
+                axis_sizes=AXES,
+                logical_axis_rules=DIM_NAMES,
+                **options,
+            )
         ),
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=50),
         callbacks=[write_step],
