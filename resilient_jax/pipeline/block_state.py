@@ -139,8 +139,8 @@ class BlockState:
         found = {
             # Awaited: two programs with collectives on the same devices must not be in flight together.
             number: jax.block_until_ready(self._update_unit(number, (state, dict(sums[number]), *numbers)))
+            # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items()
-            if self.units[number].trained_names
         }
         self.states.update(found)
         self._units_until_commit = {}

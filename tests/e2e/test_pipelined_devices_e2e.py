@@ -28,3 +28,17 @@ def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
         assert EventKind.PIPELINE_STATE_KEPT in kinds
         assert EventKind.SNAPSHOT_RESTORED not in kinds
         job.finish()
+
+
+@pytest.mark.timeout(600)
+def test_blocks_that_nobody_has_come_back_from_snapshots_onto_both_devices(tmp_path: Path) -> None:
+    with PipelinedJob(tmp_path, 2, STAGES, axes={"fsdp": 2}) as job:
+        job.wait_protected(2)
+        before = job.wait_training(2).generation
+        assert before is not None
+        job.hold(FailPoint.BEFORE_WEIGHT_GRADIENT, ["host-1"])
+        job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        job.job.release()
+        job.wait_training(2, after_generation=before.number)
+        assert EventKind.SNAPSHOT_RESTORED in {event.kind for event in job.job.read_events()}
+        job.finish()

@@ -1,5 +1,7 @@
 """The trainer with a model that is cut into blocks, on one host: the training of the whole model, and its state."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,14 @@ def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed)
     assert again.step == STEPS
     for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(trained, tmp_path):
+    shutil.copytree(trained["blocks"][2], tmp_path / "copy")
+    checkpoints = rj.Checkpoints(directory=tmp_path / "copy", save_interval_steps=STEPS)
+    resumed = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS + 1)
+    undisturbed = make_trainer(parallelism=PIPELINE).fit(STEPS + 1)
+    assert resumed.params_sha256 == undisturbed.params_sha256
 
 
 @pytest.mark.parametrize("kind", MAKERS)
