@@ -169,7 +169,8 @@ class FitLoop:
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
-            self._pipeline = PipelinedSteps(config, programs, self._data, world)
+            axes = self._arranger.find_stage_axes(world)
+            self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
         if config.log_directory is not None and world.replay is None:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
@@ -183,7 +184,8 @@ class FitLoop:
             )
         self._programs = programs
         searcher = self._arranger.plan_searcher
-        if searcher is not None and config.planner is not None and config.planner.compile_ahead:
+        is_planned_anew = searcher is not None and self._pipeline is None
+        if is_planned_anew and config.planner is not None and config.planner.compile_ahead:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs
 

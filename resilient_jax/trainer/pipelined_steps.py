@@ -23,6 +23,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError, NonFiniteError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
@@ -42,7 +43,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.pipeline_options import Pipeline
-from resilient_jax.trainer.stage_axes import find_stage_axes, find_stage_sharding
+from resilient_jax.trainer.stage_axes import find_stage_sharding
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -62,8 +63,22 @@ FAILPOINTS = {
 class PipelinedSteps:
     """The pipeline of this host for one `fit`."""
 
-    def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher, world: World) -> None:
-        """Cut the model, without an array; of the world only the number of this host's devices counts.
+    def __init__(
+        self,
+        config: FitConfig,
+        programs: TrainStep,
+        data: Prefetcher,
+        axes: Mapping[str, int],
+        devices: Sequence[Device],
+    ) -> None:
+        """Cut the model, without an array.
+
+        Args:
+            config: of the job.
+            programs: of its recipe.
+            data: of the training.
+            axes: sizes of the axes of the devices of each host.
+            devices: of this host; only their number and kind count.
 
         Raises:
             CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
@@ -77,10 +92,9 @@ class PipelinedSteps:
         self._data = data
         _check_recipe(config, programs)
         state = programs.abstract_state
-        sizes = find_stage_axes(options, len(world.local_devices), world.host)
-        mesh = make_abstract_stage_mesh(sizes, world.local_devices)
+        mesh = make_abstract_stage_mesh(axes, devices)
         cut = _cut(config.recipe, programs, mesh)
-        self._sharding = find_stage_sharding(config, options, cut, programs.example, mesh)
+        self._sharding = find_stage_sharding(config, cut, programs.example, mesh)
         self._cut = cut.with_sharding(self._sharding) if mesh.size > 1 else cut
         self._costs = _estimate_costs(self._cut)
         self._worker: PipelineWorker | None = None

@@ -58,7 +58,6 @@ def make_replica_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 def find_stage_sharding(
     config: FitConfig,
-    options: Pipeline,
     cut: CutModel,
     example: Any,  # noqa: ANN401 - a tree of shapes
     mesh: AbstractMesh,
@@ -67,7 +66,6 @@ def find_stage_sharding(
 
     Args:
         config: of the job.
-        options: of its pipeline.
         cut: the model.
         example: the shapes of a microbatch.
         mesh: of `STAGE_AXES`.
@@ -75,7 +73,8 @@ def find_stage_sharding(
     Raises:
         CallerError: no weight has a dim for an axis above 1; a logical name is unknown.
     """
-    rules = options.logical_axis_rules or LogicalAxisRules()
+    options = config.planner or config.parallelism.pipeline
+    rules = (options.logical_axis_rules if options is not None else None) or LogicalAxisRules()
     axes = {Axis(axis): size for axis, size in mesh.shape.items() if axis in list(Axis)}
     specs: dict[str, P] = {}
     if math.prod(axes.values()) > 1:

@@ -238,10 +238,11 @@ def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) 
             "that are trained as a whole. Leave planner out, or freeze parameters in the optimizer: "
             "optax.multi_transform with optax.set_to_zero"
         )
-    if planner is not None and parallelism.pipeline is not None:
+    pipeline = parallelism.pipeline
+    if planner is not None and pipeline is not None and (pipeline.axis_sizes or pipeline.logical_axis_rules):
         raise CallerError(
-            "planner: found Parallelism(pipeline=) with it, expected one of them: the planner plans replicas that are "
-            "inside of hosts"
+            "planner: found rj.Pipeline(axis_sizes=) or rj.Pipeline(logical_axis_rules=) with it, expected neither: "
+            "the planner chooses the axes of the devices of a host. Give them to rj.Planner"
         )
     is_default = parallelism.replica_shape == ONE_REPLICA_PER_HOST
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):

@@ -1,25 +1,28 @@
 """The trainer with a model that is cut into blocks, on a host with several devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
-from flax import nnx
 from jax.sharding import PartitionSpec as P
+from plan_topologies import cluster
 from small_decoders import NnxDecoder, cross_entropy, make_scanned
 
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
+from resilient_jax.ids import HostName
+from resilient_jax.topology import NumberFormat, Peak
 
 STEPS, ROWS = 2, 8
 TENSOR = rj.LogicalAxisRules(names_by_path=[("*/mlp/kernel", ("embed", "mlp")), ("*/mlp/bias", ("mlp",))])
 TENSOR_OF_LAYERS = rj.LogicalAxisRules(names_by_path=[("*Dense_1/kernel", ("layers", "embed", "mlp"))])
 AXES = {
     "fsdp alone, by default": ({}, None),
-    "data and fsdp": ({"data": 2}, None),
-    "tensor and fsdp": ({"tensor": 4, "fsdp": 2}, TENSOR),
+    "data, tensor, and fsdp with what they leave": ({"data": 2, "tensor": 2}, TENSOR),
 }
 
 
@@ -31,7 +34,9 @@ def draw(step, index):
 def make_trainer(parallelism, reports=None, **options):
     return rj.Trainer(
         model=lambda rngs: NnxDecoder(jnp.float32, rngs),
-        optimizer=optax.adamw(1e-2),
+        optimizer=optax.adamw(
+            1e-2, eps=1e-3
+        ),  # gradients of zero are rounding errors, and would be scaled up
         loss_fn=lambda model, batch: cross_entropy(model(batch["x"]), batch),
         data=draw,
         batch_size=2 * ROWS,
@@ -44,9 +49,7 @@ def make_trainer(parallelism, reports=None, **options):
 
 
 def pipeline(axis_sizes, rules=None):
-    return rj.Parallelism(
-        pipeline=rj.Pipeline(num_stages=2, axis_sizes=axis_sizes, logical_axis_rules=rules)
-    )
+    return rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, axis_sizes=axis_sizes, logical_axis_rules=rules))
 
 
 def list_specs(report):
@@ -79,7 +82,7 @@ def test_blocks_on_several_devices_train_as_the_whole_model_does(axes, whole, tm
         pipeline(sizes, rules), reports, checkpoints=checkpoints, evaluation=evaluation
     ).fit(STEPS)
     for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(result.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-3)
+        np.testing.assert_allclose(a, b, atol=1e-4)
     assert np.isfinite(result.metrics["eval_loss"])
     specs = list_specs(reports[0])
     kernel = next(spec for name, spec in specs.items() if name.endswith("mlp/kernel"))
@@ -111,14 +114,33 @@ def test_a_scan_over_layers_is_sharded_along_the_dims_of_a_layer(eight_devices):
     assert set(kernels.values()) == {P("fsdp", "tensor")}
 
 
+def test_a_planner_chooses_the_axes_of_a_hosts_devices(eight_devices):  # noqa: F811 - that fixture
+    (host,), reports = cluster([1.0], devices=8).hosts, []
+    peaks = (Peak(number_format=NumberFormat.FP32, flops_per_s=1e10),)
+    host = dataclasses.replace(
+        host,
+        name=HostName("localhost"),
+        accelerator=dataclasses.replace(host.accelerator, peaks=peaks),
+    )
+    topology = dataclasses.replace(cluster([1.0], devices=8), hosts=(host,))
+    planner = rj.Planner(topology=topology, axis_sizes={"tensor": 2}, logical_axis_rules=TENSOR)
+    make_trainer(pipeline({}), reports, planner=planner).fit(1)
+    specs = list_specs(reports[0])
+    assert next(spec for name, spec in specs.items() if name.endswith("mlp/kernel")) == P("fsdp", "tensor")
+    with pytest.raises(CallerError, match="the planner chooses the axes of the devices of a host"):
+        make_trainer(pipeline({"tensor": 2}), planner=planner)
+
+
 def test_axes_that_do_not_fit_are_refused_by_name(eight_devices):  # noqa: F811 - that fixture
-    with pytest.raises(CallerError, match="axis_sizes={'tensor': 3} and 8 devices on"):
+    with pytest.raises(CallerError, match=r"axis_sizes=\{'tensor': 3\} and 8 devices on"):
         make_trainer(pipeline({"tensor": 3})).fit(1)
     with pytest.raises(CallerError, match="no weight that tensor 2 shards"):
         make_trainer(pipeline({"tensor": 2})).fit(1)
-    with pytest.raises(CallerError, match="found axis_sizes={'replica': 2}, expected positive sizes of data, fsdp"):
+    with pytest.raises(
+        CallerError, match=r"found axis_sizes=\{'replica': 2\}, expected positive sizes of data, fsdp"
+    ):
         rj.Pipeline(num_stages=2, axis_sizes={"replica": 2})
-    with pytest.raises(CallerError, match="microbatch_size: found 4 on host .*, expected a multiple of 8"):
+    with pytest.raises(CallerError, match=r"microbatch_size: found 4 on host .*, expected a multiple of 8"):
         rj.Trainer(
             model=lambda rngs: NnxDecoder(jnp.float32, rngs),
             optimizer=optax.adamw(1e-2),
