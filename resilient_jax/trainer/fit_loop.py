@@ -183,9 +183,9 @@ class FitLoop:
                 config.recipe.num_microbatches,
             )
         self._programs = programs
-        searcher = self._arranger.plan_searcher
-        is_planned_anew = searcher is not None and self._pipeline is None
-        if is_planned_anew and config.planner is not None and config.planner.compile_ahead:
+        # The plan of a pipeline stays the same, whichever hosts are left.
+        searcher = self._arranger.plan_searcher if self._pipeline is None else None
+        if searcher is not None and config.planner is not None and config.planner.compile_ahead:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs
 

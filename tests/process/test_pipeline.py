@@ -80,6 +80,9 @@ def replicas(breakable, undisturbed):
     """Two replicas that have made an undisturbed step."""
 
     def start(teams=REPLICAS, **config):
+        if "wait_timeout_s" in config:
+            # With a short wait no host may have programs to load.
+            assert Pipeline(breakable, teams, [2, 2], max_norm=0.5).step() == undisturbed[0]
         pipeline = Pipeline(breakable, teams, [2, 2], max_norm=0.5, **config)
         assert pipeline.step() == undisturbed[0]
         return pipeline

@@ -1,5 +1,7 @@
 """The axes of the devices of each host of a pipeline, as the planner chooses them."""
 
+import functools
+
 import pytest
 from plan_topologies import cluster, small_profile, tight_bytes
 
@@ -10,13 +12,13 @@ from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.stage_search import search_stage_plan
 
-REQUEST = {"num_stages": 2, "microbatch_size": 4, "global_batch": 32}
+search = functools.partial(search_stage_plan, num_stages=2, microbatch_size=4, global_batch=32)
 FOUR_HOSTS = cluster([1.0] * 4, devices=4)
 
 
 def test_a_stage_is_all_devices_of_a_host_and_no_other_choice_of_its_axes_is_faster():
     cost = small_profile()
-    plan = search_stage_plan(cost, FOUR_HOSTS, **REQUEST)
+    plan = search(cost, FOUR_HOSTS)
     sizes = plan.axis_sizes
     assert (sizes[Axis.PIPELINE], plan.replicas) == (2, 2)
     assert sizes[Axis.FSDP] * sizes[Axis.TENSOR] * sizes[Axis.EXPERT] == 4
@@ -32,18 +34,18 @@ def test_a_stage_is_all_devices_of_a_host_and_no_other_choice_of_its_axes_is_fas
 
 
 def test_axes_that_are_given_are_kept():
-    plan = search_stage_plan(small_profile(), FOUR_HOSTS, **REQUEST, axes={"tensor": 2})
+    plan = search(small_profile(), FOUR_HOSTS, axes={"tensor": 2})
     assert (plan.axis_sizes[Axis.TENSOR], plan.axis_sizes[Axis.FSDP]) == (2, 2)
 
 
 def test_what_no_stage_can_have_is_refused():
     cost = small_profile()
     with pytest.raises(PlanError, match="sizes of pipeline, expected of fsdp, expert, tensor"):
-        search_stage_plan(cost, FOUR_HOSTS, **REQUEST, axes={"pipeline": 2})
+        search(cost, FOUR_HOSTS, axes={"pipeline": 2})
     with pytest.raises(PlanError, match=r"hosts with \[1, 2\] devices, expected as many"):
-        search_stage_plan(cost, cluster([1.0, 1.0], devices=[1, 2]), **REQUEST)
+        search(cost, cluster([1.0, 1.0], devices=[1, 2]))
     with pytest.raises(PlanError, match=r"found no axes for 4 devices with \{'tensor': 3\}"):
-        search_stage_plan(cost, FOUR_HOSTS, **REQUEST, axes={"tensor": 3})
+        search(cost, FOUR_HOSTS, axes={"tensor": 3})
     small = cluster([1.0] * 4, devices=4, memory_bytes=tight_bytes(cost, 0.05))
     with pytest.raises(NoFeasiblePlan):
-        search_stage_plan(cost, small, **REQUEST)
+        search(cost, small)
