@@ -237,8 +237,8 @@ def _list_devices(world: World, num_devices: int) -> dict[HostName, list[Device]
     for host, devices in found.items():
         if len(devices) != num_devices:
             raise CallerError(
-                f"pipeline: found {len(devices)} devices on {host}, expected {num_devices} as on the other hosts: all "
-                "stages compute on as many devices, and a block has the same programs on each of its hosts. Start its "
-                f"agent with --devices-per-host {num_devices}, or leave the host out"
+                f"pipeline: found {len(devices)} devices on {host}, expected {num_devices} as on {world.host}: all "
+                "stages compute on as many devices, and a block has the same programs on each of its hosts. Start "
+                "their agents with the same --devices-per-host, or leave one out"
             )
     return found
