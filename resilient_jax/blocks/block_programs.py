@@ -5,7 +5,8 @@ norms), and the bits of a step would depend on its schedule.
 
 The programs of a kind are compiled once and called with the weights and constants of each of its blocks. They hold no
 array, device or mesh: on new devices of the same number and kind they are compiled again, or found in the compilation
-cache, but not traced again.
+cache, but not traced again. Over several devices they are one program for all of them: weights come and gradients go
+with the shardings of `StageSharding`, and what crosses cuts has those of its examples.
 """
 
 import collections
@@ -75,8 +76,26 @@ class KeptForWeights(NamedTuple):
     intermediates: tuple[Any, ...]
 
 
+class ProgramShardings(NamedTuple):
+    """How the programs of a block are sharded over several devices, over a mesh without devices.
+
+    Attributes:
+        weights: while programs compute with them, in the order of `BlockPrograms.weight_names`.
+        gradients: of the trained weights: those of the weights between programs.
+        y: of the values for the next block.
+        x_gradient: of the gradients for the block before.
+        replicated: of results.
+    """
+
+    weights: tuple[NamedSharding, ...]
+    gradients: tuple[NamedSharding, ...]
+    y: tuple[NamedSharding, ...]
+    x_gradient: tuple[NamedSharding, ...]
+    replicated: NamedSharding
+
+
 class KindPrograms:
-    """The jitted programs of a kind."""
+    """The jitted programs of a kind. `shardings` is None on a single device."""
 
     def __init__(self, kind: BlockKind) -> None:
         self.kind, derivative = kind, kind.derivative
@@ -86,17 +105,27 @@ class KindPrograms:
         num_residuals = len(derivative.residuals)
         is_passed = any(place >= num_residuals for place in derivative.passed)
         self.donates_g = is_alike and not is_passed
-        self.forward = jax.jit(self._forward, static_argnames="boundary")
+        self.forward = jax.jit(self._forward, static_argnames="shardings")
         self.backward_input = jax.jit(
-            self._backward_input, static_argnames="boundary", donate_argnums=(3,) if self.donates_g else ()
+            self._backward_input, static_argnames="shardings", donate_argnums=(3,) if self.donates_g else ()
         )
-        self.backward_weights = jax.jit(derivative.backward_weights)
+        self.backward_weights = jax.jit(self._backward_weights, static_argnames="shardings")
 
     def _forward(
-        self, weights: Values, x: Values, data: Values, constants: Values, *, boundary: NamedSharding | None
+        self,
+        weights: Values,
+        x: Values,
+        data: Values,
+        constants: Values,
+        *,
+        shardings: ProgramShardings | None,
     ) -> tuple[Any, Any, Any]:
-        y, results, residuals = self._derivative.forward(weights, x, data, constants)
-        return _constrain(y, boundary), results, residuals
+        if shardings is None:
+            return self._derivative.forward(weights, x, data, constants)
+        gathered = constrain(weights, shardings.weights)
+        y, results, residuals = self._derivative.forward(gathered, x, data, constants)
+        replicated = tuple(jax.lax.with_sharding_constraint(value, shardings.replicated) for value in results)
+        return constrain(y, shardings.y), replicated, residuals
 
     def _backward_input(
         self,
@@ -105,10 +134,28 @@ class KindPrograms:
         residuals: Values,
         g: Values,
         *,
-        boundary: NamedSharding | None,
+        shardings: ProgramShardings | None,
     ) -> tuple[Any, Any]:
-        x_gradient, made = self._derivative.backward_input(weights, constants, residuals, g)
-        return _constrain(x_gradient, boundary), made
+        if shardings is None:
+            return self._derivative.backward_input(weights, constants, residuals, g)
+        gathered = constrain(weights, shardings.weights)
+        x_gradient, made = self._derivative.backward_input(gathered, constants, residuals, g)
+        return constrain(x_gradient, shardings.x_gradient), made
+
+    def _backward_weights(
+        self,
+        weights: Values,
+        constants: Values,
+        passed: Values,
+        intermediates: Values,
+        *,
+        shardings: ProgramShardings | None,
+    ) -> Any:  # noqa: ANN401 - a tuple of arrays
+        if shardings is None:
+            return self._derivative.backward_weights(weights, constants, passed, intermediates)
+        gathered = constrain(weights, shardings.weights)
+        found = self._derivative.backward_weights(gathered, constants, passed, intermediates)
+        return constrain(found, shardings.gradients)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +169,7 @@ class BlockPrograms:
         trained_names: of the weights that get a gradient.
         result_names: paths of the auxiliary outputs that the block makes.
         constants: of the block.
-        boundary: sharding of all values that cross cuts, without devices; None: the compiler's choice.
+        shardings: of the programs; None: they compute on a single device.
     """
 
     kind: KindPrograms
@@ -131,7 +178,7 @@ class BlockPrograms:
     trained_names: tuple[str, ...]
     result_names: tuple[str, ...]
     constants: Constants
-    boundary: NamedSharding | None = None
+    shardings: ProgramShardings | None = None
 
     def forward(self, weights: Weights, x: Boundary, batch: Tree, key: Any) -> ForwardResult:  # noqa: ANN401 - a key
         """Compute the block for a microbatch.
@@ -144,7 +191,7 @@ class BlockPrograms:
         """
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
         y, results, residuals = self.kind.forward(
-            self._select(weights), tuple(x), data, self.constants, boundary=self.boundary
+            self._select(weights), tuple(x), data, self.constants, shardings=self.shardings
         )
         return ForwardResult(tuple(y), dict(zip(self.result_names, results, strict=True)), tuple(residuals))
 
@@ -156,7 +203,7 @@ class BlockPrograms:
     def backward_input(self, weights: Weights, residuals: Sequence[Any], g: Boundary) -> BackwardInputResult:
         """Compute B, the gradient of the input. `g` is donated where it can be: do not use its arrays afterwards."""
         x_gradient, made = self.kind.backward_input(
-            self._select(weights), self.constants, tuple(residuals), tuple(g), boundary=self.boundary
+            self._select(weights), self.constants, tuple(residuals), tuple(g), shardings=self.shardings
         )
         moved = (*residuals, *g)
         passed = tuple(moved[place] for place in self.kind.kind.derivative.passed)
@@ -165,7 +212,11 @@ class BlockPrograms:
     def backward_weights(self, weights: Weights, kept: KeptForWeights) -> dict[str, Any]:
         """Compute W, the gradients of the trained weights, by name."""
         found = self.kind.backward_weights(
-            self._select(weights), self.constants, kept.passed, kept.intermediates
+            self._select(weights),
+            self.constants,
+            kept.passed,
+            kept.intermediates,
+            shardings=self.shardings,
         )
         return self._name(found)
 
@@ -180,7 +231,9 @@ def _count_shapes(shapes: Sequence[jax.ShapeDtypeStruct]) -> Mapping[Any, int]:
     return collections.Counter((shape.shape, shape.dtype) for shape in shapes)
 
 
-def _constrain(values: Sequence[Any], boundary: NamedSharding | None) -> tuple[Any, ...]:
-    if boundary is None:
-        return tuple(values)
-    return tuple(jax.lax.with_sharding_constraint(value, boundary) for value in values)
+def constrain(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
+    """Return traced values with these shardings."""
+    return tuple(
+        jax.lax.with_sharding_constraint(value, sharding)
+        for value, sharding in zip(values, shardings, strict=True)
+    )

@@ -14,15 +14,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.block_kinds import find_kinds
-from resilient_jax.blocks.block_programs import BlockPrograms, Boundary, KindPrograms
+from resilient_jax.blocks.block_programs import BlockPrograms, Boundary, KindPrograms, ProgramShardings
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
 from resilient_jax.blocks.loss_trace import LossOfVariables, LossTrace, trace_loss
 from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
+from resilient_jax.sharding.stage_sharding import StageSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,14 @@ class CutModel:
         kinds: the compiled programs; blocks of a kind share them.
         shared_weights: the blocks of each weight that belongs to several: its gradient is the sum of theirs.
         trace: of the loss.
+        sharding: over the devices of a stage, without devices; None: a stage computes on a single device.
     """
 
     blocks: tuple[Block, ...]
     kinds: tuple[KindPrograms, ...]
     shared_weights: Mapping[str, tuple[int, ...]]
     trace: LossTrace
+    sharding: StageSharding | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -108,17 +112,20 @@ class CutModel:
         found = {name: value for part in results for name, value in part.items()}
         return self.trace.aux_treedef.unflatten(found[name] for name in self.trace.result_names[1:])
 
-    def with_boundary(self, boundary: NamedSharding | None) -> "CutModel":
-        """Return the same model with a sharding of all values that cross cuts.
+    def with_sharding(self, sharding: StageSharding) -> "CutModel":
+        """Return the same model with programs that compute over the devices of a stage.
 
         Args:
-            boundary: over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must be.
+            sharding: over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must be.
         """
         blocks = tuple(
-            dataclasses.replace(block, programs=dataclasses.replace(block.programs, boundary=boundary))
+            dataclasses.replace(
+                block,
+                programs=dataclasses.replace(block.programs, shardings=_shard_programs(block, sharding)),
+            )
             for block in self.blocks
         )
-        return dataclasses.replace(self, blocks=blocks)
+        return dataclasses.replace(self, blocks=blocks, sharding=sharding)
 
 
 def cut_model(
@@ -175,6 +182,20 @@ def _make_block(
         x=tuple(map(describe_var, jaxpr.invars[first : first + trace.num_inputs])),
         y=tuple(map(describe_var, jaxpr.outvars[: trace.num_outputs])),
         programs=programs,
+    )
+
+
+def _shard_programs(block: Block, sharding: StageSharding) -> ProgramShardings:
+    weights = block.programs.weight_names
+    floats = [value for value in block.x if jnp.issubdtype(value.dtype, jnp.inexact)]
+    return ProgramShardings(
+        weights=tuple(sharding.shard(sharding.find_gathered_spec(name)) for name in weights),
+        gradients=tuple(
+            sharding.shard(sharding.find_weight_spec(name)) for name in block.programs.trained_names
+        ),
+        y=tuple(sharding.shard(sharding.find_value_spec(value.shape)) for value in block.y),
+        x_gradient=tuple(sharding.shard(sharding.find_value_spec(value.shape)) for value in floats),
+        replicated=sharding.shard(P()),
     )
 
 

@@ -4,16 +4,21 @@ Its blocks are cut as those of `cut_model` are, each with a program that keeps n
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.block_kinds import Constants, ForwardKind, find_forward_kinds
-from resilient_jax.blocks.block_programs import Boundary
+from resilient_jax.blocks.block_programs import Boundary, Values, constrain
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
 from resilient_jax.blocks.loss_trace import LossOfVariables, trace_loss
 from resilient_jax.blocks.model_weights import Tree, Weight, Weights, is_inexact
+from resilient_jax.sharding.stage_sharding import StageSharding
 
 
 class BlockOutput(NamedTuple):
@@ -28,6 +33,20 @@ class BlockOutput(NamedTuple):
     results: dict[str, Any]
 
 
+class ForwardShardings(NamedTuple):
+    """How the program of a block is sharded over several devices, over a mesh without devices.
+
+    Attributes:
+        weights: while the program computes with them, in the order of the block's weights.
+        y: of the values for the next block.
+        replicated: of results.
+    """
+
+    weights: tuple[NamedSharding, ...]
+    y: tuple[NamedSharding, ...]
+    replicated: NamedSharding
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBlock:
     """A block that is only run forward.
@@ -37,6 +56,7 @@ class ForwardBlock:
         weights: what it computes with.
         x: shapes of the values from the block before.
         result_names: paths of the auxiliary outputs that it makes.
+        shardings: of the program; None: it computes on a single device.
     """
 
     number: int
@@ -46,6 +66,7 @@ class ForwardBlock:
     _constants: Constants
     _program: Any
     """Compiled once for all blocks of a kind."""
+    shardings: ForwardShardings | None = None
 
     def compute(self, weights: Weights, x: Boundary, batch: Tree, key: Any) -> BlockOutput:  # noqa: ANN401 - a key
         """Compute the block for a microbatch.
@@ -58,7 +79,7 @@ class ForwardBlock:
         """
         own = tuple(weights[weight.name] for weight in self.weights)
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
-        y, results = self._program(own, tuple(x), data, self._constants)
+        y, results = self._program(own, tuple(x), data, self._constants, shardings=self.shardings)
         return BlockOutput(tuple(y), dict(zip(self.result_names, results, strict=True)))
 
 
@@ -84,8 +105,39 @@ def cut_forward(
     return tuple(sorted(blocks, key=lambda block: block.number))
 
 
+def shard_forward(blocks: Sequence[ForwardBlock], sharding: StageSharding) -> tuple[ForwardBlock, ...]:
+    """Return blocks in order that compute over the devices of a stage.
+
+    Args:
+        blocks: all of the model.
+        sharding: over an abstract mesh, as for `CutModel.with_sharding`.
+    """
+    ends = [block.x for block in blocks[1:]]
+    found = []
+    for block, y in zip(blocks, [*ends, (jax.ShapeDtypeStruct((), jnp.float32),)], strict=True):
+        shardings = ForwardShardings(
+            weights=tuple(sharding.shard(sharding.find_gathered_spec(w.name)) for w in block.weights),
+            y=tuple(sharding.shard(sharding.find_value_spec(value.shape)) for value in y),
+            replicated=sharding.shard(P()),
+        )
+        found.append(dataclasses.replace(block, shardings=shardings))
+    return tuple(found)
+
+
+def _make_program(kind: ForwardKind) -> Any:  # noqa: ANN401 - a jitted function
+    def run(
+        weights: Values, x: Values, data: Values, constants: Values, *, shardings: ForwardShardings | None
+    ) -> tuple[Any, Any]:
+        if shardings is None:
+            return kind.function.run(weights, x, data, constants)
+        y, results = kind.function.run(constrain(weights, shardings.weights), x, data, constants)
+        return constrain(y, shardings.y), constrain(results, [shardings.replicated] * len(results))
+
+    return jax.jit(run, static_argnames="shardings")
+
+
 def _make_blocks(kind: ForwardKind, traces: tuple[BlockTrace, ...]) -> list[ForwardBlock]:
-    program = jax.jit(kind.function.run)
+    program = _make_program(kind)
     found = []
     for number, constants in zip(kind.blocks, kind.constants, strict=True):
         trace, first = traces[number], len(traces[number].weights)

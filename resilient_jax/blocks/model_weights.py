@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.sharding.logical_axes import format_path
+from resilient_jax.sharding.placements import ParameterSpecs
 
 Tree = Any
 """A pytree of arrays."""
@@ -84,6 +86,31 @@ class WeightTable:
         for leaf, layers in stacks.items():
             leaves[leaf] = _stack(layers)
         return self.treedef.unflatten(leaves)
+
+
+def list_leaf_specs(
+    table: WeightTable, weights: Sequence[Weight], specs: Callable[[str], P]
+) -> ParameterSpecs:
+    """Return path, shape and spec of each leaf of a tree that has some of a model's weights.
+
+    Args:
+        table: of the model.
+        weights: that the tree has; a leaf that is stacked over layers has those of these layers alone.
+        specs: returns the spec of a weight, by name.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(table.treedef.unflatten(range(table.treedef.num_leaves)))
+    names = {leaf: jax.tree_util.keystr(path) for path, leaf in paths}
+    layers: dict[int, list[Weight]] = {}
+    for weight in weights:
+        layers.setdefault(weight.leaf, []).append(weight)
+    found = []
+    for leaf, (first, *others) in layers.items():
+        spec = specs(first.name)
+        if first.layer is None:
+            found.append((names[leaf], first.shape, spec))
+        else:
+            found.append((names[leaf], (1 + len(others), *first.shape), P(None, *spec)))
+    return tuple(found)
 
 
 def list_weights(

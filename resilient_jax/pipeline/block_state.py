@@ -16,10 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from resilient_jax.blocks.model_weights import list_leaf_specs
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
+from resilient_jax.sharding.placements import ParameterPlacement
+from resilient_jax.sharding.stage_sharding import StageSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +48,21 @@ class BlockState:
         states: of the units that are here, by number.
     """
 
-    def __init__(self, units: Sequence[StateUnit], optimizer: optax.GradientTransformation) -> None:
+    def __init__(
+        self,
+        units: Sequence[StateUnit],
+        optimizer: optax.GradientTransformation,
+        sharding: StageSharding | None = None,
+    ) -> None:
+        """Have no unit.
+
+        Args:
+            units: of the model.
+            optimizer: of the job.
+            sharding: over the devices of a host, without devices; None: they are on a single one.
+        """
         self.units = units
+        self._sharding = sharding
         self.states: dict[int, UnitState] = {}
         self._units_until_commit: dict[int, UnitState] = {}
         """Those that were here before the last change, also those that leave: what was begun with their weights is
@@ -119,11 +137,12 @@ class BlockState:
         """
         numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
         found = {
-            number: self._update_unit(number, (state, dict(sums[number]), *numbers))
+            # Awaited: two programs with collectives on the same devices must not be in flight together.
+            number: jax.block_until_ready(self._update_unit(number, (state, dict(sums[number]), *numbers)))
+            # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items()
-            if self.units[number].trained_names
         }
-        self.states.update(jax.block_until_ready(found))
+        self.states.update(found)
         self._units_until_commit = {}
 
     def digest(self, block: int) -> str:
@@ -139,11 +158,59 @@ class BlockState:
         if number not in self._updates:
             update = functools.partial(_update_unit, self.units[number], self._optimizer)
             closed, after = jax.make_jaxpr(update, return_shape=True)(*arguments)
-            kind = describe_program(closed).digest, *map(str, closed.in_avals)
-            program = self._programs.setdefault(kind, jax.jit(core.jaxpr_as_fun(closed)))
+            shardings: tuple[NamedSharding, ...] = ()
+            if self._sharding is not None:
+                specs = find_unit_specs(self.units[number], arguments[0], self._sharding)
+                shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
+            kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
+            program = self._programs.setdefault(kind, jax.jit(functools.partial(_run, closed, shardings)))
             self._updates[number] = program, jax.tree.structure(after)
         program, structure = self._updates[number]
         return structure.unflatten(program(*jax.tree.leaves(arguments)))
+
+
+def find_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
+    """Return the spec of each array of a unit's state: of the optimizer's state those of the weights that it is of.
+
+    Args:
+        unit: of the model.
+        state: of the unit, as arrays or their shapes.
+        sharding: over the devices of a host.
+    """
+    weights = [weight for weight in unit.weights if weight.is_trained]
+    placement = ParameterPlacement(
+        sharding.mesh, list_leaf_specs(unit.table, weights, sharding.find_weight_spec)
+    )
+    return UnitState(
+        {name: sharding.find_weight_spec(name) for name in state.weights},
+        jax.tree_util.tree_map_with_path(
+            lambda path, leaf: placement.partition_spec(jax.tree_util.keystr(path), leaf), state.opt_state
+        ),
+    )
+
+
+def is_spec(node: object) -> bool:
+    """Return whether this is a spec, for walking trees of them."""
+    return isinstance(node, P)
+
+
+def place_unit(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
+    """Return the state of a unit on the devices of a host, as its programs take it."""
+    specs = find_unit_specs(unit, state, sharding)
+    return jax.tree.map(
+        lambda spec, leaf: jax.device_put(leaf, sharding.place(spec)), specs, state, is_leaf=is_spec
+    )
+
+
+def _run(closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding], *arguments: Any) -> list[Any]:  # noqa: ANN401
+    """Run a traced update; without shardings on a single device."""
+    found = core.jaxpr_as_fun(closed)(*arguments)
+    if not shardings:
+        return found
+    return [
+        jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(found, shardings, strict=True)
+    ]
 
 
 def find_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:

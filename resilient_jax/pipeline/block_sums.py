@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError, ResilientJaxError
 from resilient_jax.ids import HostName
@@ -22,6 +23,7 @@ from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import PieceSum, StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, SumPiece
+from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import AccumulationSpec, Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contribution, Contributions
 from resilient_jax.step.fixed_point_sum import choose_limits, find_misfits
@@ -48,6 +50,9 @@ class BlockSums:
         pieces: of the model.
         num_microbatches: of a step.
         reduction: exact, or exact_wide.
+
+    Attributes:
+        sharding: over this host's devices, of the sums. By default all are on the first one.
     """
 
     def __init__(
@@ -56,11 +61,13 @@ class BlockSums:
         pieces: Sequence[SumPiece],
         num_microbatches: int,
         reduction: Reduction = "exact",
+        sharding: StageSharding | None = None,
     ) -> None:
         if reduction == "fast":
             raise CallerError(
                 'reduction: found "fast", expected "exact" or "exact_wide": parts of a sum are added in no fixed order'
             )
+        self.sharding = sharding or make_single_device_stage()
         self._host = host
         self._pieces = pieces
         self._num_microbatches = num_microbatches
@@ -116,7 +123,7 @@ class BlockSums:
             if piece.block == block:
                 assert part.limits is not None, "those of the first microbatch are known"
                 total = part.parts[RUNNING_PART].total
-                received = jax.device_put(jax.tree.map(np.asarray, total), jax.local_devices()[0])
+                received = self._place(piece, jax.tree.map(np.asarray, total))
                 jax.block_until_ready(_read(merge_totals([total, received]), part.limits))
         self.begin_step(0)
 
@@ -138,7 +145,7 @@ class BlockSums:
             waiting = Contribution(
                 total=addend,
                 microbatches=frozenset({microbatch}),
-                exponents=(find_exponents(part.spec, addend),),
+                exponents=(jax.block_until_ready(find_exponents(part.spec, addend)),),
                 is_started=False,
             )
             part.parts[microbatch] = waiting
@@ -150,7 +157,9 @@ class BlockSums:
             return
         running = part.parts.get(RUNNING_PART)
         if running is None:
-            total, exponents = start_total(part.spec, addend, part.limits), find_exponents(part.spec, addend)
+            # Awaited: two programs with collectives on the same devices must not be in flight together.
+            exponents = jax.block_until_ready(find_exponents(part.spec, addend))
+            total = start_total(part.spec, addend, part.limits)
             running = Contribution(total=total, microbatches=frozenset())
         else:
             total, exponents = add_to_total(running.total, addend, part.limits, donate=True)
@@ -199,10 +208,20 @@ class BlockSums:
             key = mail.make_key(MailKind.TOTAL, first, piece.number)
             *leaves, share = mail.take_arrays(host, key, shapes)
             received = jax.tree.unflatten(jax.tree.structure(like), leaves)
-            totals.append(jax.device_put(received, jax.local_devices()[0]))  # as this host's own
+            totals.append(self._place(piece, received))
             shares.append(share)
         misfits = find_misfits(np.sum(np.array(shares, np.int64), axis=0))
-        return PieceSum(piece, _read(merge_totals(totals), part.limits), bool(misfits.any()))
+        # Sharded alike on all holders, whoever has computed what: a norm is added up in the order of shards.
+        values = self._place(piece, _read(merge_totals(totals), part.limits))
+        return PieceSum(piece, values, bool(misfits.any()))
+
+    def _place(self, piece: SumPiece, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return sums, or their totals, on this host's devices, sharded as the weights are that they are of."""
+        specs = [self.sharding.find_weight_spec(name) for name in piece.names]
+        specs += [P()] * len(piece.result_names)
+        return tuple(
+            jax.device_put(value, self.sharding.place(spec)) for value, spec in zip(sums, specs, strict=True)
+        )
 
     def _make_spec(self, piece: SumPiece, step: int) -> AccumulationSpec:
         return AccumulationSpec(

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState
@@ -41,6 +42,7 @@ from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, PipelineSchedule, Task
+from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
 from resilient_jax.transport.mail_service import MailService
@@ -83,12 +85,14 @@ class PipelineGeneration:
         hosts: the living ones, sorted.
         holders: of each block; dead hosts may be among them.
         addresses: of the mailboxes of the living hosts.
+        sharding: over the devices of this host, as that of the model without devices; None: its first device.
     """
 
     number: int
     hosts: tuple[HostName, ...]
     holders: tuple[frozenset[HostName], ...]
     addresses: Mapping[HostName, str]
+    sharding: StageSharding | None = None
 
     @property
     def living_holders(self) -> tuple[frozenset[HostName], ...]:
@@ -134,7 +138,7 @@ class PipelineWorker:
         self.step = 0
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self._cut = cut
-        self.state = BlockState(units, optimizer)
+        self.state = BlockState(units, optimizer, cut.sharding)
         self._host = host
         self._config = config
         self._service = service
@@ -177,6 +181,8 @@ class PipelineWorker:
     def begin_generation(self, generation: PipelineGeneration) -> None:
         """Have these hosts from now on; what has been done of a step is kept."""
         self._generation = generation
+        sharding = generation.sharding or make_single_device_stage()
+        self._runner.sharding = self._sums.sharding = sharding
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
         self.timings.clear()
@@ -297,23 +303,31 @@ class PipelineWorker:
                 self._runner.send_again(resend.boundary, resend.receiver, mail)
         self._run(before_task, found.done)
 
-    def rehearse(self) -> None:
-        """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros."""
-        config, device = self._config, jax.local_devices()[0]
+    def rehearse(self, sharding: StageSharding) -> None:
+        """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros.
 
-        def make_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:  # noqa: ANN401 - a dtype
-            # On a device as those of a step are: with another placement a program is loaded again.
-            return jax.device_put(np.zeros(shape, dtype), device)
+        Args:
+            sharding: over the devices of this host.
+        """
+        config = self._config
+        self._runner.sharding = self._sums.sharding = sharding
+
+        def make_zeros(weight: Weight, dtype: Any) -> jax.Array:  # noqa: ANN401 - a dtype
+            # On devices as those of a step are: with another placement a program is loaded again.
+            place = sharding.place(sharding.find_weight_spec(weight.name))
+            return jax.device_put(np.zeros(weight.shape, dtype), place)
 
         for kind in self._cut.kinds:
             block = self._cut.blocks[kind.kind.blocks[0]]
-            weights = {weight.name: make_zeros(weight.shape, weight.dtype) for weight in block.weights}
+            weights = {weight.name: make_zeros(weight, weight.dtype) for weight in block.weights}
             data = self._read(self.step, FIRST_MICROBATCH)
             gradients, results = self._runner.rehearse(block, weights, data, KINDS[config.schedule])
             self._sums.rehearse(block.number, gradients, results)
         sums = {
             number: {
-                w.name: make_zeros(w.shape, np.float32) for w in self._units[number].weights if w.is_trained
+                weight.name: make_zeros(weight, np.float32)
+                for weight in self._units[number].weights
+                if weight.is_trained
             }
             for number in self.state.states
         }

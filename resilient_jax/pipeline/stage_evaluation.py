@@ -23,10 +23,11 @@ from resilient_jax.blocks.forward_model import ForwardBlock
 from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays
-from resilient_jax.pipeline.stage_runner import LOSS, ReadMicrobatch, place_on_first_device
+from resilient_jax.pipeline.stage_runner import LOSS, ReadMicrobatch
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline_schedule.routes import Route, Routes
 from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.transport.mail_protocol import MailKey, MailKind
 
@@ -66,12 +67,14 @@ class StageEvaluation:
         host: this one.
         blocks: of the loss that is evaluated, all of them.
         read: reads microbatches.
+        sharding: over this host's devices, as that of the blocks without devices.
         before_microbatch: called before this host computes a microbatch.
     """
 
     host: HostName
     blocks: Sequence[ForwardBlock]
     read: ReadMicrobatch
+    sharding: StageSharding = dataclasses.field(default_factory=make_single_device_stage)
     before_microbatch: Callable[[int], None] = lambda microbatch: None
 
     def evaluate(
@@ -118,7 +121,7 @@ class StageEvaluation:
         """Compute the blocks of a hop; return what it makes of loss and metrics."""
         x = self._receive(route, own.start, mail)
         with worker_activity.task(WorkerTask.INPUT):
-            batch, key = self.read(route.microbatch)
+            batch, key = self.sharding.place_values(self.read(route.microbatch))
         results: dict[str, Any] = {}
         with worker_activity.task(WorkerTask.COMPUTE):
             for number in own:
@@ -140,7 +143,7 @@ class StageEvaluation:
         with worker_activity.task(WorkerTask.SUM):  # a wait for another host, as in a sum
             received = mail.take_arrays(sender, key, self.blocks[block].x)
         mail.send_message(sender, mail.make_key(MailKind.TAKEN, route.microbatch, block), _Taken())
-        return place_on_first_device(received)
+        return self.sharding.place_values(received)
 
     def _send(
         self,

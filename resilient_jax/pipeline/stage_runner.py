@@ -34,12 +34,11 @@ from resilient_jax.pipeline_schedule.tasks import (
     find_output,
 )
 from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 ReadMicrobatch = Callable[[int], tuple[Any, Any]]
 """Returns batch and random key of a microbatch of the step: a pure function, which every host calls for its own."""
-PlaceValues = Callable[[Sequence[np.ndarray]], BoundaryValues]
-"""Puts boundary values from host memory on this host's devices, in memory that programs may take."""
 BeforeTask = Callable[[Task], None]
 
 
@@ -61,21 +60,13 @@ LOSS = "loss"
 """The name of the loss among the results of the last block."""
 
 
-def place_on_first_device(arrays: Sequence[np.ndarray]) -> BoundaryValues:
-    """Copy values to this host's first device: backward takes the memory of a gradient, so it must not be the mail's.
-
-    They are committed to it, as what programs return is: else each program would be loaded once for either.
-    """
-    device = jax.local_devices()[0]
-    return tuple(jax.device_put(jnp.array(array, copy=True), device) for array in arrays)
-
-
 class StageRunner:
     """The tasks of one host in one step.
 
     Attributes:
         done: the tasks that are finished in this step.
         timings: of the tasks that were run in this step.
+        sharding: over this host's devices, of what comes from other hosts. By default all is on the first one.
     """
 
     def __init__(
@@ -84,8 +75,7 @@ class StageRunner:
         cut: CutModel,
         log: BoundaryLog,
         sink: GradientSink,
-        *,
-        place: PlaceValues = place_on_first_device,
+        sharding: StageSharding | None = None,
     ) -> None:
         self.done: set[Task] = set()
         self.timings = TaskTimings()
@@ -93,7 +83,7 @@ class StageRunner:
         self._cut = cut
         self._log = log
         self._sink = sink
-        self._place = place
+        self.sharding = sharding or make_single_device_stage()
         self._residuals: dict[tuple[int, Hop], list[tuple[Any, ...]]] = {}
         self._kept: dict[tuple[int, Hop], dict[int, Any]] = {}
         self._results: dict[tuple[int, int], dict[str, Any]] = {}
@@ -184,6 +174,15 @@ class StageRunner:
                 f"{boundary} is not in the log of {self._host}; its task should have been run again"
             )
         mail.send(to, mail.make_boundary_key(boundary), value)
+
+    def _place(self, values: Sequence[Any]) -> BoundaryValues:
+        """Copy values to this host's devices: backward takes the memory of a gradient, so it must not be the mail's.
+
+        They are committed to them, as what programs return is: else each program would be loaded once for either.
+        """
+        # A copy on a device would be all of it on the first one.
+        copy = jnp.array if self.sharding.mesh.size == 1 else np.array
+        return self.sharding.place_values(tuple(copy(value, copy=True) for value in values))
 
     def _receive(self, task: Task, route: Route, mail: StepMail) -> BoundaryValues | None:
         boundary = find_input(task, route.num_blocks)

@@ -19,6 +19,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
@@ -32,6 +33,7 @@ from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape, count_devices
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.stage_axes import find_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Arranger:
         self._config = config
         self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
         self._last: Plan | None = None
+        self._stage_plan: Plan | None = None
 
     def arrange(self, world: World, params: Tree) -> Arrangement:
         """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
@@ -77,6 +80,14 @@ class Arranger:
         Raises:
             CallerError: no plan fits; a host is not in the topology.
         """
+        if self._config.parallelism.pipeline is not None:
+            axes = make_replica_axes(self.find_stage_axes(world))
+            if self._stage_plan is not None:
+                self._record_plan(world, self._stage_plan)
+            return Arrangement(
+                replica_shape=ReplicaShape(axes=axes),
+                placement=ReplicatedPlacement(world.local_mesh(dict(axes))),
+            )
         if self.plan_searcher is None:
             return Arrangement(
                 replica_shape=self._config.parallelism.replica_shape,
@@ -86,6 +97,24 @@ class Arranger:
         plan = self.plan_searcher.find_plan(world.hosts)
         self._record_plan(world, plan)
         return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
+
+    def find_stage_axes(self, world: World) -> dict[str, int]:
+        """Return the sizes of the axes of the devices of a host of a pipeline: as given, or as planned.
+
+        They are planned once, for all hosts of the topology, since the bits of a result depend on them.
+
+        Raises:
+            CallerError: no plan fits; this host has other devices than given or planned.
+        """
+        pipeline = self._config.parallelism.pipeline
+        assert pipeline is not None
+        if self.plan_searcher is not None:
+            self.plan_searcher.check_device_count(world)
+            if self._stage_plan is None:
+                self._stage_plan = self.plan_searcher.find_stage_plan(pipeline.num_stages)
+            found = {axis.value: self._stage_plan.axis_sizes[axis] for axis in STAGE_PLAN_AXES}
+            pipeline = dataclasses.replace(pipeline, axis_sizes=found)
+        return find_stage_axes(pipeline, len(world.local_devices), world.host)
 
     def _record_plan(self, world: World, plan: Plan) -> None:
         last, self._last = self._last, plan
@@ -150,6 +179,22 @@ class PlanSearcher:
             for device in self._topology.host(host).living_devices[count:]
         ]
         return self._topology.without(*absent, *missing) if absent or missing else self._topology
+
+    def find_stage_plan(self, num_stages: int) -> Plan:
+        """Return the best plan of pipelines with so many stages, each on a host, for all hosts of the topology.
+
+        Raises:
+            PlanError: no plan fits.
+        """
+        return search_stage_plan(
+            self.program_cost,
+            self._topology,
+            num_stages=num_stages,
+            microbatch_size=self._config.microbatch_size,
+            global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
+            calibration=self._planner.calibration,
+            axes=self._planner.axis_sizes,
+        )
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:

@@ -168,7 +168,8 @@ class FitLoop:
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
-            self._pipeline = PipelinedSteps(config, programs, self._data)
+            axes = self._arranger.find_stage_axes(world)
+            self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
             if (
                 world.host_index == 0
                 and not self._pipeline.options.gather_result
@@ -198,7 +199,8 @@ class FitLoop:
                 config.recipe.num_microbatches,
             )
         self._programs = programs
-        searcher = self._arranger.plan_searcher
+        # The plan of a pipeline stays the same, whichever hosts are left.
+        searcher = self._arranger.plan_searcher if self._pipeline is None else None
         if searcher is not None and config.planner is not None and config.planner.compile_ahead:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs

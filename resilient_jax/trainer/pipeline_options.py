@@ -1,10 +1,13 @@
 """The options of a model that is split over several hosts."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
+from resilient_jax.sharding.logical_axes import LogicalAxisRules
+from resilient_jax.sharding.stage_sharding import STAGE_AXES
 
 
 @refuse_unknown_options
@@ -12,8 +15,9 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 class Pipeline:
     """A replica spans several hosts, each of which has some of the model's layers, and their optimizer state.
 
-    The model is cut at its layers: a list of equal layers (NNX, Linen), or a scan over stacked parameters. Weights have
-    the same bits for any number of stages and hosts.
+    The model is cut at its layers: a list of equal layers (NNX, Linen), or a scan over stacked parameters. Each host
+    computes with all of its devices, of which all hosts have as many. Weights have the same bits for any number of
+    stages and hosts whose devices have the same axes.
 
     Attributes:
         num_stages: number of hosts of a replica. Hosts that are left over make some replicas longer; with fewer hosts
@@ -24,6 +28,12 @@ class Pipeline:
             sent again after a failure. What has no room is computed again.
         gather_result: bring the trained model together in the memory of each host when training ends, as
             `FitResult.variables`; it must fit there. Else it is in the last checkpoint, and on no host as a whole.
+        axis_sizes: of the devices of a host, such as {"tensor": 2}: "data" (examples are shared, weights replicated),
+            "fsdp" (examples are shared, weights sharded, and gathered block by block before use), "tensor" and
+            "expert" (weights are sharded along dims with such logical names). They multiply to the devices of a host;
+            fsdp takes what the others leave, if it is not given.
+        logical_axis_rules: the logical names of the parameters' dims, where the model's Flax metadata does not name
+            the dims.
 
     Raises:
         CallerError: a value is of another type, or impossible.
@@ -33,6 +43,8 @@ class Pipeline:
     schedule: PipelineSchedule | str = PipelineSchedule.ZERO_BUBBLE
     log_bytes: int = 2**30
     gather_result: bool = False
+    axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    logical_axis_rules: LogicalAxisRules | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -40,6 +52,12 @@ class Pipeline:
             raise CallerError(
                 f"pipeline: found num_stages={self.num_stages}, log_bytes={self.log_bytes}, expected at least 1 and 0"
             )
+        for axis, size in self.axis_sizes.items():
+            if axis not in STAGE_AXES or size < 1:
+                raise CallerError(
+                    f"pipeline: found axis_sizes={dict(self.axis_sizes)}, expected positive sizes of "
+                    f"{', '.join(STAGE_AXES)}, the axes of the devices of a host"
+                )
         if self.schedule not in list(PipelineSchedule):
             raise CallerError(
                 f"pipeline: found schedule={self.schedule!r}, expected one of {', '.join(PipelineSchedule)}"

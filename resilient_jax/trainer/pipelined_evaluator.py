@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from resilient_jax.blocks.cut_model import CutModel
-from resilient_jax.blocks.forward_model import ForwardBlock, cut_forward
+from resilient_jax.blocks.forward_model import ForwardBlock, cut_forward, shard_forward
 from resilient_jax.blocks.layer_marks import mark_layers
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
@@ -18,7 +19,7 @@ from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline_schedule.routes import Routes, make_routes
 from resilient_jax.pipeline_schedule.teams import share_in_proportion
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
@@ -47,8 +48,13 @@ class PipelinedEvaluator:
         data = evaluation.make_data(size, recipe.seed)
         self._evaluation, self._num_steps, self._steps = evaluation, config.num_steps, steps
         self._num_microbatches = evaluation.count_microbatches(size)
-        self._blocks = _cut(config, programs, make_abstract(data.batch(0, 0)))
-        _check_blocks(self._blocks, steps.cut)
+        blocks = _cut(config, programs, make_abstract(data.batch(0, 0)), steps.sharding.mesh.abstract_mesh)
+        _check_blocks(blocks, steps.cut)
+        # Examples that do not divide among the devices are on each of them.
+        is_divisible = size % steps.sharding.num_example_shares == 0
+        self._num_examples = size if is_divisible else 0
+        sharding = steps.sharding.with_examples(self._num_examples)
+        self._blocks = shard_forward(blocks, sharding) if sharding.mesh.size > 1 else blocks
         self._make_key = jax.jit(functools.partial(make_microbatch_key, recipe.seed))
         self._data = Prefetcher(
             data,
@@ -79,6 +85,7 @@ class PipelinedEvaluator:
                 self._data.get(step, index),
                 self._make_key(make_microbatch_id(EVALUATION_STEP, index)),
             ),
+            sharding=placement.sharding.with_examples(self._num_examples),
             before_microbatch=functools.partial(_before_microbatch, world),
         )
         weights = placement.list_weights(state, use_ema=self._evaluation.use_ema)
@@ -101,7 +108,9 @@ def _before_microbatch(world: World, microbatch: int) -> None:
     world.step_services.hit_failpoint(FailPoint.BEFORE_EVALUATION_MICROBATCH, microbatch)
 
 
-def _cut(config: FitConfig, programs: TrainStep, example: Tree) -> tuple[ForwardBlock, ...]:
+def _cut(
+    config: FitConfig, programs: TrainStep, example: Tree, mesh: AbstractMesh
+) -> tuple[ForwardBlock, ...]:
     recipe = config.recipe
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
@@ -116,7 +125,7 @@ def _cut(config: FitConfig, programs: TrainStep, example: Tree) -> tuple[Forward
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
+        with use_trace_mesh(mesh):
             return cut_forward(loss, programs.abstract_state.variables.params, example, key)
     except CallerError as error:
         raise CallerError(f"evaluation: {error}") from error

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
 from resilient_jax.blocks.cut_model import CutModel, cut_model
 from resilient_jax.blocks.layer_marks import mark_layers
@@ -22,6 +23,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError, NonFiniteError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
@@ -32,7 +34,8 @@ from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.sharding.stage_sharding import make_abstract_stage_mesh
+from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
@@ -41,6 +44,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.pipeline_options import Pipeline
+from resilient_jax.trainer.stage_axes import find_stage_sharding
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -64,10 +68,25 @@ class PipelinedSteps:
         abstract_state: the shapes of the state of the whole model.
         options: of the job.
         cut: the model.
+        sharding: over the devices of any host, without devices.
     """
 
-    def __init__(self, config: FitConfig, programs: TrainStep, data: Prefetcher) -> None:
-        """Cut the model, without a device.
+    def __init__(
+        self,
+        config: FitConfig,
+        programs: TrainStep,
+        data: Prefetcher,
+        axes: Mapping[str, int],
+        devices: Sequence[Device],
+    ) -> None:
+        """Cut the model, without an array.
+
+        Args:
+            config: of the job.
+            programs: of its recipe.
+            data: of the training.
+            axes: sizes of the axes of the devices of each host.
+            devices: of this host; only their number and kind count.
 
         Raises:
             CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
@@ -81,7 +100,10 @@ class PipelinedSteps:
         self._data = data
         _check_recipe(config, programs)
         state = programs.abstract_state
-        self.cut = _cut(config.recipe, programs)
+        mesh = make_abstract_stage_mesh(axes, devices)
+        cut = _cut(config.recipe, programs, mesh)
+        self.sharding = find_stage_sharding(config, cut, programs.example, mesh)
+        self.cut = cut.with_sharding(self.sharding) if mesh.size > 1 else cut
         self._costs = _estimate_costs(self.cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
@@ -104,9 +126,13 @@ class PipelinedSteps:
         worker = self._open_worker(world)
         units = self._require_units()
         placement = UnitPlacement(
-            world, units, self._costs, self.options.num_stages, self._recipe.num_microbatches
+            world,
+            units,
+            self.sharding,
+            self._costs,
+            self.options.num_stages,
+            self._recipe.num_microbatches,
         )
-        _check_devices(world)
         self._placement, self._num_exchanges = placement, 0
         self._has_agreed = self._has_resumed = False
         if world.is_rehearsal:
@@ -121,6 +147,7 @@ class PipelinedSteps:
                 hosts=tuple(sorted(world.hosts)),
                 holders=placement.holders,
                 addresses=dict(zip(world.hosts, texts, strict=True)),
+                sharding=placement.sharding,
             )
         )
         schedule = PipelineSchedule(self.options.schedule)
@@ -171,8 +198,9 @@ class PipelinedSteps:
             number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
         }
         # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
-        device = world.local_devices[0]
-        found |= jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), device), received)
+        for number, tree in jax.tree.map(np.array, received).items():
+            is_unit = number != common and bool(jax.tree.leaves(tree))
+            found[number] = placement.place_unit(number, tree) if is_unit else tree
         self._early_stopping = {step: found.pop(common)}
         worker.state.hold(found)
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
@@ -264,7 +292,8 @@ class PipelinedSteps:
         self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
-        return self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
+        batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
+        return self._require_placement().sharding.place_values(batch)
 
     # The whole model.
 
@@ -352,7 +381,7 @@ class PipelinedSteps:
         worker = self._require_worker()
         worker.replace_state(worker.step, placement.read_held(state))
         try:
-            worker.rehearse()
+            worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
 
@@ -387,7 +416,7 @@ def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTa
         )
 
 
-def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:
+def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
         bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
         model_key, loss_key = jax.random.split(key)
@@ -399,7 +428,7 @@ def _cut(recipe: Recipe, programs: TrainStep) -> CutModel:
         return recipe.model.apply(bound, model_key, use, training=True)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
+    with use_trace_mesh(mesh):
         return cut_model(
             loss, programs.abstract_state.variables.params, programs.example, key, remat=recipe.numerics.remat
         )
@@ -432,12 +461,4 @@ def _check_recipe(config: FitConfig, programs: TrainStep) -> None:
         raise CallerError(
             'parallelism: found reduction="fast" with a pipeline, expected "exact" or "exact_wide": the parts of a sum '
             "come in no fixed order"
-        )
-
-
-def _check_devices(world: World) -> None:
-    if len(world.local_devices) > 1:
-        raise CallerError(
-            f"pipeline: found {len(world.local_devices)} devices on {world.host}, expected one: a stage computes on "
-            "one device. Start an agent for each device, with --devices-per-host 1"
         )

@@ -24,6 +24,9 @@ class Planner:
     Where the plan's axes change, the weights equal those of another plan within rounding, not bit for bit; where only
     the number of replicas changes they have the same bits.
 
+    With `Parallelism(pipeline=)` it chooses the axes of the devices of each host, once, for all hosts of the topology:
+    they stay when hosts are lost, and so do the bits.
+
     Attributes:
         topology: the topology of all hosts that may take part, or its file; the hosts of a job are found in it by
             their names.

@@ -13,6 +13,7 @@ from resilient_jax.argument_checks import refuse_unknown_options
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
+from resilient_jax.sharding.stage_sharding import STAGE_AXES
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.trainer.arrangement import REPLICA_AXES
 from resilient_jax.trainer.checkpoints import Checkpoints
@@ -195,6 +196,8 @@ class Trainer:
 
 def _list_axis_names(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
     """Return the axes of the mesh of a replica, in every generation."""
+    if parallelism.pipeline is not None:
+        return STAGE_AXES
     if planner is not None:
         return tuple(axis.value for axis in REPLICA_AXES)
     return tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
@@ -235,10 +238,11 @@ def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) 
             "that are trained as a whole. Leave planner out, or freeze parameters in the optimizer: "
             "optax.multi_transform with optax.set_to_zero"
         )
-    if planner is not None and parallelism.pipeline is not None:
+    pipeline = parallelism.pipeline
+    if planner is not None and pipeline is not None and (pipeline.axis_sizes or pipeline.logical_axis_rules):
         raise CallerError(
-            "planner: found Parallelism(pipeline=) with it, expected one of them: the planner plans replicas that are "
-            "inside of hosts"
+            "planner: found rj.Pipeline(axis_sizes=) or rj.Pipeline(logical_axis_rules=) with it, expected neither: "
+            "the planner chooses the axes of the devices of a host. Give them to rj.Planner"
         )
     is_default = parallelism.replica_shape == ONE_REPLICA_PER_HOST
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):

@@ -1,7 +1,8 @@
 """Where the units of a model that is cut into blocks are in one generation: on the hosts of its replicas.
 
 Snapshots, parity and restores see an array of a unit as one that is sharded over hosts: its holders have all of it, the
-others nothing (`sharding.holder_sharding`).
+others nothing (`sharding.holder_sharding`). On each holder it is sharded over the host's devices, as the programs of
+its stage take it (`sharding.stage_sharding`).
 """
 
 import re
@@ -10,19 +11,25 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from resilient_jax.blocks.model_weights import Weights
+from resilient_jax.blocks.model_weights import Weights, list_leaf_specs
 from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
+from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec, place_unit
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
 from resilient_jax.sharding.holder_sharding import (
     make_holder_array,
-    make_holder_sharding,
+    make_holder_mesh,
     make_non_addressable_array,
+    read_holder_array,
 )
+from resilient_jax.sharding.placements import ParameterPlacement
+from resilient_jax.sharding.stage_sharding import StageSharding, make_stage_mesh
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -44,26 +51,54 @@ class UnitPlacement:
         holders: the hosts that have each block.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
+        sharding: over the devices of this host.
     """
 
     def __init__(
         self,
         world: World,
         states: UnitStates,
+        sharding: StageSharding,
         block_costs: Sequence[float],
         num_stages: int,
         num_microbatches: int,
     ) -> None:
+        """Divide the model among the hosts.
+
+        Args:
+            world: of the generation.
+            states: of the units.
+            sharding: over the devices of any host, without devices.
+            block_costs: relative times of the blocks.
+            num_stages: hosts of a replica.
+            num_microbatches: of a step.
+
+        Raises:
+            CallerError: a host has another number of devices than the stages of this job.
+        """
         self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
+        self._devices = _list_devices(world, sharding.mesh.size)
+        self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, world.local_devices))
         speeds = world.step_services.layer_speeds
         self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages, speeds)
         self.quotas = tuple(share_microbatches(self.teams, num_microbatches))
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_holders(self.teams)
         self._states = states
-        self._devices = {world.host_of_device(device): device for device in reversed(world.devices)}
-        """The first device of each host."""
-        self._shardings: dict[frozenset[HostName], NamedSharding] = {}
+        self._unit_specs = [
+            find_unit_specs(unit, state, sharding)
+            for unit, state in zip(states.units, states.abstract, strict=True)
+        ]
+        self._spec_by_path = {
+            f".units[{number}]{jax.tree_util.keystr(path)}": spec
+            for number, specs in enumerate(self._unit_specs)
+            for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+        }
+        table = states.units[0].table
+        self._whole = ParameterPlacement(
+            sharding.mesh, list_leaf_specs(table, table.weights, sharding.find_weight_spec)
+        )
+        self._meshes: dict[frozenset[HostName], Mesh] = {}
         self.held = sorted(self.list_units_by_host()[world.host])
         """The units of this host."""
 
@@ -91,7 +126,8 @@ class UnitPlacement:
     def __call__(self, path: str, leaf: object) -> NamedSharding:
         """Return the sharding of a leaf of a `PipelinedState`; `path` is as `jax.tree_util.keystr` writes it."""
         found = UNIT_PATTERN.match(path)
-        return self._shard_over(self.list_holders(int(found[1])) if found else frozenset(self.world.hosts))
+        hosts = self.list_holders(int(found[1])) if found else frozenset(self.world.hosts)
+        return NamedSharding(self._make_mesh(hosts), self._spec_by_path.get(path, P()))
 
     def list_holders(self, unit: int) -> frozenset[HostName]:
         """Return the hosts that have a unit."""
@@ -113,7 +149,8 @@ class UnitPlacement:
             units = {number: self._states.init_unit(number, state.variables.params) for number in self.held}
             return units, state.early_stopping
 
-        units, early_stopping = jax.jit(init_held)()
+        # On a host's devices no array is ever larger than its shards.
+        units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
         absent = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
         )
@@ -123,13 +160,28 @@ class UnitPlacement:
             early_stopping=early_stopping,
         )
 
+    def _list_init_shardings(self) -> Any:  # noqa: ANN401 - of a tree and of what is not sharded
+        if self.sharding.mesh.size == 1:
+            return None
+        units = {
+            number: jax.tree.map(self.sharding.place, self._unit_specs[number], is_leaf=is_spec)
+            for number in self.held
+        }
+        return units, self.sharding.place(P())
+
     def read_held(self, state: PipelinedState) -> dict[int, UnitState]:
-        """Return the units of this host, as arrays on its device."""
+        """Return the units of this host, as arrays on its devices."""
         return {number: self.read_local(state.units[number]) for number in self.held}
 
     def read_local(self, tree: Tree) -> Tree:
         """Return this host's copies of arrays, of which it has all; None in place of one that it has not."""
-        return jax.tree.map(_read_local, tree)
+        local = self.sharding.mesh
+        assert isinstance(local, Mesh)
+        return jax.tree.map(lambda array: read_holder_array(array, local), tree)
+
+    def place_unit(self, number: int, state: UnitState) -> UnitState:
+        """Return the state of a unit on this host's devices."""
+        return place_unit(self._states.units[number], state, self.sharding)
 
     def list_weights(self, state: PipelinedState, *, use_ema: bool = False) -> dict[int, Weights]:
         """Return the weights of each block that this host has, by name, as arrays on its device.
@@ -164,13 +216,13 @@ class UnitPlacement:
 
     def replicate(self, value: Any) -> jax.Array:  # noqa: ANN401 - a number or array
         """Return an array that every host has."""
-        local = jax.device_put(value, self.world.local_devices[0])
-        return make_holder_array(local, self._shard_over(frozenset(self.world.hosts)))
+        local = jax.device_put(value, self.sharding.place(P()))
+        return make_holder_array(local, self._make_mesh(frozenset(self.world.hosts)), P())
 
     def split(self, state: TrainingState) -> PipelinedState:
         """Return the state of the whole model, of which each host has what it needs, by unit."""
         local = self.read_local(state)
-        units = {number: self._states.split(number, local) for number in self.held}
+        units = {number: self.place_unit(number, self._states.split(number, local)) for number in self.held}
         return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
 
     def list_checkpoint_part(self, state: PipelinedState, abstract: TrainingState) -> list[LeafPart]:
@@ -203,28 +255,45 @@ class UnitPlacement:
             if is_first or name in pieces
         ]
 
-    def place_whole(self, path: str, leaf: object) -> NamedSharding:
+    def place_whole(self, path: str, leaf: Any) -> NamedSharding:  # noqa: ANN401 - the shape of an array
         """Return the sharding of a leaf of the whole model's state, as read from storage: on the hosts that need it."""
         holders = self._states.find_units_of_leaf(path)
         hosts: Collection[HostName] = self.world.hosts
         if holders:
             hosts = frozenset().union(*map(self.list_holders, holders))
-        return self._shard_over(frozenset(hosts))
+        return NamedSharding(self._make_mesh(frozenset(hosts)), self._whole.partition_spec(path, leaf))
 
     def _make_unit(self, number: int, values: UnitState) -> UnitState:
-        sharding = self._shard_over(self.list_holders(number))
+        mesh = self._make_mesh(self.list_holders(number))
         make = make_holder_array if number in self.held else make_non_addressable_array
-        return jax.tree.map(lambda value: make(value, sharding), values)
+        return jax.tree.map(
+            lambda spec, value: make(value, mesh, spec), self._unit_specs[number], values, is_leaf=is_spec
+        )
 
-    def _shard_over(self, hosts: frozenset[HostName]) -> NamedSharding:
-        if hosts not in self._shardings:
+    def _make_mesh(self, hosts: frozenset[HostName]) -> Mesh:
+        if hosts not in self._meshes:
+            local = self.sharding.mesh
+            assert isinstance(local, Mesh)
             # In the order of hosts, the same everywhere.
             devices = [self._devices[host] for host in self.world.hosts if host in hosts]
-            self._shardings[hosts] = make_holder_sharding(devices)
-        return self._shardings[hosts]
+            self._meshes[hosts] = make_holder_mesh(devices, local)
+        return self._meshes[hosts]
 
 
-def _read_local(array: jax.Array) -> jax.Array | None:
-    """Return this host's copy of an array; None: it has none."""
-    shards = array.addressable_shards
-    return shards[0].data if shards else None
+def _list_devices(world: World, num_devices: int) -> dict[HostName, list[Device]]:
+    """Return the devices of each host.
+
+    Raises:
+        CallerError: some host has another number of them.
+    """
+    found: dict[HostName, list[Device]] = {host: [] for host in world.hosts}
+    for device in world.devices:
+        found[world.host_of_device(device)].append(device)
+    for host, devices in found.items():
+        if len(devices) != num_devices:
+            raise CallerError(
+                f"pipeline: found {len(devices)} devices on {host}, expected {num_devices} as on {world.host}: all "
+                "stages compute on as many devices, and a block has the same programs on each of its hosts. Start "
+                "their agents with the same --devices-per-host, or leave one out"
+            )
+    return found

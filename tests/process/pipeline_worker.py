@@ -1,6 +1,7 @@
 """One host of a pipeline, which executes a test's orders, one JSON object a line; it answers each with one.
 
-argv: the name of the host. The model, the data and the optimizer are the same in all processes.
+argv: the name of the host. The model, the data and the optimizer are the same in all processes. A process has two
+devices, and computes on the first, or on both with the axis that it is told.
 """
 
 import collections
@@ -13,16 +14,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import optax
-from small_decoders import make_batch, make_nnx
+from jax.sharding import PartitionSpec as P
+from small_decoders import ROWS, make_batch, make_nnx
 
 from resilient_jax.blocks.cut_model import CutModel, cut_model
 from resilient_jax.blocks.forward_model import cut_forward
 from resilient_jax.errors import CallerError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
@@ -30,6 +33,11 @@ from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
+from resilient_jax.sharding.stage_sharding import (
+    StageSharding,
+    make_abstract_stage_mesh,
+    make_stage_mesh,
+)
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.transport import Credentials
@@ -41,7 +49,28 @@ SEND_TIMEOUT_S = 60.0
 running_total.MIN_FIXED_POINT_SIZE = 200  # else all leaves of so small a model would be summed in bins
 
 
-def read(step: int, microbatch: int) -> tuple[Any, Any]:
+SPECS: dict[str, dict[str, P]] = {
+    "": {},
+    "tensor": {"qkv/kernel": P(None, "tensor"), "qkv/bias": P("tensor"), "mlp/kernel": P(None, "tensor")},
+    "fsdp": {"kernel": P("fsdp"), "bias": P("fsdp"), "scale": P("fsdp"), "embedding": P("fsdp")},
+}
+"""By the axis of a host's devices and the end of a weight's name."""
+
+
+def make_sharding(cut: CutModel, axis: str) -> StageSharding:
+    """Return the sharding of a stage over both devices, or on the first."""
+    specs = {
+        weight.name: spec
+        for weight in cut.trace.table.weights
+        for end, spec in SPECS[axis].items()
+        if weight.name.endswith(end)
+    }
+    mesh = make_abstract_stage_mesh({axis: 2} if axis else {})
+    devices = jax.local_devices()[: mesh.size]
+    return StageSharding(mesh=make_stage_mesh(mesh, devices), weight_specs=specs, num_examples=ROWS)
+
+
+def draw(step: int, microbatch: int) -> tuple[Any, Any]:
     """Return batch and key, a pure function of the step and the microbatch."""
     return make_batch(1000 * step + microbatch), make_microbatch_key(
         SEED, jnp.asarray(make_microbatch_id(step, microbatch))
@@ -54,21 +83,29 @@ class Host:
     def __init__(self, name: str) -> None:
         self.name = HostName(name)
         decoder = make_nnx()
-        self.cut: CutModel = cut_model(decoder.loss, decoder.variables, *read(0, 0))
-        self.evaluated = cut_forward(decoder.loss, decoder.variables, *read(0, 0))
+        self.cut: CutModel = cut_model(decoder.loss, decoder.variables, *draw(0, 0))
+        self.sharding = make_sharding(self.cut, "")
+        self.evaluated = cut_forward(decoder.loss, decoder.variables, *draw(0, 0))
         self.weights = self.cut.trace.table.split(decoder.variables)
         self.optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
         self.service: MailService | None = None
         self.pipeline: PipelineWorker | None = None
         self.ran: list[Task] = []
 
-    def start(self, **config: Any) -> dict:
+    def read(self, step: int, microbatch: int) -> tuple[Any, Any]:
+        """Return batch and key on the devices."""
+        return self.sharding.place_values(draw(step, microbatch))
+
+    def start(self, axis: str = "", **config: Any) -> dict:
         """Have a new pipeline, with no state, and a new mailbox."""
         self.close()
         self.service = MailService(self.name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
         config["schedule"] = PipelineSchedule(config["schedule"])
+        self.sharding = make_sharding(self.cut, axis)
+        abstract = self.sharding.with_mesh(self.sharding.mesh.abstract_mesh)
+        cut = self.cut.with_sharding(abstract) if axis else self.cut
         self.pipeline = PipelineWorker(
-            self.name, self.cut, self.optimizer, PipelineConfig(**config), self.service, read
+            self.name, cut, self.optimizer, PipelineConfig(**config), self.service, self.read
         )
         return {"address": self.service.address}
 
@@ -85,12 +122,14 @@ class Host:
                     hosts=tuple(map(HostName, words["hosts"])),
                     holders=tuple(frozenset(map(HostName, hosts)) for hosts in words["holders"]),
                     addresses=words["addresses"],
+                    sharding=self.sharding,
                 )
                 pipeline.begin_generation(generation)
                 return {}
             case "init":
                 holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]
                 pipeline.state.init_units(self.weights, self.name, holders)
+                pipeline.state.replace(self.place(pipeline.state.states))
                 return {}
             case "run":
                 routes = msgspec.convert(words["routes"], tuple[Route, ...])
@@ -112,6 +151,11 @@ class Host:
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
                 return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
         raise ValueError(do)
+
+    def place(self, states: dict[int, UnitState]) -> dict[int, UnitState]:
+        """Return units on the devices, as the programs take them."""
+        units = list_state_units(self.cut)
+        return {number: place_unit(units[number], state, self.sharding) for number, state in states.items()}
 
     def fail_once(self, block: int, microbatch: int) -> None:
         """Have the task fail that gives the gradients of a block for a microbatch, after it has computed them."""
@@ -143,7 +187,7 @@ class Host:
             0,
         )
         moved = found.keys() - pipeline.state.all_states.keys()
-        pipeline.state.hold(found)
+        pipeline.state.hold({**found, **self.place({number: found[number] for number in moved})})
         return {"moved": len(moved)}
 
     def evaluate(self, routes: Any, hosts: list[str], die_before: Any) -> dict:
@@ -165,7 +209,7 @@ class Host:
         vars(service.box)["put"] = count
         blocks = pipeline.state.list_complete_blocks()
         stage = StageEvaluation(
-            host=self.name, blocks=self.evaluated, read=lambda index: read(0, index), before_microbatch=before
+            host=self.name, blocks=self.evaluated, read=lambda index: draw(0, index), before_microbatch=before
         )
         weights = {block: pipeline.state.list_weights(block) for block in blocks}
         try:

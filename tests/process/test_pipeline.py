@@ -107,20 +107,29 @@ FAULTS = {
 
 
 @pytest.fixture
-def replicas(hosts, undisturbed, tmp_path_factory):
-    """Two replicas that have made an undisturbed step; a host that a test kills is replaced after it."""
-
-    def start(teams=REPLICAS, **config):
-        pipeline = Pipeline(hosts, teams, [2, 2], max_norm=0.5, **config)
-        assert pipeline.step() == undisturbed[0]
-        return pipeline
-
-    yield start
+def breakable(hosts):
+    """The hosts; one that a test kills is replaced after it."""
+    yield hosts
     for number, host in enumerate(hosts):
         if host.is_dead:
             host.end()
             hosts[number] = PipelineHost(host.name, host.cache_dir)
             hosts[number].meet(BLOCKS)
+
+
+@pytest.fixture
+def replicas(breakable, undisturbed):
+    """Two replicas that have made an undisturbed step."""
+
+    def start(teams=REPLICAS, **config):
+        if "wait_timeout_s" in config:
+            # With a short wait no host may have programs to load.
+            assert Pipeline(breakable, teams, [2, 2], max_norm=0.5).step() == undisturbed[0]
+        pipeline = Pipeline(breakable, teams, [2, 2], max_norm=0.5, **config)
+        assert pipeline.step() == undisturbed[0]
+        return pipeline
+
+    return start
 
 
 def go_on(pipeline, undisturbed):
@@ -263,3 +272,26 @@ def test_units_that_move_are_kept_until_the_step_is_committed(replicas, undistur
     assert pipeline.cut_anew([[("a", 2), ("d", 3)]], [4]) >= 0
     pipeline.run()
     assert pipeline.commit() == undisturbed[1]
+
+
+AXES = ("tensor", "fsdp")
+"""Of the two devices of a host."""
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_with_several_devices_a_host_weights_are_those_of_one_host_with_the_same_axes(
+    breakable, undisturbed, axis
+):
+    alone = Pipeline(breakable, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5, axis=axis)
+    expected = [alone.step() for _ in range(STEPS)]
+    assert expected != undisturbed, "the axis changes the order of additions, or nothing is sharded"
+    pipeline = Pipeline(breakable, REPLICAS, [3, 1], max_norm=0.5, axis=axis)
+    assert pipeline.step() == expected[0]
+    pipeline.run(die_before=FAULTS["forward"])
+    pipeline.cut_anew(CUT_ANEW, [2, 2])
+    pipeline.resume()
+    assert pipeline.commit() == expected[1]
+    pipeline.routes = make_routes(
+        [[(HostName(host), count) for host, count in team] for team in CUT_ANEW], [2, 2]
+    )
+    assert pipeline.step() == expected[2]

@@ -34,7 +34,7 @@ class PipelineHost:
             | {
                 "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
                 "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -1,15 +1,18 @@
 """A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from sharded_job import ShardedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, read_logs
+from tiny_job import CONFIG_WITHOUT_STANDBYS, read_logs
 
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 
@@ -19,6 +22,7 @@ UNITS = 7
 CHECKPOINT_STEPS = 50
 """Between two checkpoints, in the script."""
 ALONE_TIMEOUT_S = 300.0
+NO_AXES: Final[Mapping[str, int]] = MappingProxyType({})
 PATIENCE_S = 240.0
 """The programs of each kind of block are many."""
 
@@ -34,8 +38,13 @@ class PipelinedJob(ShardedJob):
         parity: int = 1,
         words: Sequence[str] = (),
         config: str = CONFIG_WITHOUT_STANDBYS,
+        axes: Mapping[str, int] = NO_AXES,
     ) -> None:
-        super().__init__(work, hosts, parity, [str(stages), *words], config, SCRIPT, ONE_DEVICE)
+        """Prepare it; `axes` are those of the devices of each host."""
+        self.axes = axes
+        words = [str(stages), *words, *(f"{axis}={size}" for axis, size in axes.items())]
+        devices = ("--devices-per-host", str(math.prod(axes.values())))
+        super().__init__(work, hosts, parity, words, config, SCRIPT, devices)
         self.patience_s = PATIENCE_S
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
@@ -61,7 +70,7 @@ class PipelinedJob(ShardedJob):
                     by_unit.setdefault(unit, set()).add(digest)
         total = max(found) + 1
         assert sorted(found) == list(range(total)), "a step is missing"
-        alone, digests = run_alone(self.work, total)
+        alone, digests = run_alone(self.work, total, self.axes)
         for row in alone:
             by_unit = found[row["step"]]
             assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
@@ -91,17 +100,25 @@ def find_digests(output: str) -> set[str]:
     return set(re.findall(r"\bdigest ([0-9a-f]{64})", output))
 
 
-def run_alone(work: Path, total: int) -> tuple[list[dict], set[str]]:
-    """Return the log of the same job on one undisturbed host, and the digest of its result."""
+def run_alone(work: Path, total: int, axes: Mapping[str, int] = NO_AXES) -> tuple[list[dict], set[str]]:
+    """Return the log of the same job on one undisturbed host with devices of these axes, and its result's digest."""
     alone = work / "undisturbed"
     alone.mkdir()
     (alone / "stop").write_text(str(total))
+    devices = math.prod(axes.values())
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(alone), "1", "pace=0"],
+        [
+            *(sys.executable, str(SCRIPT), str(alone), "1", "pace=0"),
+            *(f"{axis}={size}" for axis, size in axes.items()),
+        ],
         timeout=ALONE_TIMEOUT_S,
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        },
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

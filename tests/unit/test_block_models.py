@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.eight_devices import eight_devices  # noqa: F401 - a fixture for all tests of the module
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.blocks.layer_marks import mark_layers
+from resilient_jax.sharding.stage_sharding import (
+    EXAMPLE_AXES,
+    StageSharding,
+    make_abstract_stage_mesh,
+    make_stage_mesh,
+)
 from resilient_jax.trainer.model_adapters import Variables, adapt_model
 from resilient_jax.trainer.train_step import cast_parameters
 
@@ -107,43 +112,53 @@ def test_of_the_trainers_models_each_layer_has_its_parameters_and_makes_its_batc
         np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02)
 
 
-def run_replicated(cut, weights, batch):
-    """Return what the last block returns, and the gradients by block; check that boundaries are replicated."""
+def run_sharded(cut, weights, batch, crossing):
+    """Return what the last block returns, and the gradients by block; check how what crosses cuts is sharded."""
     x: tuple[Any, ...] = ()
     residuals, gradients = [], {}
     for block, own in zip(cut.blocks, weights, strict=True):
         x, _, kept = block.programs.forward(own, x, batch, jax.random.key(0))
-        assert all(array.sharding.is_fully_replicated for array in x)
+        assert all(array.sharding.is_equivalent_to(crossing, array.ndim) for array in x if array.ndim)
         residuals.append(kept)
     g = cut.loss_gradient
     for block in reversed(cut.blocks):
         number = block.number
         gradients[number], g = block.programs.backward(weights[number], residuals[number], g)
-        assert all(array.sharding.is_fully_replicated for array in g)
+        assert all(array.sharding.is_equivalent_to(crossing, array.ndim) for array in g)
     return x, gradients
 
 
-def test_weights_may_be_sharded_over_a_hosts_devices_and_what_crosses_cuts_is_replicated(eight_devices):  # noqa: F811
+SPECS = {
+    "tensor": {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")},
+    "fsdp": {"up/kernel": P("fsdp"), "down/kernel": P("fsdp")},
+}
+
+
+@pytest.mark.parametrize("axis", SPECS)
+def test_a_block_computes_over_all_devices_of_a_host(axis, eight_devices):  # noqa: F811
     loss, variables = make_model("nnx")
-    mesh = Mesh(np.array(eight_devices[:2]), ("tensor",), axis_types=(AxisType.Auto,))
     cut = cut_model(loss, variables, BATCH, KEY, is_trained=is_parameter)
-    cut = cut.with_boundary(NamedSharding(mesh.abstract_mesh, P()))
-
-    def place(name, leaf):
-        spec = {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")}
-        found = next((spec[end] for end in spec if name.endswith(end)), P())
-        return jax.device_put(leaf, NamedSharding(mesh, found))
-
+    specs = {
+        weight.name: spec
+        for weight in cut.trace.table.weights
+        for end, spec in SPECS[axis].items()
+        if weight.name.endswith(end)
+    }
+    rows = jax.tree.leaves(BATCH)[0].shape[0]
+    abstract = StageSharding(mesh=make_abstract_stage_mesh({axis: 2}), weight_specs=specs, num_examples=rows)
+    cut = cut.with_sharding(abstract)
+    here = abstract.with_mesh(make_stage_mesh(abstract.mesh, eight_devices[:2]))
     weights = [
-        {name: place(name, leaf) for name, leaf in own.items()} for own in cut.split_variables(variables)
+        {name: jax.device_put(leaf, here.place(here.find_weight_spec(name))) for name, leaf in own.items()}
+        for own in cut.split_variables(variables)
     ]
-    batch = jax.device_put(BATCH, NamedSharding(mesh, P()))
-    _, gradients = run_replicated(cut, weights, batch)
-    (value,), _ = run_replicated(cut, weights, batch)
-    for number in range(1, 1 + LAYERS):
-        for name, gradient in gradients[number].items():
-            if name.endswith("kernel"):
-                assert gradient.sharding.is_equivalent_to(weights[number][name].sharding, gradient.ndim)
+    batch = here.place_values(BATCH)
+    crossing = here.shard(P(EXAMPLE_AXES) if axis == "fsdp" else P())
+    run_sharded(cut, weights, batch, crossing)
+    (value,), gradients = run_sharded(cut, weights, batch, crossing)
+    for number, found in gradients.items():
+        for name, gradient in found.items():
+            assert gradient.sharding.is_equivalent_to(weights[number][name].sharding, gradient.ndim), name
     expected, _ = jax.jit(loss)(variables, BATCH, jax.random.key(0))
     assert float(value) == pytest.approx(float(expected), rel=0.02)
     compiled = [getattr(kind.backward_input, "_cache_size")() for kind in cut.kinds]  # noqa: B009

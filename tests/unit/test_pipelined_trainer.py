@@ -1,5 +1,7 @@
 """The trainer with a model that is cut into blocks, on one host: the training of the whole model, and its state."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,14 @@ def test_the_result_of_a_pipeline_is_where_its_checkpoint_is_unless_it_is_gather
     for name in ("variables", "params", "model", "ema_params", "ema_model"):
         with pytest.raises(CallerError, match=rf"no host has all layers.* step {STEPS} in {folder}"):
             getattr(left, name)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(trained, tmp_path):
+    shutil.copytree(trained["blocks"][2], tmp_path / "copy")
+    checkpoints = rj.Checkpoints(directory=tmp_path / "copy", save_interval_steps=STEPS)
+    resumed = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS + 1)
+    undisturbed = make_trainer(parallelism=PIPELINE).fit(STEPS + 1)
+    assert resumed.params_sha256 == undisturbed.params_sha256
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -1,6 +1,7 @@
 """A tiny job of the trainer whose model is split over hosts.
 
-Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N]. The job reads the order `stop` in
+Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [tensor=N] [fsdp=N]. The last two are
+axes of the devices of each host. The job reads the order `stop` in
 WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
 that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
@@ -26,6 +27,14 @@ import resilient_jax as rj
 WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
 PACE_S = float(WORDS.get("pace", 0.1))
+AXES = {name: int(WORDS[name]) for name in ("tensor", "fsdp") if name in WORDS}
+DIM_NAMES = rj.LogicalAxisRules(
+    names_by_path=[
+        ("*/up/kernel", ("embed", "mlp")),
+        ("*/up/bias", ("mlp",)),
+        ("*/down/kernel", ("mlp", "embed")),
+    ]
+)
 NEVER = 10**9
 EVALUATION_STEPS, EVALUATED = 10, 6
 LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
@@ -81,7 +90,10 @@ def digest_unit(unit: object) -> str:
     for leaf in jax.tree.leaves(unit):
         if not leaf.addressable_shards:
             return ""
-        found.update(np.asarray(leaf.addressable_shards[0].data).tobytes())
+        array = np.empty(leaf.shape, leaf.dtype)
+        for shard in leaf.addressable_shards:
+            array[shard.index] = np.asarray(shard.data)
+        found.update(array.tobytes())
     return found.hexdigest()
 
 
@@ -119,7 +131,13 @@ if __name__ == "__main__":
         microbatch_size=ROWS,
         numerics=rj.Numerics(clip_norm=0.5, ema_decay=0.9),
         parallelism=rj.Parallelism(
-            pipeline=rj.Pipeline(num_stages=STAGES, log_bytes=int(WORDS.get("log_bytes", 2**20)), **options)
+            pipeline=rj.Pipeline(
+                num_stages=STAGES,
+                log_bytes=int(WORDS.get("log_bytes", 2**20)),
+                axis_sizes=AXES,
+                logical_axis_rules=DIM_NAMES,
+                **options,
+            )
         ),
         evaluation=rj.Evaluation(
             data=draw, interval_steps=EVALUATION_STEPS, num_microbatches=EVALUATED, use_ema=True

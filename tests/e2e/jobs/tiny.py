@@ -1,9 +1,9 @@
 """A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
 Usage: tiny.py WORK_DIR [fast] [keep] [lock] [hosts=N | per_host=N|devices] [pace=SECONDS] [rows=N] [slow=HOST]. With a
-slow host microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do. With
-`lock` only one process of a host gets beyond the top of the script at a time; others fail there. The harness writes
-orders to WORK_DIR:
+slow host microbatches are assigned by speed. With `keep` an array of every world is kept, which no script should do.
+With `lock` only one process of a host gets beyond the top of the script at a time; others fail there. The harness
+writes orders to WORK_DIR:
 - `stop`: the step at which all hosts stop; written well ahead;
 - `late`: as long as it is there, no worker that starts asks to join;
 - `hang`: a host, a place (`input`, `user`, or `interpreter`: without letting other threads run) and a step, where the

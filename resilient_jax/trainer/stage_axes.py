@@ -1,0 +1,137 @@
+"""Which axes the devices of a stage have, and along which of them each weight is sharded."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.blocks.model_weights import Weight
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import HostName
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.program_cost import ModelPart, TensorRole
+from resilient_jax.planning.tensor_partition import partition_tensor
+from resilient_jax.program_analysis.abstract_program import make_abstract_program
+from resilient_jax.sharding.layer_stacks import LayerPosition
+from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, name_dims
+from resilient_jax.sharding.stage_sharding import (
+    EXAMPLE_AXES,
+    STAGE_AXES,
+    StageSharding,
+)
+from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
+from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.pipeline_options import Pipeline
+
+
+def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict[str, int]:
+    """Return the sizes of `STAGE_AXES` on a host: as given; what is left is that of fsdp, unless it is given.
+
+    Raises:
+        CallerError: they do not multiply to the host's devices.
+    """
+    sizes = {axis: options.axis_sizes.get(axis, 1) for axis in STAGE_AXES}
+    others = math.prod(size for axis, size in sizes.items() if axis != Axis.FSDP)
+    if Axis.FSDP.value not in options.axis_sizes and num_devices % others == 0:
+        sizes[Axis.FSDP.value] = num_devices // others
+    if math.prod(sizes.values()) != num_devices:
+        raise CallerError(
+            f"pipeline: found axis_sizes={dict(options.axis_sizes)} and {num_devices} devices on {host}, expected "
+            "sizes that multiply to the devices of each host. fsdp takes what others leave, if it is not given"
+        )
+    return sizes
+
+
+def make_replica_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return the axes of a mesh with which a host computes with the whole model, as in an evaluation.
+
+    All that share examples are the first one: weights are replicated there.
+    """
+    examples = math.prod(sizes[axis] for axis in EXAMPLE_AXES)
+    first, *others = STAGE_AXES
+    return (first, examples), *((axis, 1 if axis in EXAMPLE_AXES else sizes[axis]) for axis in others)
+
+
+def find_stage_sharding(
+    config: FitConfig,
+    cut: CutModel,
+    example: Any,  # noqa: ANN401 - a tree of shapes
+    mesh: AbstractMesh,
+) -> StageSharding:
+    """Return the sharding of a stage, without devices.
+
+    Args:
+        config: of the job.
+        cut: the model.
+        example: the shapes of a microbatch.
+        mesh: of `STAGE_AXES`.
+
+    Raises:
+        CallerError: no weight has a dim for an axis above 1; a logical name is unknown.
+    """
+    options = config.planner or config.parallelism.pipeline
+    rules = (options.logical_axis_rules if options is not None else None) or LogicalAxisRules()
+    axes = {Axis(axis): size for axis, size in mesh.shape.items() if axis in list(Axis)}
+    specs: dict[str, P] = {}
+    if math.prod(axes.values()) > 1:
+        names = _read_names(config, example)
+        specs = {
+            weight.name: _find_spec(weight, _name_dims(weight, cut, names, rules), rules, axes)
+            for weight in cut.trace.table.weights
+        }
+    _check_used(specs, axes)
+    return StageSharding(mesh=mesh, weight_specs=specs, num_examples=config.microbatch_size)
+
+
+def _read_names(config: FitConfig, example: Any) -> dict[str, LogicalNames]:  # noqa: ANN401 - a tree of shapes
+    """Return the logical names in the metadata of the model, by path."""
+
+    def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
+        return config.recipe.loss_fn(model, batch, jax.random.key(0))[0]
+
+    return make_abstract_program(config.model, loss, example).names
+
+
+def _name_dims(
+    weight: Weight, cut: CutModel, names: Mapping[str, LogicalNames], rules: LogicalAxisRules
+) -> LogicalNames:
+    if weight.layer is None:
+        return name_dims(weight.path, weight.shape, names, rules)
+    # Of a leaf that is stacked over layers; these are its first dim.
+    count = sum(other.leaf == weight.leaf for other in cut.trace.table.weights)
+    return name_dims(weight.path, (count, *weight.shape), names, rules)[1:]
+
+
+def _find_spec(weight: Weight, names: LogicalNames, rules: LogicalAxisRules, axes: Mapping[Axis, int]) -> P:
+    info = ParameterInfo(
+        path=weight.path,
+        shape=weight.shape,
+        itemsize=weight.dtype.itemsize,
+        names=names,
+        position=LayerPosition(path=weight.path),
+    )
+    tensor = make_tensor(info, weight.path, TensorRole.PARAMETER, (ModelPart.LAYER,), rules)
+    found = [tuple(axis.value for axis in dim) for dim in partition_tensor(tensor, axes)]
+    while found and not found[-1]:
+        found.pop()
+    return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in found))
+
+
+def _check_used(specs: Mapping[str, P], axes: Mapping[Axis, int]) -> None:
+    used = {
+        axis
+        for spec in specs.values()
+        for entry in spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    for axis, size in axes.items():
+        if size > 1 and axis.value not in used:
+            raise CallerError(
+                f"pipeline: found no weight that {axis} {size} shards, expected at least one among "
+                f"{', '.join(list(specs)[:3])}, ... Name their dims: in the model's Flax metadata, or by rj.Pipeline("
+                "logical_axis_rules=rj.LogicalAxisRules(names_by_path=...)). fsdp and data need no names"
+            )

@@ -1,0 +1,44 @@
+"""A model that is split over hosts with several devices each: tensor 2 x pipeline 2 x replica 2, and a host dies."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from pipelined_job import PipelinedJob
+
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+
+HOSTS, STAGES = 4, 2
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
+    with PipelinedJob(tmp_path, HOSTS, STAGES, axes={"tensor": 2}) as job:
+        job.wait_protected(HOSTS)
+        before = job.wait_training(HOSTS).generation
+        assert before is not None
+        job.hold(FailPoint.BEFORE_INPUT_GRADIENT, ["host-1"])
+        job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        job.job.release()
+        job.wait_training(HOSTS - 1, after_generation=before.number)
+        # Both blocks and what was done of the step are kept: nobody reads a snapshot.
+        kinds = {event.kind for event in job.job.read_events()}
+        assert EventKind.PIPELINE_STATE_KEPT in kinds
+        assert EventKind.SNAPSHOT_RESTORED not in kinds
+        job.finish()
+
+
+@pytest.mark.timeout(600)
+def test_blocks_that_nobody_has_come_back_from_snapshots_onto_both_devices(tmp_path: Path) -> None:
+    with PipelinedJob(tmp_path, 2, STAGES, axes={"fsdp": 2}) as job:
+        job.wait_protected(2)
+        before = job.wait_training(2).generation
+        assert before is not None
+        job.hold(FailPoint.BEFORE_WEIGHT_GRADIENT, ["host-1"])
+        job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        job.job.release()
+        job.wait_training(2, after_generation=before.number)
+        assert EventKind.SNAPSHOT_RESTORED in {event.kind for event in job.job.read_events()}
+        job.finish()
