@@ -109,7 +109,6 @@ class Arranger:
         pipeline = self._config.parallelism.pipeline
         assert pipeline is not None
         if self.plan_searcher is not None:
-            self.plan_searcher.check_device_count(world)
             if self._stage_plan is None:
                 self._stage_plan = self.plan_searcher.find_stage_plan(pipeline.num_stages)
             found = {axis.value: self._stage_plan.axis_sizes[axis] for axis in STAGE_PLAN_AXES}

@@ -49,7 +49,8 @@ def make_trainer(parallelism, reports=None, **options):
 
 
 def pipeline(axis_sizes, rules=None):
-    return rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, axis_sizes=axis_sizes, logical_axis_rules=rules))
+    pipeline = rj.Pipeline(num_stages=2, axis_sizes=axis_sizes, logical_axis_rules=rules, gather_result=True)
+    return rj.Parallelism(pipeline=pipeline)
 
 
 def list_specs(report):
