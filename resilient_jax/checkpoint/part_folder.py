@@ -7,6 +7,7 @@ import msgspec
 
 from resilient_jax.checkpoint.directory_listing import TEMPORARY_MARK
 from resilient_jax.checkpoint.messages import SaveShare
+from resilient_jax.protocol.message_decoding import decode_message
 
 PARTS_FOLDER: Final = "parts"
 
@@ -21,6 +22,9 @@ class PartResult(msgspec.Struct, frozen=True, kw_only=True):
 
     digests: dict[str, str] = {}
     error: str = ""
+
+
+RESULT_DECODER: Final = msgspec.json.Decoder(PartResult)
 
 
 class PartFolder:
@@ -57,11 +61,17 @@ class PartFolder:
         temporary.rename(path)
 
     def find_result(self, number: int) -> PartResult | None:
-        """Return how a part ended; None: it has not ended yet."""
+        """Return how a part ended; None: it has not ended yet.
+
+        Raises:
+            MessageError: the file is damaged.
+        """
+        path = self._get_result(number)
         try:
-            return msgspec.json.decode(self._get_result(number).read_bytes(), type=PartResult)
+            data = path.read_bytes()
         except FileNotFoundError:
             return None
+        return decode_message(RESULT_DECODER, data, str(path))
 
     def list_missing(self) -> list[str]:
         """Return the hosts, other than the share's, whose parts are not complete."""
