@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from resilient_jax.errors import CheckpointFailed
+
 DIGESTS_FILE: Final = "resilient_jax.sha256"
 """The file's name, in a checkpoint's folder."""
 SEPARATOR: Final = "  "
@@ -28,9 +30,16 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> int:
     Args:
         folder: of the files.
         known: digests of some of them.
+
+    Raises:
+        CheckpointFailed: one of the known files is not there.
     """
     # Made before the file of the digests exists, which therefore has none of itself.
     digests = digest_files(folder, known)
+    if missing := sorted(known.keys() - digests.keys()):
+        raise CheckpointFailed(
+            f"{folder}: found no {missing[0]}, which another host has written, expected the same files on every host"
+        )
     lines = [f"{digest}{SEPARATOR}{name}\n" for name, digest in digests.items()]
     (folder / DIGESTS_FILE).write_text("".join(lines), "utf-8")
     return sum((folder / name).stat().st_size for name in digests)

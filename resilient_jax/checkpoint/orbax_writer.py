@@ -44,12 +44,13 @@ class CheckpointContent(abc.ABC):
 
     Attributes:
         name: of its temporary folder: of one process, or of processes that write into it together.
-        replaces_complete: whether it is written although there is a complete checkpoint of the step.
+        is_shared: other processes write, too. So it is written before anybody knows whether the step has a complete
+            checkpoint, which stays then.
     """
 
-    def __init__(self, name: str, *, replaces_complete: bool) -> None:
+    def __init__(self, name: str, *, is_shared: bool) -> None:
         self.name = name
-        self.replaces_complete = replaces_complete
+        self.is_shared = is_shared
 
     @abc.abstractmethod
     def write(self, folder: Path, target: Path) -> Mapping[str, str]:
@@ -65,7 +66,7 @@ class WholeTree(CheckpointContent):
     """A tree of numpy arrays, of which this process has all."""
 
     def __init__(self, tree: Tree) -> None:
-        super().__init__(f"{socket.gethostname()}-{os.getpid()}", replaces_complete=False)
+        super().__init__(f"{socket.gethostname()}-{os.getpid()}", is_shared=False)
         self._tree = tree
 
     def write(self, folder: Path, target: Path) -> Mapping[str, str]:
@@ -90,7 +91,7 @@ def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> 
         CheckpointFailed: a checkpoint in another layout has the folder of the step; another process failed.
     """
     final = directory / str(step)
-    if not content.replaces_complete and final.exists() and _is_readable(final):
+    if not content.is_shared and final.exists() and _is_readable(final):
         return None
     if find_tree_folder(final) is None and (other := describe_other_layout(final)) is not None:
         raise CheckpointFailed(f"another checkpoint is in the way in {final}: {other}; or move it elsewhere")
@@ -101,7 +102,10 @@ def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> 
         # Files before the rename, or a crash of the machine may leave the final name with half of them; then
         # the directory, or the rename itself may be lost.
         flush_folder(written)
-        if final.exists():  # and damaged, perhaps: replace it, now that there is a better one
+        if final.exists():
+            # A complete one is never moved: between two renames there would be none.
+            if _is_readable(final):
+                return None
             final.rename(folder / "damaged")
         written.rename(final)
         _flush_one(directory)

@@ -1,5 +1,7 @@
 """The folder in which several processes, on several hosts, write one checkpoint together."""
 
+import contextlib
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +51,14 @@ class PartFolder:
         """Let the other processes begin."""
         self._path.mkdir()
 
+    def begin(self, number: int) -> None:
+        """Show that the process of a part has found this folder."""
+        self._get_begun(number).touch()
+
+    def has_begun(self, number: int) -> bool:
+        """Return whether the process of a part has found this folder."""
+        return self._get_begun(number).exists()
+
     def get_part(self, number: int) -> Path:
         """Return the folder into which Orbax writes a part."""
         return self._path / str(number)
@@ -59,6 +69,17 @@ class PartFolder:
         temporary = path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(result))
         temporary.rename(path)
+
+    def put_error(self, number: int, error: str) -> None:
+        """Say why a part has failed, unless it is known or the save is over. What it has written is removed before.
+
+        A full disk may be why it failed.
+        """
+        if not self.exists or self._get_result(number).exists():
+            return
+        shutil.rmtree(self.get_part(number), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.put_result(number, PartResult(error=error))
 
     def find_result(self, number: int) -> PartResult | None:
         """Return how a part ended; None: it has not ended yet.
@@ -74,12 +95,17 @@ class PartFolder:
         return decode_message(RESULT_DECODER, data, str(path))
 
     def list_missing(self) -> list[str]:
-        """Return the hosts, other than the share's, whose parts are not complete."""
+        """Return the hosts that the share's process waits for: of parts that are not complete, or the first one."""
+        if self._share.number > 0:
+            return [self._share.hosts[0]]
         return [
             host
             for number, host in enumerate(self._share.hosts)
             if number != self._share.number and not self._get_result(number).exists()
         ]
+
+    def _get_begun(self, number: int) -> Path:
+        return self._path / f"{number}.begun"
 
     def _get_result(self, number: int) -> Path:
         return self._path / f"{number}.json"

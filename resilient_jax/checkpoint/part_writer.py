@@ -33,6 +33,8 @@ from resilient_jax.errors import CheckpointFailed
 from resilient_jax.state.index_box import IndexBox, whole_box
 
 POLL_INTERVAL_S: Final = 0.1
+BEGIN_TIMEOUT_S: Final = 120.0
+"""Hosts begin within the time of a copy to host memory of each other; a network file system shows new files late."""
 HeldLeaf = tuple[StoredLeaf, Sequence[np.ndarray]]
 """A leaf, and the elements of its boxes."""
 
@@ -47,7 +49,7 @@ class TreeInParts(CheckpointContent):
     """
 
     def __init__(self, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
-        super().__init__(share.token, replaces_complete=True)  # the others have begun to write, too
+        super().__init__(share.token, is_shared=True)
         self._step = step
         self._leaves = leaves
         self._share = share
@@ -86,8 +88,7 @@ def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: Sa
         CheckpointFailed: the process with the first part has ended, or failed.
     """
     parts = PartFolder(directory, step, share)
-    while not parts.exists:  # the worker ends this process if it takes too long
-        time.sleep(POLL_INTERVAL_S)
+    _await_folder(parts, directory, share)
     try:
         digests: dict[str, str] = {}
         if leaves:
@@ -100,8 +101,20 @@ def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: Sa
     except Exception as error:
         if not parts.exists:
             raise CheckpointFailed(f"{share.hosts[0]} has given up the checkpoint of step {step}") from error
-        parts.put_result(share.number, PartResult(error=f"{type(error).__name__}: {error}"))
+        parts.put_error(share.number, f"{type(error).__name__}: {error}")
         raise
+
+
+def _await_folder(parts: PartFolder, directory: Path, share: SaveShare) -> None:
+    until_s = time.monotonic() + BEGIN_TIMEOUT_S
+    while not parts.exists:
+        if time.monotonic() > until_s:
+            raise CheckpointFailed(
+                f"found no folder of {share.hosts[0]} in {directory} within {BEGIN_TIMEOUT_S:g} s, expected the same "
+                "files on every host: give Checkpoints a directory on a file system that all hosts share"
+            )
+        time.sleep(POLL_INTERVAL_S)
+    parts.begin(share.number)
 
 
 @dataclasses.dataclass
@@ -196,7 +209,13 @@ def _make_args(leaf: StoredLeaf, elements: Sequence[np.ndarray]) -> object:
 
 async def _wait_for_part(parts: PartFolder, number: int, host: str) -> PartResult:
     """Return how a part ended, if it is complete. The worker ends this process if it takes too long."""
-    while (result := parts.find_result(number)) is None:  # noqa: ASYNC110 - no event: the other is on another host
+    until_s = time.monotonic() + BEGIN_TIMEOUT_S
+    while (result := parts.find_result(number)) is None:
+        if time.monotonic() > until_s and not parts.has_begun(number):
+            raise CheckpointFailed(
+                f"{host} has not begun its part within {BEGIN_TIMEOUT_S:g} s, expected the same files on every host: "
+                "give Checkpoints a directory on a file system that all hosts share"
+            )
         await asyncio.sleep(POLL_INTERVAL_S)
     if result.error:
         raise CheckpointFailed(f"{host} could not write its part: {result.error}")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from resilient_jax.checkpoint.directory_listing import find_tree_folder
 from resilient_jax.checkpoint.messages import FailureReply, Reply, SaveReply, SaveShare
 from resilient_jax.checkpoint.part_folder import PartFolder
 from resilient_jax.checkpoint.storage_client import StorageClient
@@ -58,10 +59,13 @@ class SaveInFlight:
         return True
 
     def list_missing_parts(self) -> list[str]:
-        """Return the hosts whose parts of the save in flight are not complete, if it puts parts together."""
-        if self.step is None or self.share is None or self.share.number > 0:
+        """Return the hosts that the save in flight waits for: of parts that are not complete, or the first one."""
+        if self.step is None or self.share is None:
             return []
-        return PartFolder(self._directory, self.step, self.share).list_missing()
+        parts = PartFolder(self._directory, self.step, self.share)
+        # Once the checkpoint has its name its folder goes.
+        is_over = not parts.exists and find_tree_folder(self._directory / str(self.step)) is not None
+        return [] if is_over and self.share.number == 0 else parts.list_missing()
 
     def wait(self, record_event: RecordEvent, timeout_s: float) -> None:
         """Wait for the end of the save in flight, if there is one, and record it."""
@@ -97,7 +101,10 @@ class SaveInFlight:
                 )
             return
         reason = reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
-        if missing:
+        if self.share is not None and self.share.number > 0:
+            # In place of a process that could not.
+            PartFolder(self._directory, step, self.share).put_error(self.share.number, reason)
+        elif missing:
             reason += f"; without the parts of {', '.join(missing)}"
         self.failure = f"step {step}: {reason}"
         logger.warning("the checkpoint %s could not be written: %s", path, reason)

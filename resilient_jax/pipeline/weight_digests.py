@@ -59,4 +59,6 @@ def digest_weights(
 
 def _digest(value: object) -> str:
     array = np.asarray(value)
-    return f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()}"
+    # Bytes: bfloat16 and its kin have no buffers of their own.
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return f"{array.dtype} {array.shape} {hashlib.sha256(data).hexdigest()}"

@@ -37,9 +37,11 @@ class Checkpointer:
         """Return the step of the newest finished checkpoint, by the names alone. Thread-safe."""
         return self._store.find_newest_step()
 
-    def restore(self, world: World, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
+    def restore(self, layout: StateLayout, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
         """Return the step and the state to resume from; None without a checkpoint. See `restore_newest`."""
-        return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
+        if layout.is_checkpointed_in_parts:
+            self._give_up_without_lost_parts(layout.world)  # a save in flight is waited for
+        return restore_newest(layout.world, self._store, self._checkpoints, abstract, sharding)
 
     def save(self, layout: StateLayout, state: State, step: int) -> None:
         """Start to save the committed state if a checkpoint is due. All hosts must call this.
@@ -117,8 +119,8 @@ class Checkpointer:
         is_saver = world.host_index == 0
         if layout.is_checkpointed_in_parts:
             self._give_up_without_lost_parts(world)
-        if is_saver:
-            self._store.wait_until_saved(world.record_event, world.raise_if_ended)
+        # Of a part, too: should its process fail, the first host is told.
+        self._store.wait_until_finished(world.record_event, world.raise_if_ended)
         is_missing = is_saver and step > 0 and not self._store.has_checkpoint(step)
         if int(world.all_reduce(np.array([is_missing], np.int32))[0]):
             self._start(layout, state, step)

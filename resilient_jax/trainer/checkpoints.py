@@ -12,9 +12,10 @@ from resilient_jax.errors import CallerError
 class Checkpoints:
     """When to save the training state, in Orbax's format.
 
-    One host copies the state to its memory, and a process on that host writes the copy while training continues. If
-    that save is in flight when the next one is due, the next one is skipped, which is an event; the last one is waited
-    for.
+    One host copies the state to its memory, and a process on that host writes the copy while training continues; of a
+    pipeline each host copies and writes the layers that it has, into one checkpoint. If that save is in flight when the
+    next one is due, the next one is skipped, which is an event; the last one is waited for.
+
     A job without a committed state resumes from the newest checkpoint that every host can read, saved by this class or
     by a plain `CheckpointManager(directory)`, which also restores what this class saved; so does a running job whose
     state is lost in the memory of all hosts (`state_loss_policy`). Each checkpoint that cannot be read is an event; if

@@ -217,7 +217,7 @@ class FitLoop:
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.RESTORE):
-                found = self._checkpointer.restore(world, layout.ravel(programs.abstract_state), placement)
+                found = self._checkpointer.restore(layout, layout.ravel(programs.abstract_state), placement)
             if found is not None:
                 step, state = found
                 world.resume_at(step)

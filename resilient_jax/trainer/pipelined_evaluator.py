@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 from flax import nnx
@@ -31,6 +31,9 @@ from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, cast_pa
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState
 from resilient_jax.worker.world import World
+
+READ_WINDOW: Final = 32
+"""Microbatches, of which at most so many are kept once they are computed."""
 
 
 class PipelinedEvaluator:
@@ -77,20 +80,27 @@ class PipelinedEvaluator:
         # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.
         shares = share_in_proportion(placement.quotas, self._num_microbatches)
         routes = make_routes(placement.teams, shares)
-        self._data.expect([(step, index, ALL_ROWS) for index in _list_own(routes, world)])
+        own = _list_own(routes, world)
+        places = {index: place for place, index in enumerate(own)}
+
+        def read(index: int) -> tuple[Tree, jax.Array]:
+            place = places[index]
+            if place % READ_WINDOW == 0:  # those before are done, and not kept
+                self._data.expect([(step, next_one, ALL_ROWS) for next_one in own[place:][: 2 * READ_WINDOW]])
+            return self._data.get(step, index), self._make_key(make_microbatch_id(EVALUATION_STEP, index))
+
         stage = StageEvaluation(
             host=world.host,
             blocks=self._blocks,
-            read=lambda index: (
-                self._data.get(step, index),
-                self._make_key(make_microbatch_id(EVALUATION_STEP, index)),
-            ),
+            read=read,
             sharding=placement.sharding.with_examples(self._num_examples),
             before_microbatch=functools.partial(_before_microbatch, world),
         )
         weights = placement.list_weights(state, use_ema=self._evaluation.use_ema)
-        sums: dict[str, Any] = dict(stage.evaluate(routes, tuple(sorted(world.hosts)), weights, mail))
-        self._data.expect([])  # the microbatches are not kept until the next evaluation
+        try:
+            sums: dict[str, Any] = dict(stage.evaluate(routes, tuple(sorted(world.hosts)), weights, mail))
+        finally:
+            self._data.expect([])  # no microbatches are kept until the next evaluation
         return compute_metrics(EvaluationSums(sums.pop(LOSS), sums), self._num_microbatches)
 
     def close(self) -> None:

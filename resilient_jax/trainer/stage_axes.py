@@ -47,7 +47,7 @@ def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict
 
 
 def make_replica_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return the axes of a mesh with which a host computes with the whole model, as in an evaluation.
+    """Return the axes of a mesh with which a host computes with the whole model, where one has it.
 
     All that share examples are the first one: weights are replicated there.
     """

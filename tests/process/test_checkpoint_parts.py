@@ -12,11 +12,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from resilient_jax.checkpoint import part_writer
 from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
-from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
+from resilient_jax.checkpoint.orbax_writer import write_checkpoint
+from resilient_jax.checkpoint.stored_tree import LeafPart, PathKey, StoredLeaf, flatten_tree
 from resilient_jax.errors import CheckpointFailed
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import whole_box
 
 pytestmark = pytest.mark.timeout(200)
@@ -78,6 +81,13 @@ class Hosts:
             self.wait(number)
         return state
 
+    def save_anew(self, state: Tree, token: str) -> None:
+        """Save step 3 on all hosts."""
+        for number in range(len(HOSTS)):
+            self.start(number, state, 3, token)
+        for number in range(len(HOSTS)):
+            self.wait(number)
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
@@ -115,13 +125,16 @@ def test_parts_are_one_checkpoint_for_us_and_for_plain_orbax(hosts: Hosts) -> No
     assert {name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in digests} == digests
 
 
-def test_a_checkpoint_of_the_step_is_replaced(hosts: Hosts) -> None:
-    hosts.save(3)
+def test_a_complete_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(hosts: Hosts) -> None:
+    state = hosts.save(3)
+    hosts.save_anew(make_state(7), "again")
+    assert is_equal(hosts.stores[0].load(3, state), state)
+    (damaged, *_) = (
+        path for path in (hosts.directory / "3").rglob("ocdbt.process_1/d/*") if path.stat().st_size
+    )
+    damaged.write_bytes(bytes(damaged.stat().st_size))
     other = make_state(7)
-    for number in range(len(HOSTS)):
-        hosts.start(number, other, 3, "again")
-    for number in range(len(HOSTS)):
-        hosts.wait(number)
+    hosts.save_anew(other, "once more")
     assert is_equal(hosts.stores[0].load(3, other), other)
 
 
@@ -151,10 +164,27 @@ def test_a_host_that_cannot_write_its_part_is_named(hosts: Hosts) -> None:
     assert not hosts.stores[0].has_checkpoint(3)
 
 
-def test_where_the_first_host_dies_the_others_begin_the_next_one(hosts: Hosts) -> None:
+def test_a_part_whose_process_is_killed_ends_the_save_and_is_named(hosts: Hosts) -> None:
+    state = make_state(3)
+    hosts.start(2, state, 3, "first")  # its process waits for the first host's
+    pid = hosts.stores[2].process_id
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    hosts.start(0, state, 3, "first")
+    hosts.start(1, state, 3, "first")
+    hosts.wait(1)
+    with pytest.raises(CheckpointFailed):
+        hosts.wait(2)
+    with pytest.raises(CheckpointFailed, match="host-2 could not write its part"):
+        hosts.wait(0)
+    assert not hosts.stores[0].has_checkpoint(3)
+
+
+def test_where_the_first_host_dies_the_others_wait_for_it_and_begin_the_next_one(hosts: Hosts) -> None:
     state = make_state(3)
     for number in (1, 2):
         hosts.start(number, state, 3, "never begun")
+        assert hosts.stores[number].in_flight.list_missing_parts() == ["host-0"]
     hosts.start(0, state, 3, "first")
     pid = hosts.stores[0].process_id
     assert pid is not None
@@ -163,6 +193,16 @@ def test_where_the_first_host_dies_the_others_begin_the_next_one(hosts: Hosts) -
         hosts.wait(0)
     after = hosts.save(4)
     assert is_equal(hosts.stores[0].load(4, after), after)
+
+
+def test_a_directory_that_hosts_do_not_share_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_writer, "BEGIN_TIMEOUT_S", 0.2)
+    here, there = (SaveShare(token="one", number=number, hosts=HOSTS[:2]) for number in range(2))
+    with pytest.raises(CheckpointFailed, match=r"no folder of host-0 in .* same files on every host"):
+        part_writer.write_part(tmp_path / "there", 3, [], there)
+    scalar = StoredLeaf(path=(PathKey("step", is_index=False),), spec=LeafSpec("step", "int32", ()), boxes=())
+    with pytest.raises(CheckpointFailed, match=r"host-1 has not begun its part .* same files on every host"):
+        write_checkpoint(tmp_path / "here", 3, part_writer.TreeInParts(3, [(scalar, [])], here))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
