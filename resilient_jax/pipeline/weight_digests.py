@@ -40,7 +40,7 @@ def digest_weights(
         PeerUnreachable: a host is lost, or late.
         InternalError: two hosts have other bits of one weight.
     """
-    mine = {name: _digest(value) for state in states.values() for name, value in state.weights.items()}
+    mine = {name: digest_weight(value) for state in states.values() for name, value in state.weights.items()}
     told = mail.exchange_messages(hosts, own, MailKind.DIGESTS, WeightDigests(mine))
     found: dict[str, tuple[HostName, str]] = {}
     for host in hosts:
@@ -57,7 +57,8 @@ def digest_weights(
     return whole.hexdigest()
 
 
-def _digest(value: object) -> str:
+def digest_weight(value: object) -> str:
+    """Return dtype, shape and SHA-256 of an array of any dtype."""
     array = np.asarray(value)
     # Bytes: bfloat16 and its kin have no buffers of their own.
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
