@@ -6,7 +6,8 @@ ready, so it is the same whoever leads. A host that is taken out is quarantined 
 back when the quarantine is over, which lasts twice as long each time.
 
 One host at a time: the next one is judged anew in the next generation. No host is taken out that became slow together
-with another one and in the same way: what they share, a rack or a storage, is the cause, and would slow others, too.
+with another one and in the same way, whether that one is still a member or was taken out itself: what they share, a
+rack or a storage, is the cause, and would slow others, too.
 """
 
 from typing import Final
@@ -21,12 +22,14 @@ from resilient_jax.membership.spare_hosts import count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.slow_hosts import SlowHost
+from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 
 COMMON_CAUSE_STEPS: Final = 64
 """Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
+MAX_REPORTS: Final = 16
+"""Of hosts that were taken out, with which hosts that become slow later are compared: the last ones."""
 
 
 def act_on_slow_host(
@@ -53,9 +56,7 @@ def act_on_slow_host(
         slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
     else:
         taken_out = decision.slow
-        others = tuple(one for one in slowness.taken_out if one.host != taken_out)[1 - MAX_HOSTS :]
-        count = slowness.count_taken_out(taken_out) + 1
-        slowness = msgspec.structs.replace(slowness, taken_out=(*others, HostFailures(taken_out, count)))
+        slowness = _note_taken_out(slowness, taken_out, _get_report(state).slow_hosts)
     return msgspec.structs.replace(
         generation,
         number=number,
@@ -122,6 +123,20 @@ def keep_speeds_of_members(generation: Generation) -> Generation:
     return msgspec.structs.replace(generation, slowness=msgspec.structs.replace(slowness, speeds=speeds))
 
 
+def _note_taken_out(
+    slowness: SlownessRecord, host: HostName, slow_hosts: tuple[SlowHost, ...]
+) -> SlownessRecord:
+    """Return the record with a host that is taken out now, and how it was reported."""
+    counts = tuple(one for one in slowness.taken_out if one.host != host)[1 - MAX_HOSTS :]
+    reports = tuple(one for one in slowness.taken_out_as if one.host != host)
+    reports = (*reports, *(one for one in slow_hosts if one.host == host))[-MAX_REPORTS:]
+    return msgspec.structs.replace(
+        slowness,
+        taken_out=(*counts, HostFailures(host, slowness.count_taken_out(host) + 1)),
+        taken_out_as=reports,
+    )
+
+
 def _get_report(state: MembershipState) -> WorkerReport:
     """Return the report of the first worker, which judges all hosts."""
     members = state.generation.members
@@ -142,13 +157,14 @@ def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[S
     found = next((one for one in slow_hosts if one.host == slow), None)
     if found is None or generation.find_member(slow) is None:
         return "it is not slow any more, or no member"
-    others = [
-        one.host
-        for one in slow_hosts
+    # A host may be reported only after another one was taken out that became slow at the same time.
+    others = {
+        one.host: None  # in this order, each once
+        for one in (*slow_hosts, *generation.slowness.taken_out_as)
         if one.host != slow
         and one.kind == found.kind
         and abs(one.since_step - found.since_step) <= COMMON_CAUSE_STEPS
-    ]
+    }
     return f"{', '.join(others)} became slow with it, so that the cause is not in the host" if others else ""
 
 

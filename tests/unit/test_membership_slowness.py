@@ -1,8 +1,10 @@
 """What a job does about slow hosts: which it takes out, in whose place, and when it leaves all as it is."""
 
+import dataclasses
 import itertools
 import random
 
+import msgspec
 import pytest
 from membership_job import Job, change_leader, know, stop_at_boundary, training
 
@@ -19,7 +21,7 @@ from resilient_jax.membership.recovery_policy import (
 )
 from resilient_jax.protocol.records import GenerationPhase, WorldChange
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
-from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 
 HOUR_S = 3600.0
 C = HostName("c")
@@ -124,6 +126,43 @@ def test_hosts_that_became_slow_together_have_a_cause_in_common_and_stay():
     assert decided(job).action is RecoveryAction.KEEP
     assert why_not[RecoveryAction.REPLACE] == "b became slow with it, so that the cause is not in the host"
     assert job.quarantined == []
+
+
+def test_hosts_that_are_reported_one_after_the_other_have_a_cause_in_common_too():
+    job = training("a", "b", "c", "d", spare_seats=6)
+    for spare in "ef":
+        job.spare(spare)
+    tell(job, "c", since=100, kept=0.5, replaced=0.8, without=0.6)
+    assert job.quarantined == ["c"]
+    quarantined = job.state.quarantined
+    go_on(job, 9)
+    assert job.members == ["a", "b", "d", "e"]
+    change_leader(job)
+    job.give(QuarantineChanged(quarantined))
+    tell(job, "b", since=164, kept=0.5, replaced=0.8, without=0.6)
+    why_not = {option.action: option.why_not for option in decided(job).options}
+    reason = "c became slow with it, so that the cause is not in the host"
+    assert (why_not[RecoveryAction.REPLACE], why_not[RecoveryAction.TAKE_OUT]) == (reason, reason)
+    assert job.quarantined == ["c"]
+    # Another part of it is slow, or it is slow since another time: that is another cause.
+    tell(job, "b", since=164, kind="link", kept=0.5, replaced=0.8, without=0.6)
+    assert job.quarantined == ["c", "b"]
+    go_on(job, 20)
+    tell(job, "d", since=165, kept=0.5, replaced=0.8, without=0.7)
+    assert job.quarantined == ["c", "b", "d"]
+
+
+def test_a_host_is_compared_with_the_last_hosts_that_were_taken_out():
+    job = with_spare()
+    reports = tuple(
+        SlowHost(host=HostName(f"h{i}"), kind="link", factor=2.0, since_step=0) for i in range(16)
+    )
+    slowness = SlownessRecord(taken_out_as=reports)
+    generation = msgspec.structs.replace(job.generation, slowness=slowness)
+    job.state = dataclasses.replace(job.state, generation=generation)
+    tell(job, "c", kept=0.8, replaced=1.0, without=0.7)
+    kept = [one.host for one in job.generation.slowness.taken_out_as]
+    assert kept == [*(f"h{i}" for i in range(1, 16)), "c"]
 
 
 def test_one_slow_host_is_taken_out_at_a_time():
