@@ -82,7 +82,7 @@ from resilient_jax.membership.recovery_decision import decide_after_loss, decide
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
-from resilient_jax.membership.slowness import keep_speeds_of_members
+from resilient_jax.membership.slowness import forget_outdated
 from resilient_jax.membership.spare_hosts import (
     admit_hosts,
     choose_joiners,
@@ -485,4 +485,5 @@ def _form(
         return formed
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
-    return keep_speeds_of_members(msgspec.structs.replace(formed, decision=decision, max_members=places))
+    formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
+    return forget_outdated(formed, state.quarantined)

@@ -114,9 +114,23 @@ def decide_for_slow_host(
     )
 
 
-def keep_speeds_of_members(generation: Generation) -> Generation:
-    """Return the generation with speeds, by which layers are divided, of its members alone."""
-    slowness = generation.slowness
+def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
+    """Return the generation with speeds, by which layers are divided, of its members alone.
+
+    A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
+    could not be taken out again.
+
+    Args:
+        generation: that forms.
+        quarantined: the hosts in quarantine.
+    """
+    slowness, taken_out = generation.slowness, generation.taken_out
+    if (
+        taken_out is not None
+        and taken_out not in quarantined
+        and generation.find_member(taken_out) is not None
+    ):
+        generation = msgspec.structs.replace(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
     if speeds == slowness.speeds:
         return generation

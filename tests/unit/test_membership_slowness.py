@@ -19,7 +19,7 @@ from resilient_jax.membership.recovery_policy import (
     SlowTraining,
     choose_for_slow_host,
 )
-from resilient_jax.protocol.records import GenerationPhase, WorldChange
+from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 
@@ -207,6 +207,29 @@ def test_a_host_that_is_slow_again_is_taken_out_again_and_for_longer():
         go_on(job, 20 * turn + 14)
         assert sorted(job.members) == ["a", "b", "c", "d"], "it is back"
     assert job.taken_out_before == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ended_in", [GenerationPhase.PAUSE, GenerationPhase.BOUNDARY])
+def test_a_host_whose_quarantine_ended_before_it_left_is_quarantined_again_if_it_stays_slow(ended_in):
+    job = training("a", "b", "c", "d", spare_seats=6)
+    for turn in range(3):
+        tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+        assert job.phase is GenerationPhase.PAUSE
+        assert job.quarantined == ["c"] * (turn + 1)
+        step = 20 * turn + 9
+        if ended_in is GenerationPhase.BOUNDARY:
+            for name in job.members:
+                job.report(name, generation=job.generation.number, earliest_stop_step=step)
+        assert job.phase is ended_in
+        job.give(QuarantineChanged(frozenset()))
+        for name in job.members:
+            job.report(name, generation=job.generation.number, earliest_stop_step=step)
+        for name in job.members:
+            job.report(name, state=WorkerState.IDLE, step=step, earliest_stop_step=step, has_formed=False)
+        job.form()
+        job.train(step + 1)
+        assert (job.phase, job.members) == (GenerationPhase.ACTIVE, ["a", "b", "c", "d"])
+        assert job.generation.taken_out is None
 
 
 def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_replaces_no_host_that_was_slow_less_often():
