@@ -155,11 +155,13 @@ def decide(
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
         taken_out -= state.quarantined
+        before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
         state = note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
-        count = transition.slowness.count_taken_out
+        # It lasts longer only for a host that is taken out as a slow one now: then it is counted with this number.
         commands += [
-            QuarantineHost(host, transition.reason, max(count(host) - 1, 0)) for host in sorted(taken_out)
+            QuarantineHost(host, transition.reason, before(host) if count(host) > before(host) else 0)
+            for host in sorted(taken_out)
         ]
         measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)

@@ -19,7 +19,13 @@ from resilient_jax.membership.recovery_policy import (
     SlowTraining,
     choose_for_slow_host,
 )
-from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
+from resilient_jax.protocol.records import (
+    GenerationPhase,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerState,
+    WorldChange,
+)
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 
@@ -207,6 +213,24 @@ def test_a_host_that_is_slow_again_is_taken_out_again_and_for_longer():
         go_on(job, 20 * turn + 14)
         assert sorted(job.members) == ["a", "b", "c", "d"], "it is back"
     assert job.taken_out_before == [0, 1, 2]
+
+
+def test_a_quarantine_for_another_cause_is_as_long_as_ever_for_a_host_that_was_slow():
+    job = training("a", "b", "c", "d", spare_seats=6, max_collective_retries=0)
+    tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+    go_on(job, 9)
+    job.give(QuarantineChanged(frozenset()))
+    job.take_seat("c")
+    go_on(job, 14)
+    assert sorted(job.members) == ["a", "b", "c", "d"], "it is back"
+    job.report(
+        "c", state=WorkerState.IDLE, failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="failed")
+    )
+    job.acknowledge(*"abcd", step=15)
+    assert job.quarantined == ["c", "c"]
+    assert job.generation.reason.startswith("c is taken out: training failed")
+    assert job.generation.slowness.count_taken_out(C) == 1
+    assert job.taken_out_before == [0, 0]
 
 
 @pytest.mark.parametrize("ended_in", [GenerationPhase.PAUSE, GenerationPhase.BOUNDARY])
