@@ -373,7 +373,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
-    return plan_change(state, joiners, spares, now, config)
+    return plan_change(state, joiners, now, config)
 
 
 def _settle(

@@ -10,15 +10,22 @@ with another one and in the same way, whether that one is still a member or was 
 rack or a storage, is the cause, and would slow others, too.
 """
 
+import dataclasses
 from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, find_worker, has_taken_seat
+from resilient_jax.membership.facts import (
+    MembershipState,
+    find_seat,
+    find_worker,
+    is_on_its_way,
+    list_joiners,
+)
 from resilient_jax.membership.recovery_policy import SlowTraining, choose_for_slow_host, price_job
-from resilient_jax.membership.spare_hosts import count_places, list_staying
+from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
@@ -32,17 +39,14 @@ MAX_REPORTS: Final = 16
 """Of hosts that were taken out, with which hosts that become slow later are compared: the last ones."""
 
 
-def act_on_slow_host(
-    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
-) -> Generation | None:
+def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Generation | None:
     """Return the next number, in PAUSE, or the present one with a decision to keep all hosts; None: nothing is new.
 
     Args:
         state: of the machine, whose members train.
-        ready: hosts that are ready and do not join now, spares among them.
         config: of the machine.
     """
-    generation, decision = state.generation, decide_for_slow_host(state, ready, config)
+    generation, decision = state.generation, decide_for_slow_host(state, config)
     if decision is None:
         return None
     slowness = msgspec.structs.replace(generation.slowness, decision=decision)
@@ -68,14 +72,13 @@ def act_on_slow_host(
     )
 
 
-def decide_for_slow_host(
-    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
-) -> RecoveryDecision | None:
-    """Return what to do about slow hosts; None: none is slow, or that was decided in this generation.
+def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
+    """Return what to do about slow hosts; None: none is slow, that was decided in this generation, or it is too soon.
+
+    It is while a spare, which would take the place of the slow one, takes its seat.
 
     Args:
         state: of the machine, whose members train.
-        ready: as for `act_on_slow_host`.
         config: of the machine.
     """
     generation, report = state.generation, _get_report(state)
@@ -84,19 +87,24 @@ def decide_for_slow_host(
         return None
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
-    spares = _list_replacements(generation, slowdown.host, ready)
-    seated = [status for status in spares if has_taken_seat(generation, status)]
+    refusal = _explain_refusal(generation, slowdown.host, report.slow_hosts)
+    spares: list[HostStatus] = []
+    if slowdown.host and not refusal:
+        without = _suppose_without(state, slowdown.host)
+        spares = choose_joiners(without, rest, config)
+        if not spares and _is_spare_coming(without, rest, config):
+            return None
     places = count_places(state, staying, config.num_hosts)
     training = SlowTraining(
         places=places,
         training=len(staying),
         slowdown=slowdown,
         has_spare=bool(spares),
-        is_spare_in_place=bool(seated) and can_change_in_place(state, rest, seated[:1]),
+        is_spare_in_place=bool(spares) and can_change_in_place(state, rest, spares),
         can_stay_in_place=can_change_in_place(state, staying, []),
         can_shrink_in_place=can_change_in_place(state, rest, []),
         needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
-        refusal=_explain_refusal(generation, slowdown.host, report.slow_hosts),
+        refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
     )
     choice = choose_for_slow_host(training, price_job(generation.history, places))
@@ -115,7 +123,7 @@ def decide_for_slow_host(
 
 
 def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
-    """Return the generation with speeds, by which layers are divided, of its members alone.
+    """Return the generation with speeds, by which layers are divided, of its members alone; no member is out.
 
     A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
     could not be taken out again.
@@ -132,9 +140,9 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
     ):
         generation = msgspec.structs.replace(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
-    if speeds == slowness.speeds:
-        return generation
-    return msgspec.structs.replace(generation, slowness=msgspec.structs.replace(slowness, speeds=speeds))
+    out = tuple(host for host in slowness.out if generation.find_member(host) is None)
+    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out)
+    return msgspec.structs.replace(generation, slowness=slowness)
 
 
 def _note_taken_out(
@@ -147,6 +155,7 @@ def _note_taken_out(
     return msgspec.structs.replace(
         slowness,
         taken_out=(*counts, HostFailures(host, slowness.count_taken_out(host) + 1)),
+        out=(*(one for one in slowness.out if one != host), host)[-MAX_HOSTS:],
         taken_out_as=reports,
     )
 
@@ -158,10 +167,29 @@ def _get_report(state: MembershipState) -> WorkerReport:
     return worker.report if worker is not None else WorkerReport()
 
 
-def _list_replacements(generation: Generation, slow: HostName, ready: list[HostStatus]) -> list[HostStatus]:
-    """Return the hosts that are ready, but those that were slow more often than the one that they would replace."""
-    count = generation.slowness.count_taken_out
-    return [status for status in ready if count(status.host) <= count(slow)]
+def _suppose_without(state: MembershipState, slow: HostName) -> MembershipState:
+    """Return the state as it would be if the slow host were taken out now: those that join then are known from it."""
+    slowness = _note_taken_out(state.generation.slowness, slow, ())
+    generation = msgspec.structs.replace(state.generation, slowness=slowness)
+    return dataclasses.replace(state, generation=generation, quarantined=state.quarantined | {slow})
+
+
+def _is_spare_coming(without: MembershipState, rest: list[HostStatus], config: MembershipConfig) -> bool:
+    """Return whether a host that would have the place of the slow one is given a seat, or takes it, just now.
+
+    Args:
+        without: the state as if the slow host were taken out.
+        rest: the members without it.
+        config: of the machine.
+    """
+    preparing = [
+        status
+        for host, status in sorted(without.hosts.items())
+        if host not in without.quarantined
+        and is_on_its_way(status)
+        and find_seat(without.generation, status) is not None
+    ]
+    return bool(admit_hosts(without, rest, [*list_joiners(without), *preparing], config.num_hosts)[0])
 
 
 def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.machine import QuarantineChanged
+from resilient_jax.membership.machine import HostChanged, QuarantineChanged
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
@@ -23,6 +23,7 @@ from resilient_jax.protocol.records import (
     GenerationPhase,
     WorkerFailure,
     WorkerFailureKind,
+    WorkerReport,
     WorkerState,
     WorldChange,
 )
@@ -270,6 +271,112 @@ def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_replaces_no_host_th
     tell(job, "b", kept=0.6, replaced=1.0, without=0.5, since=200)
     assert decided(job).action is RecoveryAction.KEEP
     assert {o.action: o.why_not for o in decided(job).options}[RecoveryAction.REPLACE] == "no spare is ready"
+
+
+def with_slow_spare(*others: str) -> Job:
+    """Return a job of a, b, c and f, beside d, which was taken out once and spares since, and others."""
+    job = training("a", "b", "c", "d", spare_seats=8)
+    job.spare("f")
+    tell(job, "d", kept=0.6, replaced=1.0, without=0.7)
+    go_on(job, 9)
+    assert job.members == ["a", "b", "c", "f"]
+    tell(job)
+    job.give(QuarantineChanged(frozenset()))
+    job.take_seat("d")
+    for name in others:
+        job.spare(name)
+    return job
+
+
+def test_a_spare_that_was_slow_more_often_does_not_join_where_a_host_is_taken_out_without_a_replacement():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    assert decided(job).action is RecoveryAction.TAKE_OUT
+    go_on(job, 20)
+    job.wait(100.0)
+    assert job.members == ["a", "c", "f"], "neither in this change nor after it"
+    change_leader(job)
+    job.give(QuarantineChanged(frozenset({HostName("b")})))
+    job.wait(100.0)
+    assert job.members == ["a", "c", "f"]
+    # A second place that is free is not kept from it.
+    job.change("c", is_draining=True)
+    go_on(job, 30)
+    assert sorted(job.members) == ["a", "d", "f"]
+
+
+def test_the_place_of_a_slow_host_is_kept_for_it_until_its_quarantine_is_over():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    go_on(job, 20)
+    job.give(QuarantineChanged(frozenset()))
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "d asked to join")
+
+
+def test_after_a_failure_and_for_the_last_copy_of_the_state_a_spare_that_was_slow_joins_all_the_same():
+    for is_last_copy in (False, True):
+        job = with_slow_spare()
+        tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+        go_on(job, 20)
+        assert job.members == ["a", "c", "f"]
+        if is_last_copy:
+            for name in "cf":
+                job.report(name, holds_state=False)
+            go_on(job, 30)
+        else:
+            failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="failed")
+            job.report("c", state=WorkerState.IDLE, failure=failure)
+            job.acknowledge(*"acf", step=21)
+            job.serve()
+        assert sorted(job.members) == ["a", "c", "d", "f"]
+
+
+def test_an_operator_who_takes_out_a_host_that_was_slow_once_gets_any_spare_in_its_place():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    go_on(job, 20)
+    job.give(QuarantineChanged(frozenset()))
+    go_on(job, 30)
+    job.take_seat("b")
+    assert sorted(job.members) == ["a", "c", "d", "f"], "b is a spare that was slow as often as d"
+    job.give(QuarantineChanged(frozenset({HostName("d")})))
+    go_on(job, 40)
+    assert sorted(job.members) == ["a", "b", "c", "f"]
+
+
+def test_of_two_spares_the_one_that_was_slow_less_often_replaces_a_slow_host():
+    job = with_slow_spare("z")
+    tell(job, "b", kept=0.6, replaced=1.0, without=0.5, since=200)
+    assert decided(job).action is RecoveryAction.REPLACE
+    go_on(job, 20)
+    assert sorted(job.members) == ["a", "c", "f", "z"]
+
+
+def test_a_spare_is_waited_for_that_takes_its_seat_just_now():
+    job = training("a", "b", "c", spare_seats=4)
+    new = msgspec.structs.replace(job.status("d"), is_spare=True)
+    assert new.worker is not None
+    worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
+    job.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
+    assert job.generation.find_newcomer(HostName("d"), worker.incarnation) is not None, (
+        "it has a seat to take"
+    )
+    tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+    assert (job.phase, job.generation.slowness.decision) == (GenerationPhase.ACTIVE, None)
+    job.take_seat("d")
+    assert decided(job).action is RecoveryAction.REPLACE
+    go_on(job, 9)
+    assert (job.members, job.generation.change) == (["a", "b", "d"], WorldChange.GROW)
+
+
+def test_a_spare_for_which_there_is_no_seat_replaces_a_slow_host_by_a_reform():
+    job = training("a", "b", "c", spare_seats=0)
+    job.spare("d")
+    tell(job, "c", kept=0.5, replaced=1.0, without=0.7)
+    decision = decided(job)
+    assert decision.action is RecoveryAction.REPLACE
+    go_on(job, 9)
+    assert (sorted(job.members), job.generation.change) == (["a", "b", "d"], WorldChange.REFORM)
 
 
 def test_another_leader_decides_the_same_and_finishes_what_was_begun():
