@@ -21,7 +21,8 @@ class QuarantineHost:
     Attributes:
         host: the host.
         reason: why, for people.
-        num_before: how often it was taken out before as a slow host: it lasts twice as long each time.
+        num_before: of a host that is slow, how often it was taken out before as a slow one: it lasts twice as long each
+            time. 0 for another cause.
     """
 
     host: HostName

@@ -15,7 +15,6 @@ from resilient_jax.protocol.recovery_records import RecoveryAction
 def plan_change(
     state: MembershipState,
     joiners: list[HostStatus],
-    spares: list[HostStatus],
     now: float,
     config: MembershipConfig,
 ) -> Generation | None:
@@ -24,7 +23,6 @@ def plan_change(
     Args:
         state: of the machine, whose members train.
         joiners: hosts that are ready, no more than there are places.
-        spares: hosts that are ready beyond these.
         now: the monotonic time in seconds.
         config: of the machine.
     """
@@ -39,7 +37,7 @@ def plan_change(
         if admission is not None:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
     if reason is None:
-        return act_on_slow_host(state, [*joining, *spares], config)
+        return act_on_slow_host(state, config)
     return msgspec.structs.replace(
         generation,
         number=GenerationNumber(generation.number + 1),

@@ -82,7 +82,7 @@ from resilient_jax.membership.recovery_decision import decide_after_loss, decide
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
-from resilient_jax.membership.slowness import keep_speeds_of_members
+from resilient_jax.membership.slowness import forget_outdated
 from resilient_jax.membership.spare_hosts import (
     admit_hosts,
     choose_joiners,
@@ -155,11 +155,13 @@ def decide(
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
         taken_out -= state.quarantined
+        before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
         state = note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
-        count = transition.slowness.count_taken_out
+        # It lasts longer only for a host that is taken out as a slow one now: then it is counted with this number.
         commands += [
-            QuarantineHost(host, transition.reason, max(count(host) - 1, 0)) for host in sorted(taken_out)
+            QuarantineHost(host, transition.reason, before(host) if count(host) > before(host) else 0)
+            for host in sorted(taken_out)
         ]
         measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
         state = dataclasses.replace(state, generation=measured)
@@ -371,7 +373,7 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
-    return plan_change(state, joiners, spares, now, config)
+    return plan_change(state, joiners, now, config)
 
 
 def _settle(
@@ -485,4 +487,5 @@ def _form(
         return formed
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
-    return keep_speeds_of_members(msgspec.structs.replace(formed, decision=decision, max_members=places))
+    formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
+    return forget_outdated(formed, state.quarantined)

@@ -6,40 +6,47 @@ ready, so it is the same whoever leads. A host that is taken out is quarantined 
 back when the quarantine is over, which lasts twice as long each time.
 
 One host at a time: the next one is judged anew in the next generation. No host is taken out that became slow together
-with another one and in the same way: what they share, a rack or a storage, is the cause, and would slow others, too.
+with another one and in the same way, whether that one is still a member or was taken out itself: what they share, a
+rack or a storage, is the cause, and would slow others, too.
 """
 
+import dataclasses
 from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, find_worker, has_taken_seat
+from resilient_jax.membership.facts import (
+    MembershipState,
+    find_seat,
+    find_worker,
+    is_on_its_way,
+    list_joiners,
+)
 from resilient_jax.membership.recovery_policy import SlowTraining, choose_for_slow_host, price_job
-from resilient_jax.membership.spare_hosts import count_places, list_staying
+from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.slow_hosts import SlowHost
+from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 
 COMMON_CAUSE_STEPS: Final = 64
 """Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
+MAX_REPORTS: Final = 16
+"""Of hosts that were taken out, with which hosts that become slow later are compared: the last ones."""
 
 
-def act_on_slow_host(
-    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
-) -> Generation | None:
+def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Generation | None:
     """Return the next number, in PAUSE, or the present one with a decision to keep all hosts; None: nothing is new.
 
     Args:
         state: of the machine, whose members train.
-        ready: hosts that are ready and do not join now, spares among them.
         config: of the machine.
     """
-    generation, decision = state.generation, decide_for_slow_host(state, ready, config)
+    generation, decision = state.generation, decide_for_slow_host(state, config)
     if decision is None:
         return None
     slowness = msgspec.structs.replace(generation.slowness, decision=decision)
@@ -53,9 +60,7 @@ def act_on_slow_host(
         slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
     else:
         taken_out = decision.slow
-        others = tuple(one for one in slowness.taken_out if one.host != taken_out)[1 - MAX_HOSTS :]
-        count = slowness.count_taken_out(taken_out) + 1
-        slowness = msgspec.structs.replace(slowness, taken_out=(*others, HostFailures(taken_out, count)))
+        slowness = _note_taken_out(slowness, taken_out, _get_report(state).slow_hosts)
     return msgspec.structs.replace(
         generation,
         number=number,
@@ -67,14 +72,13 @@ def act_on_slow_host(
     )
 
 
-def decide_for_slow_host(
-    state: MembershipState, ready: list[HostStatus], config: MembershipConfig
-) -> RecoveryDecision | None:
-    """Return what to do about slow hosts; None: none is slow, or that was decided in this generation.
+def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
+    """Return what to do about slow hosts; None: none is slow, that was decided in this generation, or it is too soon.
+
+    It is while a spare, which would take the place of the slow one, takes its seat.
 
     Args:
         state: of the machine, whose members train.
-        ready: as for `act_on_slow_host`.
         config: of the machine.
     """
     generation, report = state.generation, _get_report(state)
@@ -83,19 +87,24 @@ def decide_for_slow_host(
         return None
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
-    spares = _list_replacements(generation, slowdown.host, ready)
-    seated = [status for status in spares if has_taken_seat(generation, status)]
+    refusal = _explain_refusal(generation, slowdown.host, report.slow_hosts)
+    spares: list[HostStatus] = []
+    if slowdown.host and not refusal:
+        without = _suppose_without(state, slowdown.host)
+        spares = choose_joiners(without, rest, config)
+        if not spares and _is_spare_coming(without, rest, config):
+            return None
     places = count_places(state, staying, config.num_hosts)
     training = SlowTraining(
         places=places,
         training=len(staying),
         slowdown=slowdown,
         has_spare=bool(spares),
-        is_spare_in_place=bool(seated) and can_change_in_place(state, rest, seated[:1]),
+        is_spare_in_place=bool(spares) and can_change_in_place(state, rest, spares),
         can_stay_in_place=can_change_in_place(state, staying, []),
         can_shrink_in_place=can_change_in_place(state, rest, []),
         needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
-        refusal=_explain_refusal(generation, slowdown.host, report.slow_hosts),
+        refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
     )
     choice = choose_for_slow_host(training, price_job(generation.history, places))
@@ -113,13 +122,42 @@ def decide_for_slow_host(
     )
 
 
-def keep_speeds_of_members(generation: Generation) -> Generation:
-    """Return the generation with speeds, by which layers are divided, of its members alone."""
-    slowness = generation.slowness
+def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
+    """Return the generation with speeds, by which layers are divided, of its members alone; no member is out.
+
+    A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
+    could not be taken out again.
+
+    Args:
+        generation: that forms.
+        quarantined: the hosts in quarantine.
+    """
+    slowness, taken_out = generation.slowness, generation.taken_out
+    if (
+        taken_out is not None
+        and taken_out not in quarantined
+        and generation.find_member(taken_out) is not None
+    ):
+        generation = msgspec.structs.replace(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
-    if speeds == slowness.speeds:
-        return generation
-    return msgspec.structs.replace(generation, slowness=msgspec.structs.replace(slowness, speeds=speeds))
+    out = tuple(host for host in slowness.out if generation.find_member(host) is None)
+    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out)
+    return msgspec.structs.replace(generation, slowness=slowness)
+
+
+def _note_taken_out(
+    slowness: SlownessRecord, host: HostName, slow_hosts: tuple[SlowHost, ...]
+) -> SlownessRecord:
+    """Return the record with a host that is taken out now, and how it was reported."""
+    counts = tuple(one for one in slowness.taken_out if one.host != host)[1 - MAX_HOSTS :]
+    reports = tuple(one for one in slowness.taken_out_as if one.host != host)
+    reports = (*reports, *(one for one in slow_hosts if one.host == host))[-MAX_REPORTS:]
+    return msgspec.structs.replace(
+        slowness,
+        taken_out=(*counts, HostFailures(host, slowness.count_taken_out(host) + 1)),
+        out=(*(one for one in slowness.out if one != host), host)[-MAX_HOSTS:],
+        taken_out_as=reports,
+    )
 
 
 def _get_report(state: MembershipState) -> WorkerReport:
@@ -129,10 +167,29 @@ def _get_report(state: MembershipState) -> WorkerReport:
     return worker.report if worker is not None else WorkerReport()
 
 
-def _list_replacements(generation: Generation, slow: HostName, ready: list[HostStatus]) -> list[HostStatus]:
-    """Return the hosts that are ready, but those that were slow more often than the one that they would replace."""
-    count = generation.slowness.count_taken_out
-    return [status for status in ready if count(status.host) <= count(slow)]
+def _suppose_without(state: MembershipState, slow: HostName) -> MembershipState:
+    """Return the state as it would be if the slow host were taken out now: those that join then are known from it."""
+    slowness = _note_taken_out(state.generation.slowness, slow, ())
+    generation = msgspec.structs.replace(state.generation, slowness=slowness)
+    return dataclasses.replace(state, generation=generation, quarantined=state.quarantined | {slow})
+
+
+def _is_spare_coming(without: MembershipState, rest: list[HostStatus], config: MembershipConfig) -> bool:
+    """Return whether a host that would have the place of the slow one is given a seat, or takes it, just now.
+
+    Args:
+        without: the state as if the slow host were taken out.
+        rest: the members without it.
+        config: of the machine.
+    """
+    preparing = [
+        status
+        for host, status in sorted(without.hosts.items())
+        if host not in without.quarantined
+        and is_on_its_way(status)
+        and find_seat(without.generation, status) is not None
+    ]
+    return bool(admit_hosts(without, rest, [*list_joiners(without), *preparing], config.num_hosts)[0])
 
 
 def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
@@ -142,13 +199,14 @@ def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[S
     found = next((one for one in slow_hosts if one.host == slow), None)
     if found is None or generation.find_member(slow) is None:
         return "it is not slow any more, or no member"
-    others = [
-        one.host
-        for one in slow_hosts
+    # A host may be reported only after another one was taken out that became slow at the same time.
+    others = {
+        one.host: None  # in this order, each once
+        for one in (*slow_hosts, *generation.slowness.taken_out_as)
         if one.host != slow
         and one.kind == found.kind
         and abs(one.since_step - found.since_step) <= COMMON_CAUSE_STEPS
-    ]
+    }
     return f"{', '.join(others)} became slow with it, so that the cause is not in the host" if others else ""
 
 

@@ -4,6 +4,9 @@ A job has a place for each host that was not started as a spare. A place becomes
 whichever host is ready first takes it. No member gives up its place for another, so a host that comes back while a
 spare has its place is a spare itself.
 
+The place of a host that was taken out as a slow one is kept from hosts that were slow more often than it, as long as it
+is in quarantine: at planned changes, and if the loss of another host would not be that of the state.
+
 A host without a place is a newcomer like any other: its worker takes a seat of the world and loads its programs, and
 waits then. It has no part of the state and of no snapshot, so it counts neither for the redundancy of the state nor for
 `min_hosts`.
@@ -56,22 +59,35 @@ def admit_hosts(
     """Return the joiners for which there is a place beside the members that stay, and the others.
 
     If there are too many: those with the newest state if no member has it, then those that have taken a seat, and of
-    these spares last.
+    these spares last. None has the place that is kept from it.
     """
     free = max(0, count_places(state, [*kept, *joiners], num_hosts) - len(kept))
-    if len(joiners) <= free:
-        return joiners, []
     is_state_kept = any(_find_held_step(status) >= 0 for status in kept)
 
     def rank(status: HostStatus) -> tuple[int, bool, bool]:
         is_unseated = not has_taken_seat(state.generation, status)
         return 0 if is_state_kept else -_find_held_step(status), is_unseated, status.is_spare
 
-    admitted = {status.host for status in sorted(joiners, key=rank)[:free]}
+    if len(joiners) <= free and not state.quarantined:
+        return joiners, []
+    admitted: set[HostName] = set()
+    for status in sorted(joiners, key=rank):
+        if len(admitted) < free - _count_kept_places(state, status.host):
+            admitted.add(status.host)
     return (
         [status for status in joiners if status.host in admitted],
         [status for status in joiners if status.host not in admitted],
     )
+
+
+def _count_kept_places(state: MembershipState, host: HostName) -> int:
+    """Return how many free places a host may not have, as they are those of hosts that were slow less often."""
+    generation, slowness = state.generation, state.generation.slowness
+    if generation.phase is GenerationPhase.QUIESCE or not generation.losses_left:
+        return 0
+    count = slowness.count_taken_out
+    # The count of a host that is out includes this time.
+    return sum(count(host) > count(out) - 1 for out in slowness.out if out in state.quarantined)
 
 
 def _find_held_step(status: HostStatus) -> int:

@@ -60,12 +60,16 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
         speeds: by which a pipeline's layers are divided.
         divided_in: the number of the generation in which that has changed last; 0: never.
         taken_out: how often hosts were taken out because they were slow, the last one last.
+        out: the hosts that were taken out so, and were no members since, the last one last.
+        taken_out_as: the hosts that were taken out last, each as it was reported then, the last one last.
     """
 
     decision: RecoveryDecision | None = None
     speeds: HostSpeeds = ()
     divided_in: GenerationNumber = GenerationNumber(0)
     taken_out: tuple[HostFailures, ...] = ()
+    out: tuple[HostName, ...] = ()
+    taken_out_as: tuple[SlowHost, ...] = ()
 
     def count_taken_out(self, host: HostName) -> int:
         """Return how often a host was taken out because it was slow."""

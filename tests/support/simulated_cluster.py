@@ -568,7 +568,7 @@ class Cluster:
         assert worker.generation is not None
         members = worker.generation.members
         slow = members[(worker.step + 1) % len(members)].host
-        found = SlowHost(host=slow, kind="compute", factor=2.0, since_step=worker.step)
+        found = SlowHost(host=slow, kind="compute", factor=2.0, since_step=100 * worker.step)
         slowdown = Slowdown(
             generation=worker.generation.number,
             host=slow,

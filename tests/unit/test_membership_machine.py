@@ -81,7 +81,7 @@ def answer(job: Job, name: str) -> None:
 def report_slow(number: GenerationNumber, chance: random.Random) -> dict:
     """Return what a first worker may report of slow hosts, one of which need not be a member."""
     slowest = HostName(chance.choice(NAMES))
-    slow = SlowHost(host=slowest, kind="compute", factor=2.0, since_step=3)
+    slow = SlowHost(host=slowest, kind="compute", factor=2.0, since_step=100 * number)
     slowdown = Slowdown(
         generation=number,
         host=chance.choice((slowest, HostName(""))),

@@ -1,13 +1,15 @@
 """What a job does about slow hosts: which it takes out, in whose place, and when it leaves all as it is."""
 
+import dataclasses
 import itertools
 import random
 
+import msgspec
 import pytest
 from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.machine import QuarantineChanged
+from resilient_jax.membership.machine import HostChanged, QuarantineChanged
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
@@ -17,9 +19,16 @@ from resilient_jax.membership.recovery_policy import (
     SlowTraining,
     choose_for_slow_host,
 )
-from resilient_jax.protocol.records import GenerationPhase, WorldChange
+from resilient_jax.protocol.records import (
+    GenerationPhase,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+    WorldChange,
+)
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
-from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 
 HOUR_S = 3600.0
 C = HostName("c")
@@ -126,6 +135,43 @@ def test_hosts_that_became_slow_together_have_a_cause_in_common_and_stay():
     assert job.quarantined == []
 
 
+def test_hosts_that_are_reported_one_after_the_other_have_a_cause_in_common_too():
+    job = training("a", "b", "c", "d", spare_seats=6)
+    for spare in "ef":
+        job.spare(spare)
+    tell(job, "c", since=100, kept=0.5, replaced=0.8, without=0.6)
+    assert job.quarantined == ["c"]
+    quarantined = job.state.quarantined
+    go_on(job, 9)
+    assert job.members == ["a", "b", "d", "e"]
+    change_leader(job)
+    job.give(QuarantineChanged(quarantined))
+    tell(job, "b", since=164, kept=0.5, replaced=0.8, without=0.6)
+    why_not = {option.action: option.why_not for option in decided(job).options}
+    reason = "c became slow with it, so that the cause is not in the host"
+    assert (why_not[RecoveryAction.REPLACE], why_not[RecoveryAction.TAKE_OUT]) == (reason, reason)
+    assert job.quarantined == ["c"]
+    # Another part of it is slow, or it is slow since another time: that is another cause.
+    tell(job, "b", since=164, kind="link", kept=0.5, replaced=0.8, without=0.6)
+    assert job.quarantined == ["c", "b"]
+    go_on(job, 20)
+    tell(job, "d", since=165, kept=0.5, replaced=0.8, without=0.7)
+    assert job.quarantined == ["c", "b", "d"]
+
+
+def test_a_host_is_compared_with_the_last_hosts_that_were_taken_out():
+    job = with_spare()
+    reports = tuple(
+        SlowHost(host=HostName(f"h{i}"), kind="link", factor=2.0, since_step=0) for i in range(16)
+    )
+    slowness = SlownessRecord(taken_out_as=reports)
+    generation = msgspec.structs.replace(job.generation, slowness=slowness)
+    job.state = dataclasses.replace(job.state, generation=generation)
+    tell(job, "c", kept=0.8, replaced=1.0, without=0.7)
+    kept = [one.host for one in job.generation.slowness.taken_out_as]
+    assert kept == [*(f"h{i}" for i in range(1, 16)), "c"]
+
+
 def test_one_slow_host_is_taken_out_at_a_time():
     job = training("a", "b", "c", "d", spare_seats=6)
     for spare in "ef":
@@ -170,6 +216,47 @@ def test_a_host_that_is_slow_again_is_taken_out_again_and_for_longer():
     assert job.taken_out_before == [0, 1, 2]
 
 
+def test_a_quarantine_for_another_cause_is_as_long_as_ever_for_a_host_that_was_slow():
+    job = training("a", "b", "c", "d", spare_seats=6, max_collective_retries=0)
+    tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+    go_on(job, 9)
+    job.give(QuarantineChanged(frozenset()))
+    job.take_seat("c")
+    go_on(job, 14)
+    assert sorted(job.members) == ["a", "b", "c", "d"], "it is back"
+    job.report(
+        "c", state=WorkerState.IDLE, failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="failed")
+    )
+    job.acknowledge(*"abcd", step=15)
+    assert job.quarantined == ["c", "c"]
+    assert job.generation.reason.startswith("c is taken out: training failed")
+    assert job.generation.slowness.count_taken_out(C) == 1
+    assert job.taken_out_before == [0, 0]
+
+
+@pytest.mark.parametrize("ended_in", [GenerationPhase.PAUSE, GenerationPhase.BOUNDARY])
+def test_a_host_whose_quarantine_ended_before_it_left_is_quarantined_again_if_it_stays_slow(ended_in):
+    job = training("a", "b", "c", "d", spare_seats=6)
+    for turn in range(3):
+        tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+        assert job.phase is GenerationPhase.PAUSE
+        assert job.quarantined == ["c"] * (turn + 1)
+        step = 20 * turn + 9
+        if ended_in is GenerationPhase.BOUNDARY:
+            for name in job.members:
+                job.report(name, generation=job.generation.number, earliest_stop_step=step)
+        assert job.phase is ended_in
+        job.give(QuarantineChanged(frozenset()))
+        for name in job.members:
+            job.report(name, generation=job.generation.number, earliest_stop_step=step)
+        for name in job.members:
+            job.report(name, state=WorkerState.IDLE, step=step, earliest_stop_step=step, has_formed=False)
+        job.form()
+        job.train(step + 1)
+        assert (job.phase, job.members) == (GenerationPhase.ACTIVE, ["a", "b", "c", "d"])
+        assert job.generation.taken_out is None
+
+
 def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_replaces_no_host_that_was_slow_less_often():
     job = with_spare()
     tell(job, "c", kept=0.6, replaced=1.0, without=0.7)
@@ -184,6 +271,112 @@ def test_a_host_that_was_taken_out_comes_back_as_a_spare_and_replaces_no_host_th
     tell(job, "b", kept=0.6, replaced=1.0, without=0.5, since=200)
     assert decided(job).action is RecoveryAction.KEEP
     assert {o.action: o.why_not for o in decided(job).options}[RecoveryAction.REPLACE] == "no spare is ready"
+
+
+def with_slow_spare(*others: str) -> Job:
+    """Return a job of a, b, c and f, beside d, which was taken out once and spares since, and others."""
+    job = training("a", "b", "c", "d", spare_seats=8)
+    job.spare("f")
+    tell(job, "d", kept=0.6, replaced=1.0, without=0.7)
+    go_on(job, 9)
+    assert job.members == ["a", "b", "c", "f"]
+    tell(job)
+    job.give(QuarantineChanged(frozenset()))
+    job.take_seat("d")
+    for name in others:
+        job.spare(name)
+    return job
+
+
+def test_a_spare_that_was_slow_more_often_does_not_join_where_a_host_is_taken_out_without_a_replacement():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    assert decided(job).action is RecoveryAction.TAKE_OUT
+    go_on(job, 20)
+    job.wait(100.0)
+    assert job.members == ["a", "c", "f"], "neither in this change nor after it"
+    change_leader(job)
+    job.give(QuarantineChanged(frozenset({HostName("b")})))
+    job.wait(100.0)
+    assert job.members == ["a", "c", "f"]
+    # A second place that is free is not kept from it.
+    job.change("c", is_draining=True)
+    go_on(job, 30)
+    assert sorted(job.members) == ["a", "d", "f"]
+
+
+def test_the_place_of_a_slow_host_is_kept_for_it_until_its_quarantine_is_over():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    go_on(job, 20)
+    job.give(QuarantineChanged(frozenset()))
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "d asked to join")
+
+
+def test_after_a_failure_and_for_the_last_copy_of_the_state_a_spare_that_was_slow_joins_all_the_same():
+    for is_last_copy in (False, True):
+        job = with_slow_spare()
+        tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+        go_on(job, 20)
+        assert job.members == ["a", "c", "f"]
+        if is_last_copy:
+            for name in "cf":
+                job.report(name, holds_state=False)
+            go_on(job, 30)
+        else:
+            failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="failed")
+            job.report("c", state=WorkerState.IDLE, failure=failure)
+            job.acknowledge(*"acf", step=21)
+            job.serve()
+        assert sorted(job.members) == ["a", "c", "d", "f"]
+
+
+def test_an_operator_who_takes_out_a_host_that_was_slow_once_gets_any_spare_in_its_place():
+    job = with_slow_spare()
+    tell(job, "b", kind="link", kept=0.5, replaced=1.0, without=0.75, since=200)
+    go_on(job, 20)
+    job.give(QuarantineChanged(frozenset()))
+    go_on(job, 30)
+    job.take_seat("b")
+    assert sorted(job.members) == ["a", "c", "d", "f"], "b is a spare that was slow as often as d"
+    job.give(QuarantineChanged(frozenset({HostName("d")})))
+    go_on(job, 40)
+    assert sorted(job.members) == ["a", "b", "c", "f"]
+
+
+def test_of_two_spares_the_one_that_was_slow_less_often_replaces_a_slow_host():
+    job = with_slow_spare("z")
+    tell(job, "b", kept=0.6, replaced=1.0, without=0.5, since=200)
+    assert decided(job).action is RecoveryAction.REPLACE
+    go_on(job, 20)
+    assert sorted(job.members) == ["a", "c", "f", "z"]
+
+
+def test_a_spare_is_waited_for_that_takes_its_seat_just_now():
+    job = training("a", "b", "c", spare_seats=4)
+    new = msgspec.structs.replace(job.status("d"), is_spare=True)
+    assert new.worker is not None
+    worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
+    job.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
+    assert job.generation.find_newcomer(HostName("d"), worker.incarnation) is not None, (
+        "it has a seat to take"
+    )
+    tell(job, "c", kind="link", kept=0.5, replaced=1.0, without=0.75)
+    assert (job.phase, job.generation.slowness.decision) == (GenerationPhase.ACTIVE, None)
+    job.take_seat("d")
+    assert decided(job).action is RecoveryAction.REPLACE
+    go_on(job, 9)
+    assert (job.members, job.generation.change) == (["a", "b", "d"], WorldChange.GROW)
+
+
+def test_a_spare_for_which_there_is_no_seat_replaces_a_slow_host_by_a_reform():
+    job = training("a", "b", "c", spare_seats=0)
+    job.spare("d")
+    tell(job, "c", kept=0.5, replaced=1.0, without=0.7)
+    decision = decided(job)
+    assert decision.action is RecoveryAction.REPLACE
+    go_on(job, 9)
+    assert (sorted(job.members), job.generation.change) == (["a", "b", "d"], WorldChange.REFORM)
 
 
 def test_another_leader_decides_the_same_and_finishes_what_was_begun():
