@@ -1,7 +1,8 @@
 """Carries out the records of this host's devices in quarantine: the worker is started again without, or with, a device.
 
 Whoever finds that a device must not compute writes a record: the watch of GPUs, an operator, a chaos campaign. A host
-that cannot do without the device is quarantined itself.
+that cannot do without the device is quarantined itself, until the device is back. A worker whose device failed is ended
+at once; else `worker_replacement` says when.
 """
 
 import asyncio
@@ -14,16 +15,24 @@ from resilient_jax.cluster.device_quarantine import (
     quarantine_device,
     read_device_quarantine,
 )
-from resilient_jax.cluster.quarantine import quarantine_host
+from resilient_jax.cluster.quarantine import clear_quarantine, quarantine_host, read_quarantine
+from resilient_jax.cluster.worker_replacement import WorkerReplacement
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError
 from resilient_jax.events import EventKind
+from resilient_jax.ids import Revision
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 
 RETRY_INTERVAL_S = 1.0
 """How soon to follow the records again when the store did not answer."""
 STORE_TIMEOUT_S = 3.0
 """For a record; it is tried again, and the device is out meanwhile."""
+WRITE_INTERVAL_S = 0.2
+"""How often to look for records that the store does not have."""
+RETURN_GRACE_S = 30.0
+"""How much longer than a device its host is in quarantine, which ends sooner once its worker sees the device."""
+
+HOW_TO_KNOW = "Drain the host, or install resilient-jax[gpu-health] and name whole GPUs in CUDA_VISIBLE_DEVICES, not parts of them"
 
 
 class DeviceWatch:
@@ -39,6 +48,15 @@ class DeviceWatch:
         self._supervisor = supervisor
         self._unwritten: dict[int, DeviceQuarantineRecord] = {}
         """Records of this host's own that the store does not have yet: they count."""
+        self._revisions: dict[int, Revision] = {}
+        """Of the store, with those that have been written since; they count until they are read."""
+        self._found: tuple[DeviceQuarantineRecord, ...] = ()
+        """What was read last."""
+        self._host_reason, self._host_until_s = "", 0.0
+        """Of the quarantine of the host, if this watch has written one."""
+        self._is_judged_again = asyncio.Event()
+        self._replacement = WorkerReplacement(context, supervisor)
+        supervisor.on_devices_required = self._is_judged_again.set
         self._refused: set[DeviceQuarantineRecord] = set()
         """Of devices that this host does not have."""
 
@@ -58,20 +76,19 @@ class DeviceWatch:
             return False
         return bool(devices.select({*devices.records, *self._unwritten, device}))
 
-    def leave_out(self, record: DeviceQuarantineRecord) -> None:
-        """Leave a device out, at once: the worker that uses it is ended. The store is told by `take_out`."""
-        self._unwritten[record.device] = record
-        self._apply({**self._context.devices.records, **self._unwritten})
+    def leave_out(self, record: DeviceQuarantineRecord, *, at_once: bool) -> None:
+        """Leave a device out of workers that start from now on; `run` writes that in the store.
 
-    async def take_out(self, record: DeviceQuarantineRecord) -> None:
-        """Leave a device out, and write that in the store, however long that takes."""
-        self.leave_out(record)
-        while True:
-            with contextlib.suppress(PeerError, TimeoutError):
-                async with asyncio.timeout(STORE_TIMEOUT_S):
-                    await quarantine_device(self._context, record)
-                    return
-            await asyncio.sleep(RETRY_INTERVAL_S)
+        Args:
+            record: of the device.
+            at_once: end the worker now, because what the device computes is lost or wrong; else when others have all
+                of the state.
+        """
+        self._unwritten[record.device] = record
+        self._revisions.pop(record.device, None)
+        self._apply({**self._context.devices.records, **self._unwritten})
+        if at_once:
+            self._supervisor.end_if_outdated(f"device {record.device} is out: {record.reason}")
 
     async def begin(self) -> None:
         """Leave out, before the first worker starts, what is in quarantine since an earlier agent."""
@@ -81,35 +98,90 @@ class DeviceWatch:
             await self._carry_out(found)
 
     async def run(self) -> None:
-        """Carry out each change of the records, until cancelled."""
+        """Carry out each change of the records, and write those of this host's own, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._write())
+            tasks.create_task(self._judge_again())
+            tasks.create_task(self._replacement.run())
+
+    async def _follow(self) -> None:
         settings, store = self._context.settings, self._context.store
         while True:
             with contextlib.suppress(PeerError):
                 following = follow_device_quarantine(store, settings.job, settings.host)
                 async with contextlib.aclosing(following) as changes:
-                    async for records in changes:
+                    async for revision, records in changes:
+                        self._drop_written(revision)
                         await self._carry_out(records)
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _write(self) -> None:
+        """Write what was left out without the store, however long that takes."""
+        while True:
+            for record in [one for one in self._unwritten.values() if one.device not in self._revisions]:
+                with contextlib.suppress(PeerError, TimeoutError):
+                    async with asyncio.timeout(STORE_TIMEOUT_S):
+                        revision = await quarantine_device(self._context, record)
+                    if self._unwritten.get(record.device) is record:
+                        self._revisions[record.device] = revision
+            await asyncio.sleep(WRITE_INTERVAL_S)
+
+    def _drop_written(self, revision: Revision) -> None:
+        """Forget records that were in the store before this revision: what was read there counts from now on."""
+        for device in [one for one, written in self._revisions.items() if written <= revision]:
+            del self._revisions[device], self._unwritten[device]
+
+    async def _judge_again(self) -> None:
+        """Look at the records again when the worker has said that it needs all devices."""
+        while True:
+            await self._is_judged_again.wait()
+            self._is_judged_again.clear()
+            self._host_until_s = 0.0
+            while True:
+                with contextlib.suppress(PeerError):
+                    await self._carry_out(self._found)
+                    break
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _carry_out(self, found: tuple[DeviceQuarantineRecord, ...]) -> None:
         """Have the worker use other devices, or quarantine the host.
 
         Raises:
-            PeerError: the store did not answer.
+            PeerError: the store did not answer; to be called again.
         """
+        self._found = found
         devices = self._context.devices
-        written = {record.device: record for record in found if self._is_there(record)}
-        self._unwritten = {
-            device: record for device, record in self._unwritten.items() if written.get(device) != record
-        }
-        records = {**written, **self._unwritten}
-        new = [record for device, record in records.items() if devices.records.get(device) != record]
-        if devices.select(records) or not records:
-            self._apply(records)
+        records = {**{record.device: record for record in found if self._is_there(record)}, **self._unwritten}
+        if records and not devices.select(records):
+            await self._quarantine_host(records)
+            devices.records = records
             return
-        devices.records = records
-        if new:
-            await quarantine_host(self._context, self._context.settings.host, self._explain(new[0]))
+        self._apply(records)
+        await self._end_quarantine()
+
+    async def _quarantine_host(self, records: Mapping[int, DeviceQuarantineRecord]) -> None:
+        """Quarantine the host until it can do without the devices that are out then."""
+        devices, context = self._context.devices, self._context
+        until_s = devices.find_return_s(records.values()) + RETURN_GRACE_S
+        if until_s == self._host_until_s:
+            return
+        new = [record for device, record in records.items() if devices.records.get(device) != record]
+        reason = self._explain((new or list(records.values()))[0])
+        await quarantine_host(context, context.settings.host, reason, until_wall_s=until_s)
+        self._host_until_s, self._host_reason = until_s, reason
+
+    async def _end_quarantine(self) -> None:
+        """End the quarantine that this watch has written, and no other's."""
+        if not self._host_reason:
+            return
+        # Before the host may join: the worker sees too few devices.
+        self._supervisor.end_if_outdated("a device is back")
+        settings, store = self._context.settings, self._context.store
+        reasons = {one.host: one.reason for one in await read_quarantine(store, settings.job)}
+        if reasons.get(settings.host) == self._host_reason:
+            await clear_quarantine(store, settings.job, settings.host)
+        self._host_reason, self._host_until_s = "", 0.0
 
     def _apply(self, records: Mapping[int, DeviceQuarantineRecord]) -> None:
         devices, context = self._context.devices, self._context
@@ -126,21 +198,21 @@ class DeviceWatch:
         )
         context.print_line(f"{context.settings.host}: trains on {devices.describe() or 'all devices'}: {why}")
         self._supervisor.seat_standby.fail(why, is_retried=True)
-        worker = self._supervisor.worker
-        if worker is not None and not worker.report.is_done:
-            self._supervisor.kill(why, costs_restart=False)
+        self._replacement.begin(why)
 
     def _is_there(self, record: DeviceQuarantineRecord) -> bool:
-        """Return whether this host may have such a device; print it once if not."""
+        """Return whether this host has such a device; print it once if not, or if that is not known."""
         num_devices = self._context.devices.num_devices
-        if num_devices is None or record.device < num_devices:
+        if num_devices is not None and record.device < num_devices:
             return True
         if record not in self._refused:
             self._refused.add(record)
-            self._context.print_line(f"{record.label}: there is no such device: this host has {num_devices}")
+            why = f"there is no such device: this host has {num_devices}"
+            if num_devices is None:
+                why = f"it is not left out: how many devices this host has is not known. {HOW_TO_KNOW}"
+            self._context.print_line(f"{record.label}: {why}")
         return False
 
     def _explain(self, record: DeviceQuarantineRecord) -> str:
         num_devices = self._context.devices.num_devices
-        of = "" if num_devices is None else f" of {num_devices}"
-        return f"device {record.device}{of} is out, and the host cannot do without it: {record.reason}"
+        return f"device {record.device} of {num_devices} is out, and the host cannot do without it: {record.reason}"

@@ -159,7 +159,9 @@ class GpuWatch:
                     "such errors: end what uses them, reset them (nvidia-smi --gpu-reset) or restart the machine, and "
                     'start the agent again. gpu_health = "report" in the configuration joins with them'
                 )
-            self._devices.leave_out(self._devices.make_record(number, exclusion.reason))
+            self._devices.leave_out(self._devices.make_record(number, exclusion.reason), at_once=True)
+        self._new.clear()
+        self._excluded.clear()
 
     async def run(self) -> None:
         """Take out whatever GPU must not train, until cancelled."""
@@ -168,16 +170,22 @@ class GpuWatch:
                 continue
             self._excluded.clear()
             new, self._new = self._new, []
-            for key in new:
-                await self._take_out(key, self._exclusions[key])
+            # All that can be left out first: what follows waits for the store.
+            for exclusion in [self._exclusions[key] for key in new if not self._try_leave_out(key)]:
+                await self._take_host_out(exclusion)
 
-    async def _take_out(self, key: GpuKey, exclusion: Exclusion) -> None:
-        """Take a GPU out; its host, if that cannot do without it."""
-        number = self._numbers.get(key)
+    def _try_leave_out(self, key: GpuKey) -> bool:
+        """Leave a GPU out; return False if its host cannot do without it."""
+        number, exclusion = self._numbers.get(key), self._exclusions[key]
         num_tried = 0 if number is not None and self._devices.can_spare(number) else 1
-        if number is not None and choose_action(Evidence.GPU_FAILED, num_tried, {}) is Action.TAKE_DEVICE_OUT:
-            await self._devices.take_out(self._devices.make_record(number, exclusion.reason))
-            return
+        if number is None or choose_action(Evidence.GPU_FAILED, num_tried, {}) is not Action.TAKE_DEVICE_OUT:
+            return False
+        record = self._devices.make_record(number, exclusion.reason)
+        self._devices.leave_out(record, at_once=exclusion.ends_worker)
+        return True
+
+    async def _take_host_out(self, exclusion: Exclusion) -> None:
+        """Quarantine the host, which cannot do without a GPU, and end its worker where its work is lost."""
         is_written = await self._try_quarantine(exclusion)
         self._end_worker(
             exclusion

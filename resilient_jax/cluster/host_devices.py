@@ -19,6 +19,7 @@ class HostDevices:
     Attributes:
         settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
         records: why devices are out, by number.
+        requires_all: whether the worker needs all devices, whatever `devices_after_loss` says.
         gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
             not known.
     """
@@ -26,6 +27,7 @@ class HostDevices:
     def __init__(self, settings: AgentSettings) -> None:
         self._all = settings
         self.settings = settings
+        self.requires_all = False
         self.records: dict[int, DeviceQuarantineRecord] = {}
         self.gpu_names: tuple[str, ...] = list_named_gpus(settings.environment)
 
@@ -44,7 +46,16 @@ class HostDevices:
         """Return the devices that workers use if these are out; () if the host cannot do without them."""
         if self.num_devices is None:
             return ()
-        return select_devices(self.num_devices, lost, self._all.config.devices_after_loss)
+        after_loss = "host" if self.requires_all else self._all.config.devices_after_loss
+        return select_devices(self.num_devices, lost, after_loss)
+
+    def find_return_s(self, records: Collection[DeviceQuarantineRecord]) -> float:
+        """Return when, by the wall clock, so few of these devices are out that the host can do without them."""
+        for end_s in sorted({record.until_wall_s for record in records}):
+            lost = [record.device for record in records if record.until_wall_s > end_s]
+            if not lost or self.select(lost):
+                return end_s
+        return 0.0
 
     def take_out(self, records: Mapping[int, DeviceQuarantineRecord]) -> bool:
         """Have these devices out, and no others; return whether workers that run use others than those that start now.

@@ -29,7 +29,7 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, HostCorrupt, JoinRefused, PeerError, ScriptRefused
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -77,6 +77,7 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
+        on_devices_required: called when the worker has said that it needs all devices of its host.
         standby: the process that waits to replace it, unless that has a seat.
         seat_standby: the process that waits in a seat.
         admission: of this host's workers.
@@ -97,6 +98,8 @@ class WorkerSupervisor:
         self._settings = settings = context.settings
         self._log = context.log
         self._clock = context.clock
+        self._devices = context.devices
+        self.on_devices_required: Callable[[], None] = lambda: None
         self._print_line = context.print_line
         self.admission = ScriptAdmission(
             context.store, settings.job, settings.host, context.agent_id, settings.config
@@ -218,7 +221,21 @@ class WorkerSupervisor:
             lambda message: self._on_message(worker, message),
         )
         self._on_changed(worker)
+        self.end_if_outdated("its host's devices changed while it was started")
         return worker, asyncio.create_task(watching)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the worker runs, and sees other devices than one that starts now."""
+        worker = self.worker
+        if worker is None or worker.report.is_done or worker.child.exit_code is not None:
+            return False
+        return worker.started_with is not None and worker.started_with != self._devices.settings
+
+    def end_if_outdated(self, why: str) -> None:
+        """End a worker that sees other devices than the next one does; that costs no restart."""
+        if self.is_outdated:
+            self.kill(why, costs_restart=False)
 
     def take_over(self) -> None:
         """Have the standby in its seat be the worker: the present one has died, but its end may not be known yet."""
@@ -289,6 +306,8 @@ class WorkerSupervisor:
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
                 self._log.append(message.event)
+                if message.event.kind is EventKind.DEVICES_REQUIRED:
+                    self._require_devices(worker, message.event)
                 worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
                 if (refusal := LEAVING_EVENTS.get(message.event.kind)) is not None:
                     why = f"host {self._settings.host} leaves the job. {message.event.detail['why']}"
@@ -329,6 +348,15 @@ class WorkerSupervisor:
                 break
         self._on_change()
         worker.send_order(WorkerAdmitted())
+
+    def _require_devices(self, worker: WorkerProcess, event: Event) -> None:
+        """Have the host take no part while it lacks devices; for good if it has no more."""
+        self._devices.requires_all = True
+        if why := event.detail.get("why"):
+            self._replaced = worker
+            if not self._devices.records:
+                self._refuse(ScriptRefused(f"host {self._settings.host} leaves the job. {why}"))
+        self.on_devices_required()
 
     def _refuse(self, error: JoinRefused) -> None:
         """End the worker, and then `supervise` with this error."""
