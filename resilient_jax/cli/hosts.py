@@ -17,6 +17,7 @@ from resilient_jax.cluster.device_quarantine import (
     read_device_quarantine,
     write_device_quarantine,
 )
+from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.job_report import CONNECT_TIMEOUT_S, make_credentials
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine, write_quarantine
 from resilient_jax.cluster.run_directory import JobContact
@@ -155,9 +156,18 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
     """Write that a device is out.
 
     Raises:
-        CallerError: the job has no such host.
+        CallerError: the job has no such host, the host no such device, or it does not know how many it has.
     """
     await _check_host(store, job, host)
+    stored = await store.get(make_host_key(job, host))
+    if stored is not None and device >= (num_devices := decode_host_status(stored).num_devices):
+        raise CallerError(
+            f"hosts drain {host}:{device}: found no such device, expected a number below {num_devices}: the devices "
+            "of the host, from 0, as its worker sees them if none is out"
+            if num_devices
+            else f"hosts drain {host}:{device}: found a host of which only JAX knows its devices, expected one that "
+            f"can start its worker without one of them. {HOW_TO_KNOW}"
+        )
     now_s = time.time()
     record = DeviceQuarantineRecord(
         host=host,

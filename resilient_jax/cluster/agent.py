@@ -227,6 +227,7 @@ class Agent:
             script=self._supervisor.admission.digest,
             gpus=self._gpus.notes,
             devices=self._context.devices.describe(),
+            num_devices=self._context.devices.num_devices or 0,
             step=step,
             metrics=metrics,
         )

@@ -15,6 +15,7 @@ from resilient_jax.cluster.device_quarantine import (
     quarantine_device,
     read_device_quarantine,
 )
+from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.quarantine import clear_quarantine, quarantine_host, read_quarantine
 from resilient_jax.cluster.worker_replacement import WorkerReplacement
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
@@ -27,12 +28,8 @@ RETRY_INTERVAL_S = 1.0
 """How soon to follow the records again when the store did not answer."""
 STORE_TIMEOUT_S = 3.0
 """For a record; it is tried again, and the device is out meanwhile."""
-WRITE_INTERVAL_S = 0.2
-"""How often to look for records that the store does not have."""
 RETURN_GRACE_S = 30.0
 """How much longer than a device its host is in quarantine, which ends sooner once its worker sees the device."""
-
-HOW_TO_KNOW = "Drain the host, or install resilient-jax[gpu-health] and name whole GPUs in CUDA_VISIBLE_DEVICES, not parts of them"
 
 
 class DeviceWatch:
@@ -50,6 +47,7 @@ class DeviceWatch:
         """Records of this host's own that the store does not have yet: they count."""
         self._revisions: dict[int, Revision] = {}
         """Of the store, with those that have been written since; they count until they are read."""
+        self._is_unwritten = asyncio.Event()
         self._found: tuple[DeviceQuarantineRecord, ...] = ()
         """What was read last."""
         self._host_reason, self._host_until_s = "", 0.0
@@ -86,6 +84,7 @@ class DeviceWatch:
         """
         self._unwritten[record.device] = record
         self._revisions.pop(record.device, None)
+        self._is_unwritten.set()
         self._apply({**self._context.devices.records, **self._unwritten})
         if at_once:
             self._supervisor.end_if_outdated(f"device {record.device} is out: {record.reason}")
@@ -119,13 +118,16 @@ class DeviceWatch:
     async def _write(self) -> None:
         """Write what was left out without the store, however long that takes."""
         while True:
+            self._is_unwritten.clear()
             for record in [one for one in self._unwritten.values() if one.device not in self._revisions]:
                 with contextlib.suppress(PeerError, TimeoutError):
                     async with asyncio.timeout(STORE_TIMEOUT_S):
                         revision = await quarantine_device(self._context, record)
                     if self._unwritten.get(record.device) is record:
                         self._revisions[record.device] = revision
-            await asyncio.sleep(WRITE_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_INTERVAL_S):
+                    await self._is_unwritten.wait()
 
     def _drop_written(self, revision: Revision) -> None:
         """Forget records that were in the store before this revision: what was read there counts from now on."""

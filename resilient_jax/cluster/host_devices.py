@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.device_selection import (
@@ -11,6 +12,12 @@ from resilient_jax.cluster.device_selection import (
     select_devices,
 )
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
+
+HOW_TO_KNOW: Final = (
+    "Drain the host, or install resilient-jax[gpu-health] and name whole GPUs, not parts of them, in "
+    "CUDA_VISIBLE_DEVICES"
+)
+"""What an operator can do who wants to leave out a device of a host whose devices are not known."""
 
 
 class HostDevices:

@@ -305,13 +305,7 @@ class WorkerSupervisor:
             case AdmissionRequested():
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
-                self._log.append(message.event)
-                if message.event.kind is EventKind.DEVICES_REQUIRED:
-                    self._require_devices(worker, message.event)
-                worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
-                if (refusal := LEAVING_EVENTS.get(message.event.kind)) is not None:
-                    why = f"host {self._settings.host} leaves the job. {message.event.detail['why']}"
-                    self._refuse(refusal(why))
+                self._on_event(worker, message.event)
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
@@ -322,6 +316,14 @@ class WorkerSupervisor:
                 self.standby.remember_imports(message)
             case SnapshotServerRequested():
                 self._start_snapshot_server()
+
+    def _on_event(self, worker: WorkerProcess, event: Event) -> None:
+        self._log.append(event)
+        worker.has_script_ended |= event.kind is EventKind.SCRIPT_ENDED
+        if event.kind is EventKind.DEVICES_REQUIRED:
+            self._require_devices(worker, event)
+        if (refusal := LEAVING_EVENTS.get(event.kind)) is not None:
+            self._refuse(refusal(f"host {self._settings.host} leaves the job. {event.detail['why']}"))
 
     def _start_snapshot_server(self) -> None:
         self._wants_snapshots = True

@@ -431,6 +431,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         script: the digest of the script with which the worker was let in; empty before.
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         devices: how many of the host's devices its worker uses, such as "2 of 3 devices"; empty: all.
+        num_devices: of the host, also those that are out; 0: only JAX knows.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
     """
@@ -452,6 +453,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     script: str = ""
     gpus: tuple[str, ...] = ()
     devices: str = ""
+    num_devices: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
 
