@@ -228,6 +228,7 @@ class Agent:
             gpus=self._gpus.notes,
             devices=self._context.devices.describe(),
             num_devices=self._context.devices.num_devices or 0,
+            gpu_uuids=self._context.devices.uuids,
             step=step,
             metrics=metrics,
         )

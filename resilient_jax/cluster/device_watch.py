@@ -62,8 +62,14 @@ class DeviceWatch:
         """Return the record of a device of this host that is out from now on, for `quarantine_s`."""
         now_s, settings = self._context.clock.wall_s(), self._context.settings
         until_s = now_s + settings.config.quarantine_s
+        uuids = self._context.devices.uuids
         return DeviceQuarantineRecord(
-            host=settings.host, device=device, reason=reason, since_wall_s=now_s, until_wall_s=until_s
+            host=settings.host,
+            device=device,
+            reason=reason,
+            since_wall_s=now_s,
+            until_wall_s=until_s,
+            uuid=uuids[device] if uuids else "",
         )
 
     def can_spare(self, device: int) -> bool:
@@ -154,7 +160,10 @@ class DeviceWatch:
         """
         self._found = found
         devices = self._context.devices
-        records = {**{record.device: record for record in found if self._is_there(record)}, **self._unwritten}
+        located = {self._locate(record): record for record in found}
+        records = {
+            number: record for number, record in located.items() if number is not None
+        } | self._unwritten
         if records and not devices.select(records):
             await self._quarantine_host(records)
             devices.records = records
@@ -165,7 +174,7 @@ class DeviceWatch:
     async def _quarantine_host(self, records: Mapping[int, DeviceQuarantineRecord]) -> None:
         """Quarantine the host until it can do without the devices that are out then."""
         devices, context = self._context.devices, self._context
-        until_s = devices.find_return_s(records.values()) + RETURN_GRACE_S
+        until_s = devices.find_return_s(records) + RETURN_GRACE_S
         if until_s == self._host_until_s:
             return
         new = [record for device, record in records.items() if devices.records.get(device) != record]
@@ -202,18 +211,19 @@ class DeviceWatch:
         self._supervisor.seat_standby.fail(why, is_retried=True)
         self._replacement.begin(why)
 
-    def _is_there(self, record: DeviceQuarantineRecord) -> bool:
-        """Return whether this host has such a device; print it once if not, or if that is not known."""
-        num_devices = self._context.devices.num_devices
-        if num_devices is not None and record.device < num_devices:
-            return True
-        if record not in self._refused:
+    def _locate(self, record: DeviceQuarantineRecord) -> int | None:
+        """Return the number of a record's device; None, which is printed once, if there is none or it is not known."""
+        devices = self._context.devices
+        number = devices.locate(record)
+        if number is None and record not in self._refused:
             self._refused.add(record)
-            why = f"there is no such device: this host has {num_devices}"
-            if num_devices is None:
+            why = f"there is no such device: this host has {devices.num_devices}"
+            if devices.num_devices is None:
                 why = f"it is not left out: how many devices this host has is not known. {HOW_TO_KNOW}"
+            elif record.uuid:
+                why = f"GPU {record.uuid} is not there any more"
             self._context.print_line(f"{record.label}: {why}")
-        return False
+        return number
 
     def _explain(self, record: DeviceQuarantineRecord) -> str:
         num_devices = self._context.devices.num_devices

@@ -190,7 +190,7 @@ def test_a_host_comes_back_with_the_first_device_without_which_it_cannot_do(tmp_
     async def run() -> None:
         async with MemoryStore() as store:
             host = Host(tmp_path, store)
-            records = [make_record(device, seconds=100.0 * (1 + device)) for device in range(4)]
+            records = {device: make_record(device, seconds=100.0 * (1 + device)) for device in range(4)}
             assert host.context.devices.find_return_s(records) == records[0].until_wall_s
             host.context.devices.requires_all = True
             assert host.context.devices.find_return_s(records) == records[3].until_wall_s
