@@ -17,10 +17,10 @@ from resilient_jax.cluster.device_quarantine import (
 )
 from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.quarantine import clear_quarantine, quarantine_host, read_quarantine
-from resilient_jax.cluster.worker_replacement import WorkerReplacement
+from resilient_jax.cluster.worker_replacement import WorkerReplacement, end_if_outdated
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
-from resilient_jax.errors import PeerError
-from resilient_jax.events import EventKind
+from resilient_jax.errors import JoinRefused, PeerError, ScriptRefused
+from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import Revision
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 
@@ -54,7 +54,7 @@ class DeviceWatch:
         """Of the quarantine of the host, if this watch has written one."""
         self._is_judged_again = asyncio.Event()
         self._replacement = WorkerReplacement(context, supervisor)
-        supervisor.on_devices_required = self._is_judged_again.set
+        supervisor.on_event = self._hear
         self._refused: set[DeviceQuarantineRecord] = set()
         """Of devices that this host does not have."""
 
@@ -93,7 +93,22 @@ class DeviceWatch:
         self._is_unwritten.set()
         self._apply({**self._context.devices.records, **self._unwritten})
         if at_once:
-            self._supervisor.end_if_outdated(f"device {record.device} is out: {record.reason}")
+            why = f"device {record.device} is out: {record.reason}"
+            end_if_outdated(self._context, self._supervisor, why)
+
+    def _hear(self, event: Event) -> JoinRefused | None:
+        """Have the host take no part while it lacks devices, if the worker needs all; for good if it has no more."""
+        if event.kind is not EventKind.DEVICES_REQUIRED:
+            return None
+        devices = self._context.devices
+        devices.requires_all = True
+        self._is_judged_again.set()
+        why = event.detail["why"]
+        if why and not devices.records:
+            return ScriptRefused(f"host {self._context.settings.host} leaves the job. {why}")
+        if why:
+            self._supervisor.kill(str(why), costs_restart=False)
+        return None
 
     async def begin(self) -> None:
         """Leave out, before the first worker starts, what is in quarantine since an earlier agent."""
@@ -187,7 +202,7 @@ class DeviceWatch:
         if not self._host_reason:
             return
         # Before the host may join: the worker sees too few devices.
-        self._supervisor.end_if_outdated("a device is back")
+        end_if_outdated(self._context, self._supervisor, "a device is back")
         settings, store = self._context.settings, self._context.store
         reasons = {one.host: one.reason for one in await read_quarantine(store, settings.job)}
         if reasons.get(settings.host) == self._host_reason:

@@ -247,7 +247,7 @@ class GpuWatch:
             _call(loop, self._fail, GpusUnreadable(f"{type(error).__name__}: {error}"))
         finally:
             self._answered_s = math.inf
-            _call(loop, self._end)
+            _call(loop, _finish, self._ended)
 
     def _read(self, loop: asyncio.AbstractEventLoop, reader: NvmlReader) -> None:
         _call(loop, self._observe, _Observation(readings=reader.read(), xid_problem=reader.xid_problem))
@@ -288,10 +288,6 @@ class GpuWatch:
             self._first.set_exception(error)
         elif not self._stop.is_set():
             self._tell_unwatched(f"GPUs are no longer watched: {error}")
-
-    def _end(self) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
 
     def _tell_unwatched(self, why: str) -> None:
         self._context.log.record(EventKind.GPU_UNWATCHED, why=why)
@@ -350,6 +346,11 @@ def _find_key(known: GpuFinding | GpuReading) -> GpuKey:
     if known.index >= 0:
         return known.index
     return known.gpu if isinstance(known, GpuFinding) else known.label
+
+
+def _finish(ended: asyncio.Future[None] | None) -> None:
+    if ended is not None and not ended.done():
+        ended.set_result(None)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:

@@ -181,6 +181,12 @@ class WorkerProcess:
         self.is_dying = True
         on_change()
 
+    def is_outdated(self, settings: AgentSettings) -> bool:
+        """Return whether it runs, and sees other devices than a worker that is started with these settings."""
+        if self.report.is_done or self.child.exit_code is not None:
+            return False
+        return self.started_with is not None and self.started_with != settings
+
     def expect_messages(self) -> None:
         """Count the silence of this worker from now on: it was at the lowest priority."""
         self.is_unresponsive = False

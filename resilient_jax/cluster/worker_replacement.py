@@ -34,6 +34,18 @@ def may_replace(generation: Generation | None, host: HostName) -> bool:
     return generation.losses_left >= 1 and len(generation.members) > 1
 
 
+def is_outdated(context: AgentContext, supervisor: WorkerSupervisor) -> bool:
+    """Return whether the worker of this host sees other devices than the next one does."""
+    worker = supervisor.worker
+    return worker is not None and worker.is_outdated(context.devices.settings)
+
+
+def end_if_outdated(context: AgentContext, supervisor: WorkerSupervisor, why: str) -> None:
+    """End a worker that sees other devices than the next one does, now; that costs no restart."""
+    if is_outdated(context, supervisor):
+        supervisor.kill(why, costs_restart=False)
+
+
 class WorkerReplacement:
     """Ends this host's worker when its devices have changed, and it is this host's turn.
 
@@ -60,7 +72,7 @@ class WorkerReplacement:
         """Start the worker again whenever its devices have changed, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            if self._turn is None and not self._supervisor.is_outdated:
+            if self._turn is None and not is_outdated(self._context, self._supervisor):
                 continue
             with contextlib.suppress(PeerError):
                 await self.check()
@@ -74,7 +86,7 @@ class WorkerReplacement:
         generation = await self._read_generation()
         if self._turn is not None:
             await self._end_turn(generation)
-        elif self._supervisor.is_outdated:
+        elif is_outdated(self._context, self._supervisor):
             await self._replace(generation)
 
     async def _replace(self, generation: Generation | None) -> None:
@@ -91,7 +103,7 @@ class WorkerReplacement:
                 return
         worker = self._supervisor.worker
         self._ended = worker.incarnation if worker is not None else None
-        self._supervisor.end_if_outdated(self._why)
+        end_if_outdated(self._context, self._supervisor, self._why)
 
     async def _take_turn(self) -> bool:
         """Return whether it is this host's turn now."""

@@ -30,6 +30,7 @@ from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, HostCorrupt, JoinRefused, PeerError, ScriptRefused
 from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -68,6 +69,7 @@ LEAVING_EVENTS: Final[dict[EventKind, type[JoinRefused]]] = {
     EventKind.HOST_CORRUPT: HostCorrupt,
 }
 """Events with which a worker takes its host out of the job, and the error with which the agent then ends."""
+OnEvent = Callable[[Event], JoinRefused | None]
 
 
 class WorkerSupervisor:
@@ -77,7 +79,7 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
-        on_devices_required: called when the worker has said that it needs all devices of its host.
+        on_event: called with each event of the worker; returns why the host must leave the job, or None.
         standby: the process that waits to replace it, unless that has a seat.
         seat_standby: the process that waits in a seat.
         admission: of this host's workers.
@@ -99,7 +101,7 @@ class WorkerSupervisor:
         self._log = context.log
         self._clock = context.clock
         self._devices = context.devices
-        self.on_devices_required: Callable[[], None] = lambda: None
+        self.on_event: OnEvent = lambda event: None
         self._print_line = context.print_line
         self.admission = ScriptAdmission(
             context.store, settings.job, settings.host, context.agent_id, settings.config
@@ -221,21 +223,9 @@ class WorkerSupervisor:
             lambda message: self._on_message(worker, message),
         )
         self._on_changed(worker)
-        self.end_if_outdated("its host's devices changed while it was started")
+        if worker.is_outdated(self._devices.settings):
+            self.kill("its host's devices changed while it was started", costs_restart=False)
         return worker, asyncio.create_task(watching)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the worker runs, and sees other devices than one that starts now."""
-        worker = self.worker
-        if worker is None or worker.report.is_done or worker.child.exit_code is not None:
-            return False
-        return worker.started_with is not None and worker.started_with != self._devices.settings
-
-    def end_if_outdated(self, why: str) -> None:
-        """End a worker that sees other devices than the next one does; that costs no restart."""
-        if self.is_outdated:
-            self.kill(why, costs_restart=False)
 
     def take_over(self) -> None:
         """Have the standby in its seat be the worker: the present one has died, but its end may not be known yet."""
@@ -305,7 +295,10 @@ class WorkerSupervisor:
             case AdmissionRequested():
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
-                self._on_event(worker, message.event)
+                self._log.append(message.event)
+                worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
+                if (why := _find_refusal(message.event, self._settings.host, self.on_event)) is not None:
+                    self._refuse(why)
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
@@ -316,14 +309,6 @@ class WorkerSupervisor:
                 self.standby.remember_imports(message)
             case SnapshotServerRequested():
                 self._start_snapshot_server()
-
-    def _on_event(self, worker: WorkerProcess, event: Event) -> None:
-        self._log.append(event)
-        worker.has_script_ended |= event.kind is EventKind.SCRIPT_ENDED
-        if event.kind is EventKind.DEVICES_REQUIRED:
-            self._require_devices(worker, event)
-        if (refusal := LEAVING_EVENTS.get(event.kind)) is not None:
-            self._refuse(refusal(f"host {self._settings.host} leaves the job. {event.detail['why']}"))
 
     def _start_snapshot_server(self) -> None:
         self._wants_snapshots = True
@@ -350,15 +335,6 @@ class WorkerSupervisor:
                 break
         self._on_change()
         worker.send_order(WorkerAdmitted())
-
-    def _require_devices(self, worker: WorkerProcess, event: Event) -> None:
-        """Have the host take no part while it lacks devices; for good if it has no more."""
-        self._devices.requires_all = True
-        if why := event.detail.get("why"):
-            self._replaced = worker
-            if not self._devices.records:
-                self._refuse(ScriptRefused(f"host {self._settings.host} leaves the job. {why}"))
-        self.on_devices_required()
 
     def _refuse(self, error: JoinRefused) -> None:
         """End the worker, and then `supervise` with this error."""
@@ -464,6 +440,13 @@ async def _let_script_end(
         if worker.child.is_stopped() or not worker.report.is_done:
             return
         print_line("training is done, the script still works; Ctrl-C ends it")
+
+
+def _find_refusal(event: Event, host: HostName, on_event: OnEvent) -> JoinRefused | None:
+    """Return why a host must leave the job, if an event of its worker says that."""
+    if (refusal := LEAVING_EVENTS.get(event.kind)) is not None:
+        return refusal(f"host {host} leaves the job. {event.detail['why']}")
+    return on_event(event)
 
 
 def _measure_memory(worker: WorkerProcess, before: WorkerStatus | None) -> int:

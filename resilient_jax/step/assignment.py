@@ -15,8 +15,8 @@ from resilient_jax.step.quotas import distribute_microbatches
 DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, by default."""
 AFTER_LOSS: Final = (
-    "If hosts have lost devices, set devices_after_loss = 'host' in the job's configuration: then a host without all of "
-    "its devices waits in quarantine, and min_hosts says how many others must be there"
+    "If hosts have lost devices, set devices_after_loss = 'host' in the job's configuration: then a host without all "
+    "of its devices waits in quarantine, and min_hosts says how many others must be there"
 )
 """What to do where no live host has the devices of one replica."""
 Reduction = Literal["exact", "exact_wide", "fast"]

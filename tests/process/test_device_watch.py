@@ -16,9 +16,10 @@ from resilient_jax.cluster.device_watch import DeviceWatch
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.stored_records import ENCODER
-from resilient_jax.cluster.worker_replacement import WorkerReplacement, may_replace
+from resilient_jax.cluster.worker_replacement import WorkerReplacement, is_outdated, may_replace
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
+from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
@@ -139,7 +140,7 @@ def test_a_drained_device_does_not_end_a_worker_that_others_need(tmp_path: Path)
             await wait_until(lambda: host.num_seen() == 4)
             await host.publish(make_generation(GenerationPhase.ACTIVE, 0, HOST, OTHER))
             await write_device_quarantine(host.store, JOB, make_record(0))
-            await wait_until(lambda: host.supervisor.is_outdated)
+            await wait_until(lambda: is_outdated(host.context, host.supervisor))
             replacement = WorkerReplacement(host.context, host.supervisor)
             await replacement.check()
             assert host.num_seen() == 4, "it has the last copy"
@@ -160,7 +161,7 @@ def test_a_device_that_fails_ends_the_worker_at_once_also_after_it_was_drained(t
             await wait_until(lambda: host.num_seen() == 4)
             await host.publish(make_generation(GenerationPhase.ACTIVE, 0, HOST, OTHER))
             host.watch.leave_out(make_record(0), at_once=False)
-            assert host.supervisor.is_outdated
+            assert is_outdated(host.context, host.supervisor)
             host.watch.leave_out(make_record(0), at_once=True)
             await wait_until(lambda: host.num_seen() == 2)
 
@@ -184,6 +185,46 @@ def test_a_host_that_needs_all_devices_is_out_as_long_as_its_device(tmp_path: Pa
             await wait_for_quarantine(host, is_there=False)
 
     asyncio.run(run())
+
+
+def test_a_stage_that_lacks_a_device_takes_no_part_until_it_is_back_with_all(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_host(tmp_path) as host:
+            await wait_until(lambda: host.num_seen() == 4)
+            await write_device_quarantine(host.store, JOB, make_record(1))
+            await wait_until(lambda: host.num_seen() == 2)
+            assert await host.quarantine() is None, "nobody knows that it is a stage"
+            assert host.supervisor.on_event(make_refusal("found 2 devices, expected 4")) is None
+            await wait_for_quarantine(host, is_there=True)
+            await clear_device_quarantine(host.store, JOB, HOST, 1)
+            await wait_for_quarantine(host, is_there=False)
+            assert not is_outdated(host.context, host.supervisor), "it joins with all devices"
+            await wait_until(lambda: host.num_seen() == 4)
+
+    asyncio.run(run())
+
+
+def test_a_host_of_a_pipeline_that_has_no_more_devices_leaves(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_host(tmp_path) as host:
+            await wait_until(lambda: host.num_seen() == 4)
+            assert host.supervisor.on_event(make_refusal("")) is None, "it has as many as the others"
+            refused = host.supervisor.on_event(make_refusal("found 4 devices, expected 8"))
+            assert "host-0 leaves the job. found 4 devices" in str(refused)
+
+    asyncio.run(run())
+
+
+def make_refusal(why: str) -> Event:
+    """Return what the worker of a stage records; `why` it leaves."""
+    return Event(
+        kind=EventKind.DEVICES_REQUIRED,
+        host=HOST,
+        monotonic_s=0.0,
+        wall_s=0.0,
+        generation=GenerationNumber(1),
+        detail={"found": 4, "expected": 4, "why": why},
+    )
 
 
 def test_a_host_comes_back_with_the_first_device_without_which_it_cannot_do(tmp_path: Path) -> None:
