@@ -179,7 +179,10 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         uuid=status.gpu_uuids[device] if status.gpu_uuids else "",
     )
     await write_device_quarantine(store, job, record)
-    return f"{record.label}: computes nothing for {duration_s:g} s; the worker of {host} is started again without it"
+    return (
+        f"{record.label}: computes nothing for {duration_s:g} s; the worker of {host} is started again without it "
+        "when others have all of the state"
+    )
 
 
 async def _read_host(store: Store, job: JobName, host: HostName) -> HostStatus:
