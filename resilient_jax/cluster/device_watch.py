@@ -118,12 +118,19 @@ class DeviceWatch:
             await self._carry_out(found)
 
     async def run(self) -> None:
-        """Carry out each change of the records, and write those of this host's own, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow())
-            tasks.create_task(self._write())
-            tasks.create_task(self._judge_again())
-            tasks.create_task(self._replacement.run())
+        """Carry out each change of the records, and write those of this host's own, until cancelled.
+
+        Raises:
+            JoinRefused: a record in the store is none.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow())
+                tasks.create_task(self._write())
+                tasks.create_task(self._judge_again())
+                tasks.create_task(self._replacement.run())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _follow(self) -> None:
         settings, store = self._context.settings, self._context.store
