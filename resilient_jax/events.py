@@ -90,8 +90,13 @@ class EventKind(enum.StrEnum):
     """A device computes nothing for a while. Detail: `quarantined` (the host), `device` (its number), `seconds`,
     `reason`."""
     DEVICES_CHANGED = "devices.changed"
-    """Workers of this host use other devices from now on; one that ran is started again. Detail: `devices` (their
-    numbers), `num_devices` (of the host), `why`."""
+    """Workers of this host that start from now on use other devices. One that runs is ended: at once if a device
+    failed, else when others have all of the state. Detail: `devices` (their numbers), `num_devices` (of the host),
+    `why`."""
+    DEVICES_REQUIRED = "devices.required"
+    """The worker computes with all devices of its host or not at all, as a stage of a pipeline does: from now on the
+    host is quarantined while one of them is out. Detail: `found` (devices that the worker has), `expected`, `why` (it
+    ends now; empty: it has all)."""
     HOST_SPARE_USED = "host.spare_used"
     """A host that spared takes part, in the place of one that is missing. Detail: `spare` (the host), `change` (of the
     generation)."""

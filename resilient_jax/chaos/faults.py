@@ -92,7 +92,7 @@ class SilentCorruption(_Fault, frozen=True, tag="corrupt"):
 class DeviceLoss(_Fault, frozen=True, tag="lose_device"):
     """A device of the target's host, by its number from 0, that is out for `duration_s`, or until `until_event`.
 
-    As when the watch of the host's GPUs finds that one has failed: the worker is started again without it.
+    As when an operator drains it: the worker is started again without it when others have all of the state.
     """
 
     device: Annotated[int, Meta(ge=0, le=63)]

@@ -17,6 +17,7 @@ from resilient_jax.cluster.device_quarantine import (
     read_device_quarantine,
     write_device_quarantine,
 )
+from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.job_report import CONNECT_TIMEOUT_S, make_credentials
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine, write_quarantine
 from resilient_jax.cluster.run_directory import JobContact
@@ -24,6 +25,7 @@ from resilient_jax.cluster.stored_records import decode_host_status
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
+from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_hosts_prefix
 from resilient_jax.store.interface import Store
 from resilient_jax.store.store_access import make_store_access
@@ -155,9 +157,18 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
     """Write that a device is out.
 
     Raises:
-        CallerError: the job has no such host.
+        CallerError: the job has no such host, the host no such device, or it does not know how many it has.
     """
-    await _check_host(store, job, host)
+    status = await _read_host(store, job, host)
+    num_devices = status.num_devices
+    if device >= num_devices:
+        raise CallerError(
+            f"hosts drain {host}:{device}: found no such device, expected a number below {num_devices}: the devices "
+            "of the host, from 0, as its worker sees them if none is out"
+            if num_devices
+            else f"hosts drain {host}:{device}: found a host of which only JAX knows its devices, expected one that "
+            f"can start its worker without one of them. {HOW_TO_KNOW}"
+        )
     now_s = time.time()
     record = DeviceQuarantineRecord(
         host=host,
@@ -165,16 +176,22 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         reason=DRAINED,
         since_wall_s=now_s,
         until_wall_s=now_s + duration_s,
+        uuid=status.gpu_uuids[device] if status.gpu_uuids else "",
     )
     await write_device_quarantine(store, job, record)
-    return f"{record.label}: computes nothing for {duration_s:g} s; the worker of {host} is started again without it"
+    return (
+        f"{record.label}: computes nothing for {duration_s:g} s; the worker of {host} is started again without it "
+        "when others have all of the state"
+    )
 
 
-async def _check_host(store: Store, job: JobName, host: HostName) -> None:
-    if await store.get(make_host_key(job, host)) is None:
+async def _read_host(store: Store, job: JobName, host: HostName) -> HostStatus:
+    stored = await store.get(make_host_key(job, host))
+    if stored is None:
         _, found = await store.range(make_hosts_prefix(job))
         known = ", ".join(sorted(decode_host_status(one).host for one in found)) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}")
+    return decode_host_status(stored)
 
 
 async def _drain(store: Store, job: JobName, host: HostName, duration_s: float) -> str:

@@ -227,6 +227,8 @@ class Agent:
             script=self._supervisor.admission.digest,
             gpus=self._gpus.notes,
             devices=self._context.devices.describe(),
+            num_devices=self._context.devices.num_devices or 0,
+            gpu_uuids=self._context.devices.uuids,
             step=step,
             metrics=metrics,
         )

@@ -12,13 +12,13 @@ from resilient_jax.protocol.store_keys import make_device_key, make_devices_pref
 from resilient_jax.store.interface import DeleteOp, PutOp, Store
 
 
-async def quarantine_device(context: AgentContext, record: DeviceQuarantineRecord) -> None:
-    """Write that a device of this host is out, and record it.
+async def quarantine_device(context: AgentContext, record: DeviceQuarantineRecord) -> Revision:
+    """Write that a device of this host is out, and record it; return the store's revision that has it.
 
     Raises:
         PeerError: the store did not answer.
     """
-    await write_device_quarantine(context.store, context.settings.job, record)
+    revision = await write_device_quarantine(context.store, context.settings.job, record)
     seconds = record.until_wall_s - record.since_wall_s
     context.log.record(
         EventKind.DEVICE_QUARANTINED,
@@ -30,13 +30,14 @@ async def quarantine_device(context: AgentContext, record: DeviceQuarantineRecor
     context.print_line(
         f"{record.host}: device {record.device} is in quarantine for {seconds:g} s: {record.reason}"
     )
+    return revision
 
 
-async def write_device_quarantine(store: Store, job: JobName, record: DeviceQuarantineRecord) -> None:
-    """Write a record that ends with a lease; the host's agent carries it out."""
+async def write_device_quarantine(store: Store, job: JobName, record: DeviceQuarantineRecord) -> Revision:
+    """Write a record that ends with a lease, and return its revision; the host's agent carries it out."""
     lease = await store.grant(max(record.until_wall_s - record.since_wall_s, 1.0))
     key = make_device_key(job, record.host, record.device)
-    await store.transaction([], [PutOp(key, ENCODER.encode(record), lease)])
+    return (await store.transaction([], [PutOp(key, ENCODER.encode(record), lease)])).revision
 
 
 async def read_device_quarantine(
@@ -58,11 +59,12 @@ async def clear_device_quarantine(store: Store, job: JobName, host: HostName, de
 
 async def follow_device_quarantine(
     store: Store, job: JobName, host: HostName
-) -> AsyncGenerator[tuple[DeviceQuarantineRecord, ...], None]:
-    """Yield the records of a host's devices, now and after each change, until the watch fails."""
+) -> AsyncGenerator[tuple[Revision, tuple[DeviceQuarantineRecord, ...]], None]:
+    """Yield the records of a host's devices, and the revision, now and after each change, until the watch fails."""
     prefix = make_devices_prefix(job, host)
     revision, found = await store.range(prefix)
-    yield tuple(decode_device_quarantine(record) for record in found)
+    yield revision, tuple(decode_device_quarantine(record) for record in found)
     async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
         async for _ in batches:
-            yield await read_device_quarantine(store, job, host)
+            now, found = await store.range(prefix)
+            yield now, tuple(decode_device_quarantine(record) for record in found)

@@ -159,7 +159,9 @@ class GpuWatch:
                     "such errors: end what uses them, reset them (nvidia-smi --gpu-reset) or restart the machine, and "
                     'start the agent again. gpu_health = "report" in the configuration joins with them'
                 )
-            self._devices.leave_out(self._devices.make_record(number, exclusion.reason))
+            self._devices.leave_out(self._devices.make_record(number, exclusion.reason), at_once=True)
+        self._new.clear()
+        self._excluded.clear()
 
     async def run(self) -> None:
         """Take out whatever GPU must not train, until cancelled."""
@@ -168,16 +170,22 @@ class GpuWatch:
                 continue
             self._excluded.clear()
             new, self._new = self._new, []
-            for key in new:
-                await self._take_out(key, self._exclusions[key])
+            # All that can be left out first: what follows waits for the store.
+            for exclusion in [self._exclusions[key] for key in new if not self._try_leave_out(key)]:
+                await self._take_host_out(exclusion)
 
-    async def _take_out(self, key: GpuKey, exclusion: Exclusion) -> None:
-        """Take a GPU out; its host, if that cannot do without it."""
-        number = self._numbers.get(key)
+    def _try_leave_out(self, key: GpuKey) -> bool:
+        """Leave a GPU out; return False if its host cannot do without it."""
+        number, exclusion = self._numbers.get(key), self._exclusions[key]
         num_tried = 0 if number is not None and self._devices.can_spare(number) else 1
-        if number is not None and choose_action(Evidence.GPU_FAILED, num_tried, {}) is Action.TAKE_DEVICE_OUT:
-            await self._devices.take_out(self._devices.make_record(number, exclusion.reason))
-            return
+        if number is None or choose_action(Evidence.GPU_FAILED, num_tried, {}) is not Action.TAKE_DEVICE_OUT:
+            return False
+        record = self._devices.make_record(number, exclusion.reason)
+        self._devices.leave_out(record, at_once=exclusion.ends_worker)
+        return True
+
+    async def _take_host_out(self, exclusion: Exclusion) -> None:
+        """Quarantine the host, which cannot do without a GPU, and end its worker where its work is lost."""
         is_written = await self._try_quarantine(exclusion)
         self._end_worker(
             exclusion
@@ -239,7 +247,7 @@ class GpuWatch:
             _call(loop, self._fail, GpusUnreadable(f"{type(error).__name__}: {error}"))
         finally:
             self._answered_s = math.inf
-            _call(loop, self._end)
+            _call(loop, _finish, self._ended)
 
     def _read(self, loop: asyncio.AbstractEventLoop, reader: NvmlReader) -> None:
         _call(loop, self._observe, _Observation(readings=reader.read(), xid_problem=reader.xid_problem))
@@ -280,10 +288,6 @@ class GpuWatch:
             self._first.set_exception(error)
         elif not self._stop.is_set():
             self._tell_unwatched(f"GPUs are no longer watched: {error}")
-
-    def _end(self) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
 
     def _tell_unwatched(self, why: str) -> None:
         self._context.log.record(EventKind.GPU_UNWATCHED, why=why)
@@ -342,6 +346,11 @@ def _find_key(known: GpuFinding | GpuReading) -> GpuKey:
     if known.index >= 0:
         return known.index
     return known.gpu if isinstance(known, GpuFinding) else known.label
+
+
+def _finish(ended: asyncio.Future[None] | None) -> None:
+    if ended is not None and not ended.done():
+        ended.set_result(None)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:

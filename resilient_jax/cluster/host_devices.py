@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.device_selection import (
@@ -12,6 +13,13 @@ from resilient_jax.cluster.device_selection import (
 )
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 
+UUID_PREFIX: Final = "GPU-"
+HOW_TO_KNOW: Final = (
+    "Drain the host, or install resilient-jax[gpu-health] and name whole GPUs, not parts of them, in "
+    "CUDA_VISIBLE_DEVICES"
+)
+"""What an operator can do who wants to leave out a device of a host whose devices are not known."""
+
 
 class HostDevices:
     """What the agent knows of its host's devices. Workers that start from now on see what it says.
@@ -19,6 +27,7 @@ class HostDevices:
     Attributes:
         settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
         records: why devices are out, by number.
+        requires_all: whether the worker needs all devices, whatever `devices_after_loss` says.
         gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
             not known.
     """
@@ -26,6 +35,7 @@ class HostDevices:
     def __init__(self, settings: AgentSettings) -> None:
         self._all = settings
         self.settings = settings
+        self.requires_all = False
         self.records: dict[int, DeviceQuarantineRecord] = {}
         self.gpu_names: tuple[str, ...] = list_named_gpus(settings.environment)
 
@@ -40,11 +50,36 @@ class HostDevices:
         """The devices that workers use which start now; (): all, or none is left."""
         return self.select(self.records)
 
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The UUIDs of the GPUs, in order of their numbers; (): they are not known."""
+        names = self.gpu_names
+        return names if names and all(name.startswith(UUID_PREFIX) for name in names) else ()
+
+    def locate(self, record: DeviceQuarantineRecord) -> int | None:
+        """Return the number that the device of a record has now; None: there is no such device, or it is not known.
+
+        A GPU is found by its UUID: without one that is gone, the others have other numbers.
+        """
+        if record.uuid and self.uuids:
+            return self.uuids.index(record.uuid) if record.uuid in self.uuids else None
+        num_devices = self.num_devices
+        return record.device if num_devices is not None and record.device < num_devices else None
+
     def select(self, lost: Collection[int]) -> tuple[int, ...]:
         """Return the devices that workers use if these are out; () if the host cannot do without them."""
         if self.num_devices is None:
             return ()
-        return select_devices(self.num_devices, lost, self._all.config.devices_after_loss)
+        after_loss = "host" if self.requires_all else self._all.config.devices_after_loss
+        return select_devices(self.num_devices, lost, after_loss)
+
+    def find_return_s(self, records: Mapping[int, DeviceQuarantineRecord]) -> float:
+        """Return when, by the wall clock, so few of these devices are out that the host can do without them."""
+        for end_s in sorted({record.until_wall_s for record in records.values()}):
+            lost = [device for device, record in records.items() if record.until_wall_s > end_s]
+            if not lost or self.select(lost):
+                return end_s
+        return 0.0
 
     def take_out(self, records: Mapping[int, DeviceQuarantineRecord]) -> bool:
         """Have these devices out, and no others; return whether workers that run use others than those that start now.

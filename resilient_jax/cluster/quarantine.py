@@ -33,6 +33,7 @@ async def quarantine_host(
     reason: str,
     *,
     num_before: int = 0,
+    until_wall_s: float | None = None,
     leader_token: Revision | None = None,
 ) -> None:
     """Write that a host takes no part for `quarantine_s` or longer, and record it.
@@ -42,6 +43,7 @@ async def quarantine_host(
         host: the host.
         reason: why, for people.
         num_before: how often it was for this cause: each doubles the time, up to `MAX_DOUBLINGS`.
+        until_wall_s: when it ends, in seconds since 1970; None: as `quarantine_s` and `num_before` say.
         leader_token: of the leader that decides it; nothing is written if another leads by now. None: the host's own
             agent decides.
 
@@ -49,9 +51,11 @@ async def quarantine_host(
         PeerError: the store did not answer.
     """
     settings = context.settings
-    seconds = settings.config.quarantine_s * 2 ** min(num_before, MAX_DOUBLINGS)
     now_s = context.clock.wall_s()
-    record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=now_s + seconds)
+    if until_wall_s is None:
+        until_wall_s = now_s + settings.config.quarantine_s * 2 ** min(num_before, MAX_DOUBLINGS)
+    seconds = max(until_wall_s - now_s, 0.0)
+    record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=until_wall_s)
     written = await write_quarantine(context.store, settings.job, record, leader_token=leader_token)
     if written:
         context.log.record(EventKind.HOST_QUARANTINED, quarantined=host, seconds=seconds, reason=reason)

@@ -78,6 +78,7 @@ class SeatStandby:
             on_message: called with each message of the process, also when it is the worker.
             on_worker_change: called after every change of the process when it is the worker.
         """
+        self._devices = context.devices
         self._log = context.log
         self._clock = context.clock
         self._heartbeat_timeout_s = context.settings.config.heartbeat_timeout_s
@@ -182,6 +183,8 @@ class SeatStandby:
         self._standby = standby
         self._log.record(EventKind.STANDBY_STARTED, pid=process.child.pid, mode="seat")
         self._update_status(standby)
+        if process.started_with is not None and process.started_with != self._devices.settings:
+            self.fail("its host's devices changed while it was started", is_retried=True)
 
     def _on_process_changed(self, process: WorkerProcess) -> None:
         if self._standby is not None and process is self._standby.process:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from resilient_jax.clock import Clock
+from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess, open_line_reader
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
@@ -79,6 +80,7 @@ class WorkerProcess:
         is_unresponsive: the process is stopped, or sent nothing for longer than the heartbeat timeout.
         has_script_ended: the script has come to its end after training.
         is_dying: its threads have ended; the exit code follows.
+        started_with: what the agent's settings were when it was started: they say which devices it sees.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class WorkerProcess:
         self.is_dying = False
         self.has_script_ended = False
         self.error = ""
+        self.started_with: AgentSettings | None = None
         self._connection = connection
         self._death_pipe = death_pipe
         self._clock = clock
@@ -177,6 +180,12 @@ class WorkerProcess:
         asyncio.get_running_loop().remove_reader(self._death_pipe)
         self.is_dying = True
         on_change()
+
+    def is_outdated(self, settings: AgentSettings) -> bool:
+        """Return whether it runs, and sees other devices than a worker that is started with these settings."""
+        if self.report.is_done or self.child.exit_code is not None:
+            return False
+        return self.started_with is not None and self.started_with != settings
 
     def expect_messages(self) -> None:
         """Count the silence of this worker from now on: it was at the lowest priority."""

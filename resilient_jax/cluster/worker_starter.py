@@ -1,5 +1,6 @@
 """Starts the worker of a host: by the promotion of its standby, as a fork of a prepared process, or as a new one."""
 
+import functools
 import socket
 from collections.abc import Callable
 
@@ -47,9 +48,12 @@ class WorkerStarter:
             OSError: there is no descriptor, process or memory left for it.
         """
         self._incarnation = self._choose_incarnation()
+        settings = self._devices.settings
+        launch = functools.partial(self._launch, settings)
         worker = await WorkerProcess.start(
-            self._incarnation, self._launch, self._clock, self._snapshots.connect_worker()
+            self._incarnation, launch, self._clock, self._snapshots.connect_worker()
         )
+        worker.started_with = settings
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=worker.incarnation)
         return worker
 
@@ -62,28 +66,30 @@ class WorkerStarter:
             OSError: there is no descriptor, process or memory left for it.
         """
         self._incarnation = self._choose_incarnation()
+        settings = self._devices.settings
+        launch = functools.partial(self._launch_standby, settings)
         ours, theirs = socket.socketpair()
         try:
-            return await WorkerProcess.start(
-                self._incarnation, self._launch_standby, self._clock, theirs
-            ), ours
+            standby = await WorkerProcess.start(self._incarnation, launch, self._clock, theirs)
         except BaseException:
             ours.close()
             raise
+        standby.started_with = settings
+        return standby, ours
 
     def _choose_incarnation(self) -> Incarnation:
         # From the clock, so that it differs from those of an earlier agent of this host, too.
         return Incarnation(max(self._incarnation + 1, int(self._clock.wall_s() * 1000)))
 
-    async def _launch_standby(self, descriptors: WorkerDescriptors) -> ChildProcess:
-        settings = msgspec.structs.replace(_make_settings(self._devices.settings), is_standby=True)
-        child = await self._start_process(settings, descriptors)
+    async def _launch_standby(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
+        settings = msgspec.structs.replace(_make_settings(host), is_standby=True)
+        child = await self._start_process(host, settings, descriptors)
         child.lower_priority()
         return child
 
-    async def _launch(self, descriptors: WorkerDescriptors) -> ChildProcess:
+    async def _launch(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return the process that is the worker."""
-        settings = _make_settings(self._devices.settings)
+        settings = _make_settings(host)
         ordered_s = self._clock.monotonic_s()
         if (promoted := await self._standby.promote(descriptors, settings)) is not None:
             seconds = self._clock.monotonic_s() - ordered_s
@@ -91,14 +97,16 @@ class WorkerStarter:
                 EventKind.WORKER_PROMOTED, pid=promoted.pid, incarnation=self._incarnation, seconds=seconds
             )
             return promoted
-        child = await self._start_process(settings, descriptors)
+        child = await self._start_process(host, settings, descriptors)
         if not self._is_start_urgent():
             child.lower_priority()
         return child
 
-    async def _start_process(self, settings: WorkerSettings, descriptors: WorkerDescriptors) -> ChildProcess:
+    async def _start_process(
+        self, host: AgentSettings, settings: WorkerSettings, descriptors: WorkerDescriptors
+    ) -> ChildProcess:
         """Return a new process that runs the script, forked if there is a fork server that can do it."""
-        command, environment = self._devices.settings.command, self._devices.settings.environment
+        command, environment = host.command, host.environment
         if (server := self._fork_server) is not None:
             if (child := await server.fork(command, environment, settings, descriptors)) is not None:
                 return child

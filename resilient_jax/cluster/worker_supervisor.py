@@ -29,7 +29,8 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import ExitCode, HostCorrupt, JoinRefused, PeerError, ScriptRefused
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -68,6 +69,7 @@ LEAVING_EVENTS: Final[dict[EventKind, type[JoinRefused]]] = {
     EventKind.HOST_CORRUPT: HostCorrupt,
 }
 """Events with which a worker takes its host out of the job, and the error with which the agent then ends."""
+OnEvent = Callable[[Event], JoinRefused | None]
 
 
 class WorkerSupervisor:
@@ -77,6 +79,7 @@ class WorkerSupervisor:
         worker: the newest process; None before the first.
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
+        on_event: called with each event of the worker; returns why the host must leave the job, or None.
         standby: the process that waits to replace it, unless that has a seat.
         seat_standby: the process that waits in a seat.
         admission: of this host's workers.
@@ -97,6 +100,8 @@ class WorkerSupervisor:
         self._settings = settings = context.settings
         self._log = context.log
         self._clock = context.clock
+        self._devices = context.devices
+        self.on_event: OnEvent = lambda event: None
         self._print_line = context.print_line
         self.admission = ScriptAdmission(
             context.store, settings.job, settings.host, context.agent_id, settings.config
@@ -218,6 +223,8 @@ class WorkerSupervisor:
             lambda message: self._on_message(worker, message),
         )
         self._on_changed(worker)
+        if worker.is_outdated(self._devices.settings):
+            self.kill("its host's devices changed while it was started", costs_restart=False)
         return worker, asyncio.create_task(watching)
 
     def take_over(self) -> None:
@@ -290,9 +297,8 @@ class WorkerSupervisor:
             case EventOccurred():
                 self._log.append(message.event)
                 worker.has_script_ended |= message.event.kind is EventKind.SCRIPT_ENDED
-                if (refusal := LEAVING_EVENTS.get(message.event.kind)) is not None:
-                    why = f"host {self._settings.host} leaves the job. {message.event.detail['why']}"
-                    self._refuse(refusal(why))
+                if (why := _find_refusal(message.event, self._settings.host, self.on_event)) is not None:
+                    self._refuse(why)
             case StepCommitted():
                 self.progress = (message.step, message.metrics)
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
@@ -434,6 +440,13 @@ async def _let_script_end(
         if worker.child.is_stopped() or not worker.report.is_done:
             return
         print_line("training is done, the script still works; Ctrl-C ends it")
+
+
+def _find_refusal(event: Event, host: HostName, on_event: OnEvent) -> JoinRefused | None:
+    """Return why a host must leave the job, if an event of its worker says that."""
+    if (refusal := LEAVING_EVENTS.get(event.kind)) is not None:
+        return refusal(f"host {host} leaves the job. {event.detail['why']}")
+    return on_event(event)
 
 
 def _measure_memory(worker: WorkerProcess, before: WorkerStatus | None) -> int:

@@ -30,6 +30,7 @@ class DeviceQuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
         reason: why, for people.
         since_wall_s: when it began, in seconds since 1970.
         until_wall_s: when it ends by itself.
+        uuid: of a GPU, which it keeps when numbers change; empty: the number says which device is meant.
     """
 
     host: HostName
@@ -37,6 +38,7 @@ class DeviceQuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     since_wall_s: float
     until_wall_s: float
+    uuid: str = ""
 
     @property
     def label(self) -> str:

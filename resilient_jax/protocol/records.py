@@ -432,6 +432,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         script: the digest of the script with which the worker was let in; empty before.
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         devices: how many of the host's devices its worker uses, such as "2 of 3 devices"; empty: all.
+        num_devices: of the host, also those that are out; 0: only JAX knows.
+        gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
     """
@@ -453,6 +455,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     script: str = ""
     gpus: tuple[str, ...] = ()
     devices: str = ""
+    num_devices: int = 0
+    gpu_uuids: tuple[str, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
 

@@ -48,6 +48,11 @@ def make_device_key(job: JobName, host: HostName, device: int) -> str:
     return f"{make_devices_prefix(job, host)}{device}"
 
 
+def make_replacement_key(job: JobName) -> str:
+    """Return the key that the host has whose worker is started again with other devices: one at a time."""
+    return f"/{job}/replacement"
+
+
 def make_losses_key(job: JobName, host: HostName) -> str:
     """Return the key of one host's `HostLosses`."""
     return f"/{job}/losses/{host}"

@@ -14,6 +14,11 @@ from resilient_jax.step.quotas import distribute_microbatches
 
 DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, by default."""
+AFTER_LOSS: Final = (
+    "If hosts have lost devices, set devices_after_loss = 'host' in the job's configuration: then a host without all "
+    "of its devices waits in quarantine, and min_hosts says how many others must be there"
+)
+"""What to do where no live host has the devices of one replica."""
 Reduction = Literal["exact", "exact_wide", "fast"]
 """How the totals of microbatches are added up; see `AccumulationOptions`."""
 
@@ -111,7 +116,7 @@ class ReplicaShape:
         if num_devices < count or num_devices % count:
             raise CallerError(
                 f"replicas: found {num_devices} devices on a host, expected a multiple of per_host={self.per_host}. "
-                "Change one"
+                f"Change one. {AFTER_LOSS}"
             )
         return num_devices // count
 
@@ -149,7 +154,7 @@ class ReplicaShape:
             raise CallerError(
                 f"replicas: found axes {axes} for a replica of {num_devices} devices on {self.hosts} hosts, expected "
                 "sizes that multiply to its devices, and a first one, over which examples are sharded, that its hosts "
-                "divide"
+                f"divide. {AFTER_LOSS}"
             )
         return axes
 

@@ -32,6 +32,7 @@ from resilient_jax.trainer.host_checks import (
     check_batch_size,
     check_initial_variables_agree,
     check_microbatch_size,
+    require_equal_devices,
 )
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
@@ -110,6 +111,8 @@ class FitLoop:
 
     def _train(self, world: World) -> None:
         config = self._config
+        if config.parallelism.pipeline is not None:
+            require_equal_devices(world, is_first=self._programs is None)
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, config, arrangement.replica_shape)

@@ -1,14 +1,21 @@
 """Checks that all hosts make before training starts: batch sizes and the newest checkpoint."""
 
+import time
+from collections.abc import Sequence
+
 import numpy as np
 
 from resilient_jax.errors import CallerError, StateError
+from resilient_jax.events import EventKind
 from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.initial_variables import GivenLeaves
 from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.worker.world import World
+
+LEAVING_INTERVAL_S = 0.05
+"""How often to look whether hosts with other devices have left."""
 
 
 def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:
@@ -29,6 +36,52 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
                 f"{name}: found {size} on host {world.host}, expected a multiple of {cuts}, the devices of a "
                 "replica: its examples are sharded over them. Change it, or the devices per host"
             )
+
+
+def require_equal_devices(world: World, *, is_first: bool) -> None:
+    """Let the stages of a pipeline go on if all hosts have as many devices: a block has the same programs on each.
+
+    Of hosts that differ those leave that have another number than most; of two numbers as frequent, the smaller one
+    leaves. The others wait until they have left, which ends the generation.
+
+    Args:
+        world: of the generation.
+        is_first: whether this worker asks for the first time: its agent is told to keep all devices, or none.
+
+    Raises:
+        CallerError: hosts that differ have not left in time.
+    """
+    numbers = count_devices_by_host(world.devices)
+    found, expected = len(world.local_devices), find_most_frequent(numbers)
+    is_refused = found != expected
+    if is_first or is_refused:
+        why = (
+            f"pipeline: found {found} devices on {world.host}, expected {expected} as on most hosts: all stages "
+            "compute on as many devices. Start its agent with the same --devices-per-host"
+        )
+        world.record_event(
+            EventKind.DEVICES_REQUIRED, found=found, expected=expected, why=why if is_refused else ""
+        )
+    if is_refused:
+        world.step_services.end_worker()
+    deadline_s = time.monotonic() + world.step_services.wait_timeout_s
+    while len(set(numbers)) > 1:
+        world.raise_if_ended()
+        if time.monotonic() > deadline_s:
+            raise CallerError(
+                f"pipeline: found {', '.join(map(str, numbers))} devices on {', '.join(world.hosts)}, expected as many "
+                "on each. Start their agents with the same --devices-per-host, or leave one out"
+            )
+        time.sleep(LEAVING_INTERVAL_S)
+
+
+def find_most_frequent(numbers: Sequence[int]) -> int:
+    """Return the number that occurs most often; the largest of several.
+
+    >>> find_most_frequent([2, 1, 2]), find_most_frequent([1, 2])
+    (2, 2)
+    """
+    return max(set(numbers), key=lambda number: (numbers.count(number), number))
 
 
 def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:

@@ -60,9 +60,6 @@ class ShardedState:
         world: of this generation.
         init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`.
 
-    Raises:
-        CallerError: hosts have different numbers of devices.
-
     Example:
         >>> def train(world):
         ...     sharded = rj.ShardedState(world, init_state)

@@ -1,11 +1,13 @@
 """What a step that is not made by `World.accumulate_microbatches` needs of the worker, such as that of a pipeline."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
@@ -51,6 +53,11 @@ class StepServices:
         kept = self._session.committed.kept
         if arrays not in kept:
             kept.append(arrays)
+
+    def end_worker(self) -> NoReturn:
+        """End this process; its agent starts another, or leaves the job."""
+        # At once: to unwind would wait for peers that wait for this host.
+        os._exit(RESTART_EXIT_CODE)
 
     @property
     def must_resume_from_parts(self) -> bool:

@@ -89,7 +89,7 @@ def test_a_host_that_loses_a_device_goes_on_with_equal_bits(tmp_path):
         job.wait_held(["host-0"], DEADLINE_S)
         code, said = run_command(["hosts", str(tmp_path / "run"), "drain", "host-1:1"])
         assert code == 0, said
-        job.wait_event("other devices", lambda event: event.kind is EventKind.DEVICES_CHANGED, DEADLINE_S)
+        job.wait_event("the worker's end", lambda event: event.kind is EventKind.WORKER_EXITED, DEADLINE_S)
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found, events = said_in(job.read_output()), job.read_events()

@@ -90,6 +90,15 @@ def test_a_host_has_several_replicas_if_the_shape_asks_for_them() -> None:
         locate_replicas([0, 3], ReplicaShape(per_host=2), [3, 3])
 
 
+def test_where_no_host_has_the_devices_of_a_replica_the_error_says_how_to_wait_for_them() -> None:
+    shape = ReplicaShape(axes=(("data", 2), ("tensor", 2)))
+    assert locate_replicas(range(2), shape, [4, 2]) == (ReplicaLocation((0,), 0, 4),)
+    with pytest.raises(CallerError, match="devices_after_loss = 'host'"):
+        locate_replicas(range(2), shape, [2, 2])
+    with pytest.raises(CallerError, match="devices_after_loss = 'host'"):
+        locate_replicas([0], ReplicaShape(per_host=2), [3])
+
+
 def test_too_few_hosts_for_a_replica_is_an_error() -> None:
     with pytest.raises(CallerError, match=r"found 1 live hosts, expected at least 2"):
         locate_replicas([5], ReplicaShape(hosts=2), [1])

@@ -92,3 +92,21 @@ def test_workers_change_only_if_they_use_other_devices() -> None:
     assert not devices.take_out(record(0) | record(1) | record(2) | record(3)), "none is left"
     assert devices.take_out({})
     assert (devices.settings, devices.describe()) == (settings, "")
+
+
+def test_a_gpu_is_found_by_its_uuid_when_numbers_have_changed() -> None:
+    settings = make_agent_settings(Path("job.py"), JobConfig())
+    settings.environment.update({"JAX_PLATFORMS": "cuda,cpu"})
+    devices = HostDevices(settings)
+
+    def record(uuid: str) -> DeviceQuarantineRecord:
+        return DeviceQuarantineRecord(
+            host=HostName("host-0"), device=1, reason="XID 79", since_wall_s=0.0, until_wall_s=1.0, uuid=uuid
+        )
+
+    devices.gpu_names = ("GPU-c", "GPU-a")
+    assert devices.locate(record("GPU-c")) == 0
+    assert devices.locate(record("GPU-b")) is None, "it is gone, and GPU-a is well"
+    assert devices.locate(record("")) == 1
+    devices.gpu_names = ("0", "1")
+    assert devices.locate(record("GPU-b")) == 1, "nobody knows better"
