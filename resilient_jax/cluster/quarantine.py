@@ -52,10 +52,10 @@ async def quarantine_host(
     """
     settings = context.settings
     now_s = context.clock.wall_s()
-    if until_wall_s is None:
-        until_wall_s = now_s + settings.config.quarantine_s * 2 ** min(num_before, MAX_DOUBLINGS)
-    seconds = max(until_wall_s - now_s, 0.0)
-    record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=until_wall_s)
+    usual_s = settings.config.quarantine_s * 2.0 ** min(num_before, MAX_DOUBLINGS)
+    until_s = now_s + usual_s if until_wall_s is None else until_wall_s
+    seconds = max(until_s - now_s, 0.0)
+    record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=until_s)
     written = await write_quarantine(context.store, settings.job, record, leader_token=leader_token)
     if written:
         context.log.record(EventKind.HOST_QUARANTINED, quarantined=host, seconds=seconds, reason=reason)

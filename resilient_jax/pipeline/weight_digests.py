@@ -61,5 +61,5 @@ def digest_weight(value: object) -> str:
     """Return dtype, shape and SHA-256 of an array of any dtype."""
     array = np.asarray(value)
     # Bytes: bfloat16 and its kin have no buffers of their own.
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return f"{array.dtype} {array.shape} {hashlib.sha256(data).hexdigest()}"

@@ -138,8 +138,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         attempts: how many times in a row a world was built at this step without finishing it.
         failed_host: the host that reported the last failed attempt; None: no attempt failed.
         suspects: the hosts that reported those failed attempts, one each; any of them may be the cause.
-        taken_out: the host that is quarantined with this number, because the attempts failed or it is slow; None: none
-            is, or it is a member again.
+        taken_out: the host that is quarantined with this number, after failed attempts or as slow; None: no host.
         failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
         reason: why the membership changed.
         hang: what hung, for which all hosts keep the stacks of their workers before these unwind; empty: nothing.
