@@ -14,15 +14,13 @@ from tiny_job import CONFIG_WITHOUT_STANDBYS
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
+from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint
 
 HOSTS, STAGES = 4, 2
 SLOW_SHARE = 0.1
 """Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
-EVALUATED_MICROBATCH = 1
-"""Of an evaluation: one of the first replica, of which the hosts have had another."""
 NAMED_S = 90.0
 """A timeout for a busy machine; it takes some 15 s."""
 PLACES = (
@@ -131,7 +129,7 @@ def test_an_evaluation_is_made_again_when_a_stage_dies_in_it(broken: PipelinedJo
     broken.wait_protected(HOSTS)
     before = broken.wait_training(HOSTS).generation
     assert before is not None
-    broken.job.hold(FailPoint.BEFORE_EVALUATION_MICROBATCH, ["host-1"], ANY_STEP, EVALUATED_MICROBATCH)
+    broken.job.hold(FailPoint.BEFORE_EVALUATION_MICROBATCH, ["host-1"], ANY_STEP, ANY_INDEX)
     broken.job.wait_held(["host-1"], broken.patience_s)
     broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
     broken.job.release()
