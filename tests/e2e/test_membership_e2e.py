@@ -173,7 +173,7 @@ def test_a_death_during_a_recovery_is_survived(broken: TinyJob) -> None:
 def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(broken: TinyJob) -> None:
     before = number_of(broken.wait_training(HOSTS))
     broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
-    report = broken.wait_training(HOSTS, before + 1)
+    report = broken.wait_training(HOSTS, before)
     fetches = [e for e in broken.job.read_events() if e.kind is EventKind.STATE_FETCHED]
     assert any(event.host == "host-1" and (event.generation or 0) > before for event in fetches)
     assert report.generation is not None
