@@ -453,5 +453,6 @@ def _make_choice(
 
 def _describe_s(seconds: float) -> str:
     if seconds >= HOUR_S:
-        return f"{seconds / HOUR_S:.3g} h"
+        hours = seconds / HOUR_S
+        return f"{hours:.0f} h" if hours >= 100 else f"{hours:.3g} h"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
