@@ -17,7 +17,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint
 
 HOSTS, STAGES = 4, 2
-SLOW_SHARE = 0.1
+SLOW_SHARE = 0.05
 """Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
