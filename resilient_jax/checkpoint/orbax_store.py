@@ -134,8 +134,8 @@ class OrbaxStore:
     ) -> None:
         """Copy this host's part of a state, and have the copy written. Return once it is copied.
 
-        All hosts of the share must call this. A checkpoint of the step that is on storage is replaced. If this host
-        still writes a part of an earlier save, the one that was to put that together has given it up: so does this one.
+        All hosts of the share must call this. A complete checkpoint of the step that is on storage stays. If a save of
+        this host's is still in flight, it is given up: the first host has begun this one without it.
 
         Args:
             step: how many steps are in the state.

@@ -5,6 +5,7 @@ share. Each has Orbax write its arrays into an OCDBT database of its own, as the
 process with part 0 moves these databases into its own save, whose end merges them without copying an array:
 
     DIRECTORY/STEP.orbax-checkpoint-tmp-TOKEN/          made and locked by part 0; the others wait for it
+        parts/K.begun                                   the process of part K has found the folder
         parts/K/default/ocdbt.process_K/                the arrays of part K
         parts/K.json                                    part K is complete, or has failed: digests, or the reason
         content/                                        part 0, then all

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-from flax import nnx
 from jax.sharding import AbstractMesh
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.forward_model import ForwardBlock, cut_forward, shard_forward
-from resilient_jax.blocks.layer_marks import mark_layers
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
@@ -24,10 +22,9 @@ from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_k
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.pipelined_steps import PipelinedSteps
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps, make_marked_loss
 from resilient_jax.trainer.state_layout import StateLayout
-from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, cast_parameters
+from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState
 from resilient_jax.worker.world import World
@@ -121,18 +118,7 @@ def _before_microbatch(world: World, microbatch: int) -> None:
 def _cut(
     config: FitConfig, programs: TrainStep, example: Tree, mesh: AbstractMesh
 ) -> tuple[ForwardBlock, ...]:
-    recipe = config.recipe
-
-    def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
-        bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
-        model_key, loss_key = jax.random.split(key)
-
-        def use(model: Any) -> Any:  # noqa: ANN401 - the user's
-            marked = mark_layers(model) if isinstance(model, nnx.Module) else model
-            return config.evaluation_loss(marked, batch, loss_key)
-
-        return recipe.model.apply(bound, model_key, use, training=False)[0]
-
+    loss = make_marked_loss(config.recipe, config.evaluation_loss, training=False)
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         with use_trace_mesh(mesh):

@@ -7,7 +7,7 @@ placement of the generation -> the state: units that hosts have kept and send ea
 import functools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -416,17 +416,32 @@ def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTa
         )
 
 
-def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
+def make_marked_loss(
+    recipe: Recipe, loss_fn: Callable[..., Any], *, training: bool
+) -> Callable[[Tree, Tree, jax.Array], Any]:
+    """Return `loss(params, batch, key)`, in whose trace the layers of the model are marked: what is cut into blocks.
+
+    Args:
+        recipe: of the training.
+        loss_fn: of the training or of an evaluation.
+        training: whether the model is applied as in training.
+    """
+
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
         bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
         model_key, loss_key = jax.random.split(key)
 
         def use(model: Any) -> Any:  # noqa: ANN401 - the user's
             marked = mark_layers(model) if isinstance(model, nnx.Module) else model
-            return recipe.loss_fn(marked, batch, loss_key)
+            return loss_fn(marked, batch, loss_key)
 
-        return recipe.model.apply(bound, model_key, use, training=True)[0]
+        return recipe.model.apply(bound, model_key, use, training=training)[0]
 
+    return loss
+
+
+def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
+    loss = make_marked_loss(recipe, recipe.loss_fn, training=True)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with use_trace_mesh(mesh):
         return cut_model(
