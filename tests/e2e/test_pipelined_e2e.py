@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 from pipelined_job import PipelinedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
@@ -37,9 +36,7 @@ PLACES = (
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
     """Yield a running job; check its invariants when all cells are done."""
-    # What is done about a slow stage has a test of its own, and would move blocks between the cells.
-    config = f'{CONFIG_WITHOUT_STANDBYS}slow_hosts = "report"\n'
-    with PipelinedJob(tmp_path_factory.mktemp("pipelined"), HOSTS, STAGES, parity=2, config=config) as job:
+    with PipelinedJob(tmp_path_factory.mktemp("pipelined"), HOSTS, STAGES, parity=2) as job:
         yield job
         job.finish()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from agents import wait_until
 from pipelined_job import PipelinedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, act_on_slow_hosts
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
@@ -23,6 +23,8 @@ LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW, SPARE = "host-1", "host-3"
 
+CONFIG = act_on_slow_hosts(CONFIG_WITHOUT_STANDBYS)
+
 
 def is_decision(action: RecoveryAction, event: Event) -> bool:
     return event.kind is EventKind.RECOVERY_DECIDED and event.detail["action"] == action
@@ -36,9 +38,7 @@ def list_members(report: JobReport) -> list[str]:
 @pytest.mark.timeout(180)
 def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> None:
     options = (*ONE_DEVICE, "--spares", "1")
-    with TinyJob(
-        tmp_path, 3, CONFIG_WITHOUT_STANDBYS, options=options, words=["pace=0", f"rows={ROWS}"]
-    ) as tiny:
+    with TinyJob(tmp_path, 3, CONFIG, options=options, words=["pace=0", f"rows={ROWS}"]) as tiny:
         before = tiny.wait_training(3)
         assert before.generation is not None
         wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
@@ -62,7 +62,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
 
 @pytest.mark.timeout(400)
 def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
-    with PipelinedJob(tmp_path, 2, 2, words=["pace=0"]) as job:
+    with PipelinedJob(tmp_path, 2, 2, words=["pace=0"], config=CONFIG) as job:
         before = job.wait_training(2)
         assert before.generation is not None
         job.job.wait_for("steps to learn from", lambda: job.step() >= LEARNED_STEPS or None, job.patience_s)
