@@ -124,7 +124,8 @@ class EventKind(enum.StrEnum):
     """A record or order of an older generation was refused. Detail: `newest`, and from a worker `refused`."""
     STATE_REDUNDANCY = "state.redundancy"
     """The number of further losses of hosts that the committed state survives has changed. Detail: `losses` (0: the
-    next may be that of the state), `copies` (hosts with a complete state), `snapshot` (whether host memory has one)."""
+    next may be that of the state), `copies` (hosts with a complete state; of one in parts, with each of them),
+    `snapshot` (whether host memory has one)."""
     STATE_LOST = "state.lost"
     """No live host holds the training state. Detail: `source` (what training resumes from), `goes_on_from` (the
     step), `steps_lost`, `at_least` (whether more steps may be lost), `reason`."""

@@ -107,6 +107,8 @@ def describe_redundancy(redundancy: Redundancy | None) -> str:
         return "state: none committed, or none left"
     copies, snapshot = redundancy.copies, redundancy.snapshot
     places = [f"on {copies} host{'s' if copies > 1 else ''}"] if copies else []
+    if redundancy.is_in_parts:
+        places = [f"each part {places[0]}"]
     places += [f"in the snapshot of step {snapshot.step}"] if snapshot is not None else []
     losses = redundancy.losses
     survives = f"survives the loss of {losses} more host{'s' if losses > 1 else ''}"

@@ -1,4 +1,4 @@
-"""States that are in doubt, because a host that computed wrongly may have touched them. Pure."""
+"""States that are in doubt, because a host that computed wrongly may have touched them, or may not fit. Pure."""
 
 import msgspec
 
@@ -35,6 +35,14 @@ def is_trusted(generation: Generation, report: WorkerReport) -> bool:
     if generation.trusted_step is None or report.step <= generation.trusted_step:
         return True
     return report.has_finished_step and report.entered >= generation.void_snapshots[-1].before
+
+
+def are_parts_trusted(generation: Generation) -> bool:
+    """Return whether what members have in parts may be one state.
+
+    After a failure that no death explains parts may not fit together; a snapshot surely does.
+    """
+    return generation.trusted_step is None and not generation.attempts
 
 
 def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Generation | None:

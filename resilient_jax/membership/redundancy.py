@@ -10,19 +10,24 @@ Copies are the members with a complete state, and `spare` is how many of a group
 lost. The state is lost with the fewest hosts when all copies are, and with them one more of a group than it can spare.
 Without a snapshot the minimum is 0, without copies `copies` is. Of several snapshots the safest counts.
 
+Where members have the state in parts, such as blocks of a pipeline, it is lost with all that have some unit: in place
+of the copies stand the holders of a unit, and the unit for which n is smallest counts.
+
 Each of thousands of hosts reports each snapshot, so `RedundancyTally` keeps counts by group: a report costs the same
 with any number of hosts.
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.doubt import are_parts_trusted
 from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.state_records import StatePart, are_parts_complete
 
 
 class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,13 +36,15 @@ class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         losses: how many more hosts may be lost, whichever they are. 0: the next loss may be that of the state.
         step: the number of committed steps in that state.
-        copies: how many members have a complete state.
+        copies: how many members have a complete state; with a state in parts, each unit of it.
+        is_in_parts: whether members have the state in parts.
         snapshot: the safest snapshot that can be rebuilt from the hosts' memory; None: there is none.
     """
 
     losses: int
     step: int
     copies: int
+    is_in_parts: bool = False
     snapshot: SnapshotId | None = None
 
 
@@ -61,9 +68,10 @@ def is_last_copy_without(state: MembershipState, members: tuple[Member, ...]) ->
 
 
 class _HostShare(msgspec.Struct, frozen=True):
-    """What one host has of the state: the step of its complete copy, if it has one, and its snapshots."""
+    """What one host has of the state: its snapshots, and after how many steps it has a complete copy, or a part."""
 
-    copy_step: int | None = None
+    step: int | None = None
+    part: StatePart | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
 
 
@@ -94,6 +102,14 @@ class _Coverage:
     def smallest_spare(self) -> int:
         """How many hosts of the weakest group may be lost beside all that have a copy; below 0: these are too many."""
         return min(self._spares_beside_copies)
+
+    def find_smallest_spare_beside(self, holders: Collection[SnapshotStatus]) -> int:
+        """Return how many hosts of the weakest group may be lost beside these ones of its holders."""
+        lost = collections.Counter((status.group_index, status.group) for status in holders)
+        return min(
+            group.parity - (len(group.hosts) - count) - lost[index, group]
+            for (index, group), count in self._holders.items()
+        )
 
     def count(self, status: SnapshotStatus, *, has_copy: bool, change: int) -> None:
         """Count a host in (`change` is 1) or out (-1)."""
@@ -131,6 +147,8 @@ class RedundancyTally:
         self._shares: dict[HostName, _HostShare] = {}
         self._copies: collections.Counter[int] = collections.Counter()
         """How many hosts have a complete state of each step."""
+        self._by_part: dict[StatePart, dict[HostName, int]] = collections.defaultdict(dict)
+        """The hosts that have the same part of the state, and the step of each."""
         self._kept: dict[SnapshotId, _Coverage] = collections.defaultdict(_Coverage)
         """By snapshot, the hosts that report it."""
         self._present: dict[GenerationNumber, _Coverage] = collections.defaultdict(_Coverage)
@@ -159,6 +177,7 @@ class RedundancyTally:
         if share != before:
             self._count(before, -1)
             self._count(share, 1)
+            self._sort_by_part(host, before, share)
         if share != _NOTHING:
             self._shares[host] = share
 
@@ -170,25 +189,32 @@ class RedundancyTally:
         )
         member = self._members.get(host)
         worker = find_worker(self._state, member) if member is not None else None
-        has_copy = worker is not None and self._has_copy(host, worker)
-        return _HostShare(worker.report.step if worker is not None and has_copy else None, snapshots)
+        if worker is None or not self._has_newest(host, worker):
+            return _HostShare(snapshots=snapshots)
+        report = worker.report
+        if report.holds_state:
+            return _HostShare(report.step, None, snapshots)
+        part = report.part if are_parts_trusted(self._state.generation) else None
+        return _HostShare(report.step if part is not None else None, part, snapshots)
 
-    def _has_copy(self, host: HostName, worker: WorkerStatus) -> bool:
-        """Return whether a member's worker has all of the state that the generation resumed from, or of a later step.
+    def _has_newest(self, host: HostName, worker: WorkerStatus) -> bool:
+        """Return whether a member's worker has what the generation resumed from, or that of a later step.
 
-        None has where the loss of one worker costs all.
+        None has it where the loss of one worker costs all.
         """
         generation, report = self._state.generation, worker.report
-        if not (generation.keeps_workers and report.holds_state) or report.step < generation.step:
+        # Those that a failure met between two commits catch up with the others.
+        behind = 1 if generation.is_state_in_parts else 0
+        if not generation.keeps_workers or report.step + behind < generation.step:
             return False
         # A receiver gives up what it has for the state that it fetches now.
         is_receiving = generation.phase is GenerationPhase.FORM and host in self._receivers
         return not is_receiving or (report.has_formed and report.generation == generation.number)
 
     def _count(self, share: _HostShare, change: int) -> None:
-        has_copy = share.copy_step is not None
-        if share.copy_step is not None:
-            _add(self._copies, share.copy_step, change)
+        has_copy = share.step is not None and share.part is None
+        if share.step is not None and has_copy:
+            _add(self._copies, share.step, change)
         for status in share.snapshots:
             self._kept[status.id].count(status, has_copy=has_copy, change=change)
             self._reports[status.id] += change
@@ -201,10 +227,20 @@ class RedundancyTally:
         for generation, status in {status.id.generation: status for status in share.snapshots}.items():
             self._present[generation].count(status, has_copy=has_copy, change=change)
 
+    def _sort_by_part(self, host: HostName, before: _HostShare, share: _HostShare) -> None:
+        if before.part is not None:
+            del self._by_part[before.part][host]
+            if not self._by_part[before.part]:
+                del self._by_part[before.part]
+        if share.part is not None and share.step is not None:
+            self._by_part[share.part][host] = share.step
+
     def measure(self) -> Redundancy | None:
         """Return the redundancy of the committed state; None if no host has a state, or enough of one."""
         copies = self._copies.total()
         found = self._list_candidates()
+        if not copies and are_parts_complete(self._by_part):
+            return self._measure_parts(found)
         if not copies and not found:
             return None
         # The hosts to be lost beside all copies until one group cannot be rebuilt.
@@ -217,6 +253,57 @@ class RedundancyTally:
             copies=copies,
             snapshot=snapshot,
         )
+
+    def _measure_parts(self, found: Mapping[SnapshotId, _Coverage]) -> Redundancy:
+        """Return the redundancy of a state of which each unit is on some member."""
+        holders = self._list_unit_holders()
+
+        def count_fatal(id: SnapshotId, coverage: _Coverage) -> int:
+            """Return with how many hosts both some unit and the snapshot may be lost."""
+            return min(
+                len(hosts) + max(0, 1 + coverage.find_smallest_spare_beside(self._list_statuses(hosts, id)))
+                for hosts in holders
+            )
+
+        fewest = min(map(len, holders))
+        fatal, snapshot = max(
+            ((count_fatal(id, coverage), id) for id, coverage in found.items()), default=(fewest, None)
+        )
+        return Redundancy(
+            losses=fatal - 1,
+            step=max(max(steps.values()) for steps in self._by_part.values()),
+            copies=fewest,
+            is_in_parts=True,
+            snapshot=snapshot,
+        )
+
+    def _list_unit_holders(self) -> set[frozenset[HostName]]:
+        """Return the sets of hosts that have the same units, for all units."""
+        # From one end of a run to the next all units are on the same hosts.
+        ends = {end for part in self._by_part for run in part.runs for end in run}
+        num_units = max(ends)
+        return {
+            frozenset(
+                host
+                for part, hosts in self._by_part.items()
+                if any(first <= unit < end for first, end in part.runs)
+                for host in hosts
+            )
+            for unit in ends - {num_units}
+        }
+
+    def _list_statuses(self, hosts: Collection[HostName], id: SnapshotId) -> list[SnapshotStatus]:
+        """Return what these hosts have of a snapshot, one status each, by what `_list_candidates` goes by."""
+        is_newest = id == max(self._committed, default=None)
+
+        def fits(other: SnapshotId) -> bool:
+            return other.generation == id.generation if is_newest else other == id
+
+        by_host = (
+            next((status for status in self._shares[host].snapshots if fits(status.id)), None)
+            for host in hosts
+        )
+        return [status for status in by_host if status is not None]
 
     def _list_candidates(self) -> Mapping[SnapshotId, _Coverage]:
         """Return the snapshots that training may resume from, newest first, down to one that is committed.

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import HostName, Seat, WorldId
-from resilient_jax.membership.doubt import is_trusted
+from resilient_jax.membership.doubt import are_parts_trusted, is_trusted
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
@@ -65,8 +65,7 @@ def find_state_origin(
     holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
-    is_kept = state.generation.trusted_step is None and can_change_in_place(state, kept, joiners)
-    parts = _list_parts(kept) if is_kept else {}
+    parts = _list_parts(kept) if are_parts_trusted(state.generation) else {}
     parts_step = max(parts.values(), default=0)
     # At the same step the workers' wins: it is in device memory, and a snapshot must be read first.
     if parts and parts_step >= max(step, snapshot.id.step if snapshot is not None else 0):

@@ -100,6 +100,25 @@ class BlockState:
         """
         self._units_until_commit, self.states = self.all_states, dict(states)
 
+    def move_to_host(self) -> None:
+        """Copy the units to host memory, where they outlive the devices."""
+        copy_to_host = functools.partial(jax.tree.map, np.array)
+        self.states = {number: copy_to_host(state) for number, state in self.states.items()}
+        self._units_until_commit = {
+            number: copy_to_host(state) for number, state in self._units_until_commit.items()
+        }
+
+    def place(self, sharding: StageSharding) -> None:
+        """Have the units on the devices of this host again."""
+        units = self.units
+        self.states = {
+            number: place_unit(units[number], state, sharding) for number, state in self.states.items()
+        }
+        self._units_until_commit = {
+            number: place_unit(units[number], state, sharding)
+            for number, state in self._units_until_commit.items()
+        }
+
     @property
     def all_states(self) -> dict[int, UnitState]:
         """All units that are here, by number; also those that leave when the step under way is committed."""

@@ -161,6 +161,8 @@ class PipelineWorker:
         self._ordered: tuple[Routes, frozenset[Task], BlockSeconds] | None = None
         self._order: tuple[Task, ...] = ()
         self._generation: PipelineGeneration | None = None
+        self._is_on_host = False
+        """Whether the state is in host memory, because the devices that it was on are gone."""
 
     @property
     def address(self) -> str:
@@ -183,6 +185,10 @@ class PipelineWorker:
         self._generation = generation
         sharding = generation.sharding or make_single_device_stage()
         self._runner.sharding = self._sums.sharding = sharding
+        if self._is_on_host:
+            self.state.place(sharding)
+            self._gradients = _place_gradients(self._gradients, sharding)
+            self._is_on_host = False
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
         self.timings.clear()
@@ -209,9 +215,20 @@ class PipelineWorker:
         # With all sums here another host may have committed the step; then this one commits it, too.
         return tuple(sorted(self.state.all_states if self._gradients is None else self.state.states))
 
+    def move_to_host(self) -> None:
+        """Copy the state to host memory until the next generation begins: the devices are going away.
+
+        What was done of the step is dropped, except for the sums of a step that another host may have committed.
+        """
+        gradients = self._gradients
+        self.drop_step()
+        self.state.move_to_host()
+        self._gradients = jax.tree.map(np.array, gradients)
+        self._is_on_host = True
+
     def drop_state(self) -> None:
         """Drop every array: this host has nothing any more that the others could use."""
-        self.step, self._table = 0, None
+        self.step, self._table, self._is_on_host = 0, None, False
         self.drop_step()
         self.state.replace({})
 
@@ -349,7 +366,9 @@ class PipelineWorker:
             SumsDiffer: a host computes wrongly; nothing is updated on any host.
         """
         config, mail = self._config, self.make_mail()
-        sums = self._sums.finish(mail, self._make_layout())
+        sums = self._sums.finish(
+            mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
+        )
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
         self._gradients = gradients
         rows = make_rows(sums, gradients, config.num_microbatches, report)
@@ -384,7 +403,9 @@ class PipelineWorker:
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()
-        self._sums.begin_generation(mail, self._make_layout())
+        self._sums.begin_generation(
+            mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
+        )
         order = self._find_order(frozenset(done))
         blocks = {block for task in order for block in task.hop.blocks}
         weights = {block: self.state.list_weights(block) for block in blocks}
@@ -402,9 +423,6 @@ class PipelineWorker:
             self._ordered, self._order = wanted, found.orders.get(self._host, ())
         return self._order
 
-    def _make_layout(self) -> SumLayout:
-        return SumLayout(self._routes, self._require_generation().living_holders, self._units)
-
     def make_mail(self) -> StepMail:
         """Return the mail of the step under way."""
         return StepMail(
@@ -418,3 +436,16 @@ class PipelineWorker:
     def _require_generation(self) -> PipelineGeneration:
         assert self._generation is not None, "begin_generation comes first"
         return self._generation
+
+
+def _place_gradients(gradients: Gradients | None, sharding: StageSharding) -> Gradients | None:
+    """Return sums on the devices of a host, each as the weight that it is of."""
+    if gradients is None:
+        return None
+    return {
+        number: {
+            name: jax.device_put(total, sharding.place(sharding.find_weight_spec(name)))
+            for name, total in sums.items()
+        }
+        for number, sums in gradients.items()
+    }

@@ -261,8 +261,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         seat: the last seat that it took or tried to take; with `world` None it could not.
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it has the complete state of `step` (on devices or in host memory).
-        part: while idle: what it has of the state of `step` where no host has all of it, and hosts can go on with what
-            they have. None: nothing.
+        part: what it has of the committed state where no host has all of it, and hosts can go on with what they have;
+            known once a step is finished. While idle it is that of `step`. None: nothing.
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         copied: while idle: the newest snapshot of which this host's snapshot server has its part.
         checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while

@@ -232,7 +232,7 @@ class PipelinedSteps:
         assert watch is not None, "begin_generation comes first"
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
             watch.begin_step(step)
-        self._expect_data(placement, step)
+        _expect_data(self._data, placement, step)
         before = functools.partial(_before_task, world)
         # As it is now: an evaluation may have changed it since the state was committed.
         self._early_stopping[step + 1] = placement.read_local(state.early_stopping)
@@ -283,14 +283,6 @@ class PipelinedSteps:
         """Return where the units are in this generation, and this host's mail of the present state."""
         return self._require_placement(), self._require_worker().make_mail()
 
-    def _expect_data(self, placement: UnitPlacement, step: int) -> None:
-        mine = [
-            route.microbatch
-            for route in placement.routes
-            if any(hop.host == placement.world.host for hop in route.hops)
-        ]
-        self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
-
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
         batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
         return self._require_placement().sharding.place_values(batch)
@@ -336,8 +328,15 @@ class PipelinedSteps:
         kept = self._worker.offered_units if self._worker is not None else ()
         return StatePart.from_units(kept, len(self._require_units().units)) if kept else None
 
+    def move_to_host(self) -> None:
+        """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""
+        if self._worker is not None:
+            self._worker.move_to_host()
+        self._early_stopping = jax.tree.map(np.array, self._early_stopping)
+        self._placement, self._watch = None, None
+
     def drop(self) -> None:
-        """Drop every array: the devices are going away, or the others have another state."""
+        """Drop every array: the others have another state, or this host leaves them."""
         if self._worker is not None:
             self._worker.drop_state()
         self._placement, self._watch, self._early_stopping = None, None, {}
@@ -396,6 +395,16 @@ class PipelinedSteps:
     def _require_units(self) -> UnitStates:
         assert self._units is not None, "begin_generation comes first"
         return self._units
+
+
+def _expect_data(data: Prefetcher, placement: UnitPlacement, step: int) -> None:
+    """Have this host's microbatches of a step, and of the next one, read."""
+    mine = [
+        route.microbatch
+        for route in placement.routes
+        if any(hop.host == placement.world.host for hop in route.hops)
+    ]
+    data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
 
 def _before_task(world: World, task: Task) -> None:

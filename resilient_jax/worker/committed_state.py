@@ -22,8 +22,12 @@ class KeptArrays(Protocol):
         """The part of the newest state that is here; None: nothing, or it is not known to be of that state."""
         ...
 
+    def move_to_host(self) -> None:
+        """Copy the part to host memory, and drop what was done of the step under way: the devices are going away."""
+        ...
+
     def drop(self) -> None:
-        """Drop all arrays: the devices are going away, or what was done is of no use any more."""
+        """Drop all arrays: what was done is of no use any more."""
         ...
 
 
@@ -97,6 +101,11 @@ class CommittedState:
         for contributions in self.contributions.values():
             contributions.move_to_host()
         self.drop_kept()
+
+    def move_kept_to_host(self) -> None:
+        """Have this host's part of a state in parts in host memory, before the devices' backend is destroyed."""
+        for kept in self.kept:
+            kept.move_to_host()
 
     def clear(self) -> None:
         """Drop everything: the valid state is on other hosts, or there is none."""

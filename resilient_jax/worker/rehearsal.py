@@ -29,6 +29,7 @@ from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState
@@ -68,7 +69,9 @@ class RehearsalControl:
         """Raise GenerationEnded if this worker has another order."""
         self._agent.raise_if_ended()
 
-    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+    def report_commit(
+        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
+    ) -> None:
         """End the rehearsal."""
         self.has_committed = True
         raise GenerationEnded

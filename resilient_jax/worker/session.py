@@ -154,7 +154,9 @@ class Session:
         self.committed.contributions.clear()
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
-        self._control.report_commit(self._step + 1, metrics, holds_state=self.committed.holds_state)
+        self._control.report_commit(
+            self._step + 1, metrics, holds_state=self.committed.holds_state, part=self.committed.part
+        )
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)

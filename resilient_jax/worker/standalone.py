@@ -4,6 +4,7 @@ import dataclasses
 import time
 
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.state_records import StatePart
 
 
 @dataclasses.dataclass(slots=True)
@@ -18,7 +19,9 @@ class StandaloneControl:
     def raise_if_ended(self) -> None:
         """Return: without an agent the generation never ends."""
 
-    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+    def report_commit(
+        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
+    ) -> None:
         """Ignore the commit: without an agent no other process counts steps."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:

@@ -56,10 +56,7 @@ class StateHandover:
         """
         committed = self._committed
         if generation.is_state_in_parts:
-            assert in_place, "parts are on devices"
-            if self._host in generation.receivers:
-                committed.clear()
-            committed.set_parts(generation.step)
+            self._prepare_part(generation, in_place=in_place)
             return
         if generation.snapshot is not None:
             committed.set_snapshot_plan(generation.snapshot)
@@ -84,6 +81,14 @@ class StateHandover:
             if not in_place:
                 committed.state = copy
                 committed.move_contributions_to_host()
+
+    def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
+        """Have this host's part of the state, if it has one, where the train function finds it."""
+        if self._host in generation.receivers:
+            self._committed.clear()
+        elif not in_place:
+            self._committed.move_kept_to_host()
+        self._committed.set_parts(generation.step)
 
     def move_to_host(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.

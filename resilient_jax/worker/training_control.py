@@ -5,6 +5,7 @@ from typing import Protocol
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
+from resilient_jax.protocol.state_records import StatePart
 
 
 class GenerationEnded(BaseException):
@@ -52,7 +53,9 @@ class TrainingControl(Protocol):
         """Raise GenerationEnded if the generation has ended."""
         ...
 
-    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+    def report_commit(
+        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
+    ) -> None:
         """Report that `step` steps are committed."""
         ...
 

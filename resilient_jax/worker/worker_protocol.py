@@ -226,7 +226,10 @@ def try_take_order(
             has_finished_step=False,
             is_done=False,
             is_compiling=False,
-            part=None,
+            # A receiver gives up what it has for what it is sent.
+            part=state.report.part
+            if form.generation.is_state_in_parts and form.host not in form.generation.receivers
+            else None,
             snapshot=None,
             copied=None,
             is_polling_checkpoints=state.polls_checkpoints,
@@ -340,14 +343,16 @@ def try_begin_step(state: WorkerProtocol, step: int) -> tuple[WorkerProtocol, St
     return state, StepDecision.WAIT
 
 
-def report_commit(state: WorkerProtocol, step: int, *, holds_state: bool) -> Transition:
+def report_commit(
+    state: WorkerProtocol, step: int, *, holds_state: bool, part: StatePart | None
+) -> Transition:
     """`step` steps are committed; only the first commit of a generation decides anything, and is reported.
 
     Each report makes the agent write to the store.
     """
     if state.report.has_finished_step:
         return state, ()
-    return _report(state, has_finished_step=True, holds_state=holds_state, step=step)
+    return _report(state, has_finished_step=True, holds_state=holds_state, part=part, step=step)
 
 
 def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:

@@ -23,6 +23,11 @@ def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
         job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         job.job.release()
         job.wait_training(HOSTS - 1, after_generation=before.number)
+        # Without its service nobody can join the world any more: all form another one, with what they have.
+        job.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
+        after = job.wait_training(HOSTS).generation
+        assert after is not None
+        assert after.world > before.world
         # Both blocks and what was done of the step are kept: nobody reads a snapshot.
         kinds = {event.kind for event in job.job.read_events()}
         assert EventKind.PIPELINE_STATE_KEPT in kinds

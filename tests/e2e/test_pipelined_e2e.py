@@ -102,13 +102,28 @@ def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> 
 
 
 @pytest.mark.timeout(600)
+def test_blocks_outlive_the_world_that_they_were_in(broken: PipelinedJob) -> None:
+    """With the coordination service the world is lost, and with it all devices that the blocks were on."""
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    broken.hold(FailPoint.AFTER_REDUCE, ["host-1", "host-2"])
+    broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    broken.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
+    broken.job.release()
+    after = broken.wait_training(HOSTS, after_generation=before.number).generation
+    assert after is not None
+    assert after.world > before.world
+
+
+@pytest.mark.timeout(600)
 def test_what_survivors_had_done_of_the_step_is_kept(broken: PipelinedJob) -> None:
     events = [e for e in broken.job.read_events() if e.kind is EventKind.PIPELINE_STEP_RESUMED]
     assert sum(int(event.detail["kept"]) for event in events) > 0
 
 
 @pytest.mark.timeout(600)
-def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage(
+def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage_or_a_world(
     broken: PipelinedJob,
 ) -> None:
     for process, rows in broken.logs().items():
@@ -117,7 +132,7 @@ def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage
     kinds = [e.kind for e in broken.job.read_events()]
     assert EventKind.SNAPSHOT_RESTORED not in kinds
     # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
-    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= len(PLACES) * (HOSTS - 1)
+    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(PLACES) + 1) * (HOSTS - 1)
 
 
 @pytest.mark.timeout(600)

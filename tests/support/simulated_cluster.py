@@ -890,7 +890,7 @@ class Cluster:
     def commit(self, worker: Worker) -> None:
         worker.apply(worker_protocol.report_overdue(worker.protocol, None))
         worker.held = worker.begun
-        worker.apply(worker_protocol.report_commit(worker.protocol, worker.held, holds_state=True))
+        worker.apply(worker_protocol.report_commit(worker.protocol, worker.held, holds_state=True, part=None))
 
     # Time and faults.
 

@@ -110,15 +110,24 @@ def test_a_host_that_leaves_stays_registered_with_its_part_of_the_snapshot_until
     assert job.generation.snapshot is None
 
 
-def test_members_that_must_leave_their_world_read_a_snapshot():
+def test_members_that_must_leave_their_world_take_their_parts_with_them():
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
     job.change("a", services=())
     unwind(job, "a", "c", "d")
     job.serve("c")
     assert job.generation.change is WorldChange.REFORM
-    assert not job.generation.is_state_in_parts
-    assert job.generation.snapshot is not None
+    assert job.generation.is_state_in_parts
+    assert job.generation.step == 6
+
+
+def test_a_host_that_has_all_units_goes_on_alone():
+    job = sharded("ab")
+    job.give(HostLeft(HostName("b")))
+    job.acknowledge("a", step=6, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
+    job.serve("a")
+    assert job.generation.change is WorldChange.REFORM
+    assert (job.generation.is_state_in_parts, job.generation.step) == (True, 6)
 
 
 def test_after_a_failure_that_no_death_explains_a_snapshot_is_read():

@@ -23,6 +23,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotSource,
     SnapshotStatus,
 )
+from resilient_jax.protocol.state_records import StatePart, are_parts_complete
 
 
 def plan(groups: list[tuple[str, int]], missing: str = "") -> SnapshotPlan:
@@ -177,6 +178,63 @@ def test_redundancy_that_comes_back_is_published_once():
     keep(job, "c", snapshot(5, "abc"))
     assert job.generation.losses_left == 1
     assert len(job.published) == published + 1
+
+
+def survives_in_parts(
+    lost: set[HostName], parts: dict[HostName, StatePart], kept: SnapshotPlan | None
+) -> bool:
+    """Return whether all units, or the snapshot, outlive the loss of these hosts, straight from the definition."""
+    if are_parts_complete(part for host, part in parts.items() if host not in lost):
+        return True
+    return kept is not None and survives(lost, set(), kept)
+
+
+@given(seed=st.integers(0, 2**32), has_snapshot=st.booleans())
+def test_no_set_of_so_many_losses_costs_a_state_in_parts_and_one_of_one_more_does(seed, has_snapshot):
+    chance = random.Random(seed)
+    job = training(*"abcdef", step=5)
+    hosts = dict(job.state.hosts)
+    state = MembershipState(generation=job.generation, hosts=hosts, phase_since_s=0.0)
+    tally = RedundancyTally(state)
+    groups = (("abc", chance.randrange(3)), ("def", chance.randrange(3)))
+    missing = "".join(name for name in "abcdef" if chance.random() < 0.1)
+    parts: dict[HostName, StatePart] = {}
+    for name in names("abcdef"):
+        units = [unit for unit in range(5) if chance.random() < 0.4]
+        part = StatePart.from_units(units, 5) if units else None
+        members, parity = groups[name in "def"]
+        kept = SnapshotStatus(
+            id=SnapshotId(5, GenerationNumber(1)),
+            phase=SnapshotPhase.COMMITTED,
+            group=ParityGroup(hosts=tuple(map(HostName, members)), parity=parity),
+            group_index=name in "def",
+            num_groups=2,
+            nbytes=1,
+            wall_s=0.0,
+        )
+        status = msgspec.structs.replace(
+            job.status(name),
+            snapshot_server=server(name),
+            snapshots=(kept,) if has_snapshot and name not in missing else (),
+        )
+        assert status.worker is not None
+        report = msgspec.structs.replace(status.worker.report, holds_state=False, part=part)
+        worker = msgspec.structs.replace(status.worker, report=report)
+        hosts[name] = msgspec.structs.replace(status, worker=worker)
+        tally.look_at(name)
+        if part is not None:
+            parts[name] = part
+    found = tally.measure()
+    assert found == measure_redundancy(state)
+    plan_of_all = plan(list(groups), missing) if has_snapshot else None
+    is_there = survives_in_parts(set(), parts, plan_of_all)
+    assert (found is not None) == is_there
+    for count in range(7):
+        fates = {
+            survives_in_parts(set(lost), parts, plan_of_all)
+            for lost in itertools.combinations(sorted(hosts), count)
+        }
+        assert (fates == {True}) is (found is not None and count <= found.losses)
 
 
 def starting(job: Job, name: str) -> None:

@@ -137,6 +137,10 @@ def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
             Redundancy(losses=1, step=7, copies=0, snapshot=SnapshotId(7, GenerationNumber(1))),
             "state of step 7: in the snapshot of step 7; survives the loss of 1 more host",
         ),
+        (
+            Redundancy(losses=1, step=7, copies=2, is_in_parts=True),
+            "state of step 7: each part on 2 hosts; survives the loss of 1 more host",
+        ),
     ],
 )
 def test_how_many_more_losses_the_state_survives_is_said(redundancy, said):

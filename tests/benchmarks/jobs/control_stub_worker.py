@@ -96,7 +96,9 @@ class StubWorker:
         if decision is StepDecision.START:
             self._step += 1
             self._send(StepCommitted(step=self._step))
-            self._apply(worker_protocol.report_commit(self._protocol, self._step, holds_state=True))
+            self._apply(
+                worker_protocol.report_commit(self._protocol, self._step, holds_state=True, part=None)
+            )
         elif decision is StepDecision.END:
             self._stop()
 
