@@ -95,6 +95,7 @@ def test_every_option_is_recorded_with_its_score_and_the_reason_against_it():
         RecoveryAction.KEEP: "",
         RecoveryAction.REPLACE: "no spare is ready",
         RecoveryAction.TAKE_OUT: "the speed rises by less than 5%",
+        RecoveryAction.FEWER_DEVICES: "no device of it is known to be slower than its other ones",
         RecoveryAction.REDIVIDE: "no other division of layers is faster",
     }
     assert decided(job).action is RecoveryAction.KEEP
