@@ -85,16 +85,23 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
 
 
-def name_slow_devices(finding: Finding, speeds: Sequence[float]) -> Finding:
+def name_slow_devices(
+    finding: Finding, compute_speeds: Sequence[float], memory_speeds: Sequence[float]
+) -> Finding:
     """Return a confirmed finding with the devices of its host that are slower than its other ones, if any are.
 
     Args:
         finding: about a host whose devices were measured.
-        speeds: of each device, by its number, as a part of that of the host's fastest one; 0: the host does not use it.
+        compute_speeds: of each device, by its number, as a part of that of the host's fastest one, in a matrix product;
+            0: the host does not use it.
+        memory_speeds: the same in a pass over memory.
     """
+    if finding.kind not in (FindingKind.COMPUTE, FindingKind.MEMORY):
+        return finding
+    speeds = compute_speeds if finding.kind is FindingKind.COMPUTE else memory_speeds
     known = tuple((number, round(speed, 3)) for number, speed in enumerate(speeds) if speed > 0)
     slow = tuple(number for number, speed in known if speed * _find_limit(finding) < 1)
-    if not slow or finding.kind not in (FindingKind.COMPUTE, FindingKind.MEMORY):
+    if not slow:
         return finding
     measured = ", ".join(f"device {number} has {speed:.2f}" for number, speed in known if number in slow)
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """Which slow devices a host leaves out: those without which its other ones are fastest together. Pure.
 
 The devices of a replica, such as a tensor group, wait for the slowest of them: n devices of speeds p_i compute at
-`n min_i p_i`. Without the slowest ones there are fewer, as many as `devices_after_loss` says, but the slowest of them is
-faster. With "even" and a power of two of devices these are powers of two, too, and the choice is that of ResiHP
+`n min_i p_i`. Without the slowest ones there are fewer, as many as `devices_after_loss` says, but the slowest of these
+is faster. With "even" and a power of two of devices these are powers of two, too, and the choice is that of ResiHP
 (arXiv 2605.06374): `argmax_{k = 2^q} k min_{i in top-k} p_i`.
 """
 

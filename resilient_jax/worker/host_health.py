@@ -230,7 +230,8 @@ class HostHealth:
                 num_unconfirmed = self._record.unconfirmed.get(finding, 0)
                 confirmed = confirm_finding(finding, ratios, num_unconfirmed)
                 if confirmed is not None:
-                    confirmed = name_slow_devices(confirmed, measured[place].speeds)
+                    speeds = measured[place].compute_speeds, measured[place].memory_speeds
+                    confirmed = name_slow_devices(confirmed, *speeds)
                 self._settle(spec, finding, confirmed)
             for finding in tuple(self._record.carried):
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)

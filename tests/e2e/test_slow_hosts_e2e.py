@@ -30,7 +30,7 @@ ROWS = 4096
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW, SPARE = "host-1", "host-3"
-DEVICE_FACTOR, QUARANTINE_S = 4.0, 25
+DEVICE_FACTOR, QUARANTINE_S = 8.0, 25
 """How slow a device is, and how long its host does without it."""
 
 
@@ -80,8 +80,11 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
 
 @pytest.mark.timeout(240)
 def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_path: Path) -> None:
-    config = CONFIG_WITHOUT_STANDBYS + f"quarantine_s = {QUARANTINE_S}\n"
-    with TinyJob(tmp_path, 2, config, words=[EACH_DEVICE, "pace=0", f"rows={ROWS}"]) as tiny:
+    # Not of two: XLA compiles other programs for a process with a single device.
+    options = ("--devices-per-host", "3")
+    config = f'{CONFIG_WITHOUT_STANDBYS}devices_after_loss = "all"\nquarantine_s = {QUARANTINE_S}\n'
+    words = [EACH_DEVICE, "pace=0", f"rows={ROWS}"]
+    with TinyJob(tmp_path, 2, config, options=options, words=words) as tiny:
         before = tiny.wait_training(2)
         assert before.generation is not None
         wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
@@ -98,12 +101,10 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         )
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert "because of its device 1" in str(decided.detail["reason"])
-        tiny.job.wait_event("a worker without it", lambda e: has_devices(e, "0"), RECOVERY_S)
+        tiny.job.wait_event("a worker without it", lambda e: has_devices(e, "0, 2"), RECOVERY_S)
         tiny.wait_training(2, before.generation.number)
         tiny.job.failpoints.release()
-        tiny.job.wait_event("a worker with all", lambda e: has_devices(e, "0, 1"), RECOVERY_S)
-        report = tiny.read_report()
-        assert report.generation is not None
+        tiny.job.wait_event("a worker with all", lambda e: has_devices(e, "0, 1, 2"), RECOVERY_S)
         tiny.wait_report("all devices", lambda r: trains_on_all(r) and is_training(r, 2))
         tiny.finish()
         kinds = [event.kind for event in tiny.job.read_events()]
