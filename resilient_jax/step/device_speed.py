@@ -20,8 +20,8 @@ CPU_SIZES: Final = (512, 2048)
 ACCELERATOR_SIZES: Final = (4096, 6144)
 """Rows and columns of the matrices of the product, and of the one that is passed over. With its result that takes 32
 MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure how fast programs are started."""
-MIN_ROUNDS: Final = 3
-"""In which each device has its turn, however long that takes: one may meet a busy moment."""
+MIN_ROUNDS: Final = 5
+"""In which each device has its turn, however long that takes: most may meet a busy moment."""
 MAX_DEVICES: Final = 64
 """Of a host, whose speeds hosts tell each other: more than any has."""
 
@@ -108,12 +108,12 @@ class DeviceSpeed:
 
     def _compare(self, seconds: Sequence[Sequence[float]]) -> tuple[float, ...]:
         """Return the speed of each device, by its number, as a part of that of the fastest one."""
-        # Not the means: if the process is stopped for most of each tenth of a second, one device has that in its mean.
-        medians = list(map(statistics.median, seconds))
-        numbers = self._numbers or range(len(medians))
+        # In the best round: nothing that runs beside it makes a device faster, and a slow one is slow in all of them.
+        best = list(map(min, seconds))
+        numbers = self._numbers or range(len(best))
         speeds = [0.0] * (1 + max(numbers))
-        for number, median_s in zip(numbers, medians, strict=True):
-            speeds[number] = min(medians) / median_s
+        for number, best_s in zip(numbers, best, strict=True):
+            speeds[number] = min(best) / best_s
         return tuple(speeds)
 
     def _time(self, program: Callable[[jax.Array], jax.Array], size: int) -> list[list[float]]:
