@@ -30,7 +30,7 @@ ROWS = 4096
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW, SPARE = "host-1", "host-3"
-DEVICE_FACTOR, QUARANTINE_S = 8.0, 25
+DEVICE_FACTOR, QUARANTINE_S = 25.0, 40
 """How slow a device is, and how long its host does without it."""
 
 
