@@ -16,6 +16,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowDevice,
     SlowInput,
     SlowLink,
     SlowProcess,
@@ -165,7 +166,7 @@ def _explains(record: IncidentRecord, event: Event) -> bool:
                 case FindingKind.LINK:
                     is_known = isinstance(fault, SlowLink | LossyLink)
                 case _:
-                    is_known = isinstance(fault, SlowProcess)
+                    is_known = isinstance(fault, SlowProcess | SlowDevice)
             return is_known and event.detail["slow"] in record.hosts
         case _:
             return True

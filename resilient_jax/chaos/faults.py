@@ -100,6 +100,19 @@ class DeviceLoss(_Fault, frozen=True, tag="lose_device"):
     until_event: str | None = None
 
 
+class SlowDevice(_Fault, frozen=True, tag="slow_device"):
+    """A device of the target's host, by its number from 0, on which all takes `factor` times as long.
+
+    What a worker has computed on it is held for the rest of that time, measurements included, at the failpoint
+    `on_device`; not in a pipeline. It ends after `duration_s`, or sooner at the event `until_event`.
+    """
+
+    device: Annotated[int, Meta(ge=0, le=63)]
+    factor: Annotated[float, Meta(gt=1, le=100)]
+    duration_s: Seconds
+    until_event: str | None = None
+
+
 # The network. Each host must have a network namespace of its own.
 
 
@@ -187,6 +200,7 @@ Fault = (
     | NanGradients
     | SilentCorruption
     | DeviceLoss
+    | SlowDevice
     | NetworkPartition
     | SlowLink
     | LossyLink
@@ -196,7 +210,15 @@ Fault = (
     | NoDescriptors
     | ClockJump
 )
-WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, SlowInput, NanGradients, SilentCorruption)
+WORKER_FAULTS = (
+    ProcessExit,
+    UserException,
+    MainThreadHang,
+    SlowInput,
+    NanGradients,
+    SilentCorruption,
+    SlowDevice,
+)
 """Faults that a worker injects into itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
 STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *NETWORK_FAULTS)
@@ -207,6 +229,7 @@ TEMPORARY_FAULTS = (
     MainThreadHang,
     SlowInput,
     DeviceLoss,
+    SlowDevice,
     NetworkPartition,
     SlowLink,
     LossyLink,

@@ -17,6 +17,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowDevice,
     SlowInput,
     UserException,
 )
@@ -33,7 +34,7 @@ from resilient_jax.chaos.targets import (
 )
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
+from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
 FAILPOINT_TIMEOUT_S = 15.0
@@ -109,18 +110,26 @@ class IncidentInjector:
             match incident.fault:
                 case SilentCorruption(is_repeated=True):
                     pass
-                case SlowInput(duration_s=duration_s, until_event=until):
+                case (
+                    SlowInput(duration_s=duration_s, until_event=until)
+                    | SlowDevice(duration_s=duration_s, until_event=until)
+                ):
                     self._active_faults.add(release, after_s=duration_s, until=until)
                 case _:
                     release()
 
     def _order(self, record: IncidentRecord, hosts: tuple[str, ...], action: FailPointAction) -> None:
         """Order workers to hold or fail at the incident's failpoint, and wait until they have reached the failpoint."""
-        trigger, name = record.incident.trigger, _order_name(record)
+        trigger, name, fault = record.incident.trigger, _order_name(record), record.incident.fault
         assert trigger.failpoint is not None, "asked by the caller"
-        step = trigger.step if trigger.step is not None else ANY_STEP
+        # A device belongs to no step: it is slow from the time at which the others are awaited.
+        is_of_device = isinstance(fault, SlowDevice)
+        step = ANY_STEP if trigger.step is None or is_of_device else trigger.step
+        index = fault.device if is_of_device else ANY_INDEX
         self._job.failpoints.set_order(
-            FailPointOrder(failpoint=trigger.failpoint, step=step, hosts=hosts, action=action, name=name)
+            FailPointOrder(
+                failpoint=trigger.failpoint, step=step, hosts=hosts, index=index, action=action, name=name
+            )
         )
         timeout_s = FAILPOINT_TIMEOUT_S if trigger.step is None else self._recovery_timeout_s
         if not self._monitor.try_wait(lambda: self._arrived(record) >= set(hosts), timeout_s):

@@ -28,6 +28,7 @@ from resilient_jax.chaos.faults import (
     ProcessKill,
     ProcessStop,
     SilentCorruption,
+    SlowDevice,
     SlowInput,
     SlowLink,
     SlowProcess,
@@ -76,6 +77,8 @@ def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
             return failpoints.HangAction(duration_s=duration_s)
         case SlowInput(delay_s=delay_s):
             return failpoints.DelayAction(delay_s=delay_s)
+        case SlowDevice(factor=factor):
+            return failpoints.SlowDeviceAction(factor=factor)
         case SilentCorruption(is_repeated=is_repeated):
             return failpoints.FlipBitAction(is_repeated=is_repeated)
         case NanGradients() | BitFlip(region="message"):
@@ -146,6 +149,7 @@ def _inject(
             | UserException()
             | MainThreadHang()
             | SlowInput()
+            | SlowDevice()
             | NanGradients()
             | SilentCorruption()
         ):

@@ -20,6 +20,7 @@ from resilient_jax.chaos.faults import (
     DeviceLoss,
     Fault,
     FullDisk,
+    SlowDevice,
     SlowInput,
     fault_kind,
     is_message_flip,
@@ -252,9 +253,9 @@ def _store_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, st
 
 def _device_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     fault, found = incident.fault, []
-    if not isinstance(fault, DeviceLoss):
+    if not isinstance(fault, DeviceLoss | SlowDevice):
         return []
-    if incident.target.part is not TargetPart.HOST:
+    if isinstance(fault, DeviceLoss) and incident.target.part is not TargetPart.HOST:
         found.append(("target.part", str(incident.target.part), "a host for lose_device"))
     if fault.device >= job.devices_per_host:
         expected = f"a number below job.devices_per_host = {job.devices_per_host}"
@@ -282,6 +283,9 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
         found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
     if isinstance(fault, SlowInput) and at.failpoint is not FailPoint.BEFORE_INPUT:
         found.append(("trigger.failpoint", str(at.failpoint), f"{FailPoint.BEFORE_INPUT} for slow_input"))
+    if isinstance(fault, SlowDevice) is not (at.failpoint is FailPoint.ON_DEVICE):
+        expected = f"{FailPoint.ON_DEVICE} and slow_device together"
+        found.append(("trigger.failpoint", str(at.failpoint), expected))
     if isinstance(fault, NETWORK_FAULTS) and (
         target.part not in (TargetPart.LINK, TargetPart.STORE_MEMBER) or job.network != "namespaces"
     ):

@@ -5,6 +5,7 @@ import time
 from resilient_jax.cli.console import open_console
 from resilient_jax.cli.plan_json import print_plans_as_json
 from resilient_jax.cli.plan_options import (
+    AfterLossOption,
     AxisOption,
     BatchOption,
     CalibrationOption,
@@ -15,12 +16,14 @@ from resilient_jax.cli.plan_options import (
     MinReplicasOption,
     ModelOption,
     SlowOption,
+    SpareOption,
     TopOption,
     WithoutOption,
     change_topology,
     find_calibration,
     parse_axes,
 )
+from resilient_jax.cli.plan_slow_hosts import decide_slow_hosts, print_slow_hosts
 from resilient_jax.cli.plan_table import print_losses, print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
@@ -48,6 +51,8 @@ def plan(
     min_replicas: MinReplicasOption = 1,
     top: TopOption = 3,
     decide: DecideOption = False,
+    spare: SpareOption = False,
+    devices_after_loss: AfterLossOption = "even",
     calibration: CalibrationOption = None,
     json_only: JsonOption = False,
 ) -> None:
@@ -59,7 +64,8 @@ def plan(
     Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
 
-    With --decide also what would be done if a device, a host, two hosts or a failure domain were lost then.
+    With --decide also what would be done if a device, a host, two hosts or a failure domain were lost then, and what
+    the leader of a job would do about a host or a device at 0.8, 0.5 and 0.25 of its speed.
 
     Or only validate a topology file (see meshes/README.md): resilient-jax plan --check meshes/mine.toml
     """
@@ -97,13 +103,16 @@ def plan(
     search_s = time.monotonic() - started
     change = _replan(find(before, 1)[0], now, constraints) if now != before else None
     losses = decide_losses(plans[0], now, min_replicas=min_replicas) if decide else None
+    slow_hosts = decide_slow_hosts(plans[0], now, devices_after_loss, has_spare=spare) if decide else None
     with open_console() as console:
         if json_only:
-            print_plans_as_json(plans, change, search_s, losses)
+            print_plans_as_json(plans, change, search_s, losses, slow_hosts)
         else:
             print_plans(console, plans, change, search_s)
             if losses is not None:
                 print_losses(console, losses)
+            if slow_hosts is not None:
+                print_slow_hosts(console, slow_hosts)
 
 
 def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from resilient_jax.cli.plan_slow_hosts import SlowDecision, describe_slow_host
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_losses import LossDecision
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
@@ -17,8 +18,9 @@ def print_plans_as_json(
     change: ReplanDecision | None,
     search_s: float,
     losses: Sequence[LossDecision] | None = None,
+    slow_hosts: Sequence[SlowDecision] | None = None,
 ) -> None:
-    """Print one object: the plans, fastest first, the replan after a change, and that after each possible loss."""
+    """Print one object: the plans, fastest first, the replan, and what each possible loss or slow host leads to."""
     values: dict[str, object] = {
         "search_s": search_s,
         "plans": [describe_plan(plan) for plan in plans],
@@ -26,6 +28,8 @@ def print_plans_as_json(
     }
     if losses is not None:
         values["losses"] = [_describe_loss(loss) for loss in losses]
+    if slow_hosts is not None:
+        values["slow"] = [describe_slow_host(decision) for decision in slow_hosts]
     sys.stdout.write(msgspec.json.encode(values).decode() + "\n")
 
 

@@ -17,6 +17,7 @@ class AgentSettings:
         address: of this host, where the other hosts reach it.
         command: the script and its arguments.
         environment: of the worker: what makes JAX find its devices and survive a failure.
+        devices: the numbers of the host's devices that the worker sees; (): all.
         is_spare: the host takes part only in the place of another; `num_hosts` does not count it.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: of logs and events; None writes none.
@@ -40,6 +41,7 @@ class AgentSettings:
     show_all_output: bool = False
     fork_server: int | None = None
     is_launched: bool = False
+    devices: tuple[int, ...] = ()
 
     @property
     def has_cpu_workers(self) -> bool:

@@ -4,21 +4,33 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.quarantine import require_leader
 from resilient_jax.cluster.stored_records import ENCODER, decode_device_quarantine
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 from resilient_jax.protocol.store_keys import make_device_key, make_devices_prefix
-from resilient_jax.store.interface import DeleteOp, PutOp, Store
+from resilient_jax.store.interface import Compare, DeleteOp, PutOp, Store, TransactionResult
 
 
-async def quarantine_device(context: AgentContext, record: DeviceQuarantineRecord) -> Revision:
-    """Write that a device of this host is out, and record it; return the store's revision that has it.
+async def quarantine_device(
+    context: AgentContext, record: DeviceQuarantineRecord, *, leader_token: Revision | None = None
+) -> Revision:
+    """Write that a device is out, and record it; return the store's revision that has it.
+
+    Args:
+        context: of this agent.
+        record: of a device of this host, or of any if it leads.
+        leader_token: of the leader that decides it; nothing is written if another leads by now. None: the agent of the
+            device's host decides.
 
     Raises:
         PeerError: the store did not answer.
     """
-    revision = await write_device_quarantine(context.store, context.settings.job, record)
+    settings = context.settings
+    written = await _write(context.store, settings.job, record, require_leader(settings.job, leader_token))
+    if not written.succeeded:
+        return written.revision
     seconds = record.until_wall_s - record.since_wall_s
     context.log.record(
         EventKind.DEVICE_QUARANTINED,
@@ -30,14 +42,20 @@ async def quarantine_device(context: AgentContext, record: DeviceQuarantineRecor
     context.print_line(
         f"{record.host}: device {record.device} is in quarantine for {seconds:g} s: {record.reason}"
     )
-    return revision
+    return written.revision
 
 
 async def write_device_quarantine(store: Store, job: JobName, record: DeviceQuarantineRecord) -> Revision:
     """Write a record that ends with a lease, and return its revision; the host's agent carries it out."""
+    return (await _write(store, job, record, [])).revision
+
+
+async def _write(
+    store: Store, job: JobName, record: DeviceQuarantineRecord, compares: list[Compare]
+) -> TransactionResult:
     lease = await store.grant(max(record.until_wall_s - record.since_wall_s, 1.0))
     key = make_device_key(job, record.host, record.device)
-    return (await store.transaction([], [PutOp(key, ENCODER.encode(record), lease)])).revision
+    return await store.transaction(compares, [PutOp(key, ENCODER.encode(record), lease)])
 
 
 async def read_device_quarantine(

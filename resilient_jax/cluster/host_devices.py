@@ -95,7 +95,7 @@ class HostDevices:
         else:
             environment = restrict_environment(self._all.environment, used, self.gpu_names)
             self.settings = dataclasses.replace(
-                self._all, environment=environment, devices_per_host=len(used)
+                self._all, environment=environment, devices_per_host=len(used), devices=used
             )
         return self.settings != before
 

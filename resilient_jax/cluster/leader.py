@@ -14,11 +14,17 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
+from resilient_jax.cluster.device_quarantine import quarantine_device
 from resilient_jax.cluster.host_losses import SingleLosses, is_loss_counted, note_host_loss
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
-from resilient_jax.cluster.quarantine import follow_quarantine, quarantine_host, read_quarantine
+from resilient_jax.cluster.quarantine import (
+    extend_quarantine_s,
+    follow_quarantine,
+    quarantine_host,
+    read_quarantine,
+)
 from resilient_jax.cluster.stored_records import (
     ENCODER,
     decode_generation,
@@ -27,7 +33,12 @@ from resilient_jax.cluster.stored_records import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, LeaseId, Revision
-from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
+from resilient_jax.membership.commands import (
+    MembershipCommand,
+    PublishGeneration,
+    QuarantineDevice,
+    QuarantineHost,
+)
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
 from resilient_jax.membership.machine import (
@@ -47,6 +58,7 @@ from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
+from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, LeaderRecord
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
@@ -283,10 +295,26 @@ class _Term:
                 await quarantine_host(
                     self._leader._context, host, reason, num_before=num_before, leader_token=self._token
                 )
+            case QuarantineDevice():
+                await self._quarantine_device(command)
             case PublishGeneration(generation):
                 await self._publish(generation, state)
             case _:
                 assert_never(command)
+
+    async def _quarantine_device(self, command: QuarantineDevice) -> None:
+        context = self._leader._context
+        now_s = context.clock.wall_s()
+        seconds = extend_quarantine_s(context.settings.config.quarantine_s, command.num_before)
+        record = DeviceQuarantineRecord(
+            host=command.host,
+            device=command.device,
+            reason=command.reason,
+            since_wall_s=now_s,
+            until_wall_s=now_s + seconds,
+            uuid=command.uuid,
+        )
+        await quarantine_device(context, record, leader_token=self._token)
 
     async def _publish(self, generation: Generation, state: MembershipState) -> None:
         leader = make_leader_key(self._leader._job)

@@ -27,6 +27,11 @@ MAX_DOUBLINGS: Final = 4
 """Of the time of a quarantine, where the cause comes back each time that it is over: 16 times as long, at most."""
 
 
+def extend_quarantine_s(quarantine_s: float, num_before: int) -> float:
+    """Return how long a quarantine lasts after so many for the same cause: twice as long each time, up to a limit."""
+    return quarantine_s * 2.0 ** min(num_before, MAX_DOUBLINGS)
+
+
 async def quarantine_host(
     context: AgentContext,
     host: HostName,
@@ -52,7 +57,7 @@ async def quarantine_host(
     """
     settings = context.settings
     now_s = context.clock.wall_s()
-    usual_s = settings.config.quarantine_s * 2.0 ** min(num_before, MAX_DOUBLINGS)
+    usual_s = extend_quarantine_s(settings.config.quarantine_s, num_before)
     until_s = now_s + usual_s if until_wall_s is None else until_wall_s
     seconds = max(until_s - now_s, 0.0)
     record = QuarantineRecord(host=host, reason=reason, since_wall_s=now_s, until_wall_s=until_s)
@@ -67,12 +72,17 @@ async def write_quarantine(
 ) -> bool:
     """Write a record that ends with a lease; return whether it was written, see `quarantine_host`."""
     lease = await store.grant(max(record.until_wall_s - record.since_wall_s, 1.0))
-    compares = []
-    if leader_token is not None:
-        leader = make_leader_key(job)
-        compares = [Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)]
+    compares = require_leader(job, leader_token)
     key = make_quarantine_key(job, record.host)
     return (await store.transaction(compares, [PutOp(key, ENCODER.encode(record), lease)])).succeeded
+
+
+def require_leader(job: JobName, leader_token: Revision | None) -> list[Compare]:
+    """Return what must be true of the store as long as this leader leads; nothing without one."""
+    if leader_token is None:
+        return []
+    leader = make_leader_key(job)
+    return [Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)]
 
 
 async def read_quarantine(store: Store, job: JobName) -> tuple[QuarantineRecord, ...]:

@@ -144,4 +144,6 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         else "",
         digest_interval_steps=config.digest_interval_steps,
         audit_share=config.audit_share,
+        devices=settings.devices,
+        devices_after_loss=config.devices_after_loss,
     )

@@ -85,6 +85,33 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
     return msgspec.structs.replace(finding, kind=kind, evidence=f"{finding.evidence}; {measured}")
 
 
+def name_slow_devices(
+    finding: Finding, compute_speeds: Sequence[float], memory_speeds: Sequence[float]
+) -> Finding:
+    """Return a confirmed finding with the devices of its host that are slower than its other ones, if any are.
+
+    Args:
+        finding: about a host whose devices were measured.
+        compute_speeds: of each device, by its number, as a part of that of the host's fastest one, in a matrix product;
+            0: the host does not use it.
+        memory_speeds: the same in a pass over memory.
+    """
+    if finding.kind not in (FindingKind.COMPUTE, FindingKind.MEMORY):
+        return finding
+    speeds = compute_speeds if finding.kind is FindingKind.COMPUTE else memory_speeds
+    known = tuple((number, round(speed, 3)) for number, speed in enumerate(speeds) if speed > 0)
+    slow = tuple(number for number, speed in known if speed * _find_limit(finding) < 1)
+    if not slow:
+        return finding
+    measured = ", ".join(f"device {number} has {speed:.2f}" for number, speed in known if number in slow)
+    return msgspec.structs.replace(
+        finding,
+        device_speeds=known,
+        slow_devices=slow,
+        evidence=f"{finding.evidence}; of the speed of its fastest device its {measured}",
+    )
+
+
 def is_confirmed_still(finding: Finding, ratios: DeviceRatios) -> bool:
     """Return whether devices alone say that a host that was found slow still is, whatever its work is now.
 

@@ -28,6 +28,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         host: the host; "": the links between the hosts.
         input_share: how much of the additional time are waits for data.
         device: which of the host's replicas; None: the host as a whole.
+        device_speeds: (number, speed as a part of that of its fastest one) of each device of the host, as a measurement
+            has found; (): it found all alike.
+        slow_devices: the numbers of those that are slower than its other ones.
         kind: what of it is slow.
         factor: how many times as long it takes as predicted.
         since_step: the first step of which that is true.
@@ -41,6 +44,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     input_share: float = 0.0
     device: int | None = None
+    device_speeds: tuple[tuple[int, float], ...] = ()
+    slow_devices: tuple[int, ...] = ()
 
     @property
     def subject(self) -> str:

@@ -30,4 +30,23 @@ class QuarantineHost:
     num_before: int = 0
 
 
-MembershipCommand = PublishGeneration | StartCoordinationService | QuarantineHost
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineDevice:
+    """Write a device's `DeviceQuarantineRecord` to the store: its host's agent starts the worker again without it.
+
+    Attributes:
+        host: its host, which stays a member.
+        device: its number on that host, from 0.
+        uuid: of a GPU; empty: the number says which device is meant.
+        reason: why, for people.
+        num_before: how often it was taken out before as a slow one: it lasts twice as long each time.
+    """
+
+    host: HostName
+    device: int
+    uuid: str
+    reason: str
+    num_before: int
+
+
+MembershipCommand = PublishGeneration | StartCoordinationService | QuarantineHost | QuarantineDevice

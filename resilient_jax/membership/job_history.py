@@ -60,7 +60,7 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
                 for m in before.members
                 if find_worker(state, m) is None or (after.keeps_workers and m not in after.members)
             ]
-            history = count_failures(history, lost)
+            history = count_failures(history, [host for host in lost if not _is_planned(before, host)])
             stalled = memory.stalled_since_s if memory.stalled_since_s is not None else now
             lost_since = {**memory.lost_since_s, **dict.fromkeys(lost, now)}
             memory = dataclasses.replace(
@@ -74,6 +74,16 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         memory = dataclasses.replace(memory, stalled_since_s=None)
     return dataclasses.replace(
         state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
+    )
+
+
+def _is_planned(before: Generation, host: HostName) -> bool:
+    """Return whether a worker was lost because it was decided that its host goes on with fewer devices."""
+    decision = before.slowness.decision
+    return (
+        decision is not None
+        and decision.action is RecoveryAction.FEWER_DEVICES
+        and (decision.number, decision.slow) == (before.number, host)
     )
 
 

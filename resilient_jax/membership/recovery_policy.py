@@ -10,7 +10,8 @@ What is left to choose:
   because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
   which they would join without a pause of their own; and a host that is lost again and again costs one each time;
 - while a host is slow: whether it stays, which costs no pause, or a spare takes its place, or the others go on without
-  it, or a pipeline gives it fewer layers. Shares by speed are chosen before that, by the workers, and cost nothing.
+  it, or it goes on without those of its devices that are slow, or a pipeline gives it fewer layers. Shares by speed are
+  chosen before that, by the workers, and cost nothing.
 
 So that decisions do not flutter, another option than the usual one, or than the one that was chosen before in the same
 situation, must lose less by `HYSTERESIS` of that, and by `MIN_SAVED_S` at least. A wait has an end: hosts that have not
@@ -116,6 +117,8 @@ class SlowTraining:
         needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
         refusal: why no host may be taken out now; empty: one may.
         refusal_without: why the others may not go on with a host less; empty: they may.
+        refusal_fewer_devices: why its worker may not be started again on fewer devices; empty: it may.
+        can_return_in_place: whether the worker that is started again will have a seat in their world.
     """
 
     places: int
@@ -128,6 +131,8 @@ class SlowTraining:
     needs_restore: bool = False
     refusal: str = ""
     refusal_without: str = ""
+    refusal_fewer_devices: str = ""
+    can_return_in_place: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +223,7 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.POSTPONE: "trains on without the hosts that are ready",
     RecoveryAction.KEEP: "trains on as it is",
     RecoveryAction.TAKE_OUT: "goes on without the slow host",
+    RecoveryAction.FEWER_DEVICES: "goes on without the slow devices",
     RecoveryAction.REDIVIDE: "divides its layers anew",
 }
 
@@ -319,12 +325,13 @@ def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
         RecoveryAction.KEEP: slowdown.kept,
         RecoveryAction.REPLACE: slowdown.replaced,
         RecoveryAction.TAKE_OUT: slowdown.without,
+        RecoveryAction.FEWER_DEVICES: slowdown.fewer_devices,
         RecoveryAction.REDIVIDE: slowdown.redivided,
     }
     options = {
         action: _make_option(
             action,
-            (Phase(pause_s=_price_action(action, training, prices), speed=share * speed),),
+            _list_phases(action, share * speed, training, prices),
             training.training - (action is RecoveryAction.TAKE_OUT),
             prices,
             _explain_slow_refusal(action, speed, training),
@@ -336,15 +343,34 @@ def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
     return _make_choice(chosen, RecoveryAction.KEEP, tuple(options.values()), prices, 0.0)
 
 
+def _list_phases(
+    action: RecoveryAction, speed: float, training: SlowTraining, prices: Prices
+) -> tuple[Phase, ...]:
+    """Return what follows an action on a slow host, until the speed is `speed`."""
+    pause_s = _price_action(action, training, prices)
+    if action is not RecoveryAction.FEWER_DEVICES:
+        return (Phase(pause_s=pause_s, speed=speed),)
+    # Its worker ends, the others go on without it, and the next one joins them when it is ready.
+    share = training.training / training.places
+    return_s = prices.seconds[TimedChange.RETURN]
+    join_s = prices.seconds[TimedChange.GROW if training.can_return_in_place else TimedChange.REFORM]
+    meanwhile = Phase(
+        pause_s=pause_s,
+        speed=share * training.slowdown.without,
+        training_s=max(return_s - pause_s, 0.0),
+    )
+    return meanwhile, Phase(pause_s=join_s, speed=speed)
+
+
 def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
-    """Return the pause of an action on a slow host, in seconds."""
+    """Return the pause of an action on a slow host, in seconds: the first one, if there are two."""
     seconds = prices.seconds
     match action:
         case RecoveryAction.KEEP:
             return 0.0
         case RecoveryAction.REDIVIDE:
             return seconds[TimedChange.REDIVIDE if training.can_stay_in_place else TimedChange.REFORM]
-        case RecoveryAction.TAKE_OUT:
+        case RecoveryAction.TAKE_OUT | RecoveryAction.FEWER_DEVICES:
             pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
         case _:
             pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
@@ -366,11 +392,25 @@ def _explain_slow_refusal(action: RecoveryAction, speed: float, training: SlowTr
         return "a spare would take its place"
     if action is RecoveryAction.TAKE_OUT and (training.refusal_without or not speed):
         return training.refusal_without or "the others cannot do without it"
+    if action is RecoveryAction.FEWER_DEVICES and (why := _explain_all_devices(training)):
+        return why
     if action is RecoveryAction.REDIVIDE and not speed:
         return "no other division of layers is faster"
     if speed < slowdown.kept * (1 + MIN_SPEED_GAIN):
         return f"the speed rises by less than {MIN_SPEED_GAIN:.0%}"
     return ""
+
+
+def _explain_all_devices(training: SlowTraining) -> str:
+    """Return why a slow host keeps all of its devices; empty: it may go on without some."""
+    slowdown = training.slowdown
+    if not slowdown.host:
+        return "no host is slow"
+    if not slowdown.devices:
+        return slowdown.why_all_devices or "no device of it is known to be slower than its other ones"
+    if not slowdown.fewer_devices:
+        return slowdown.why_all_devices or "it cannot do without a device"
+    return training.refusal_fewer_devices
 
 
 def describe_option(option: RecoveryOption) -> str:

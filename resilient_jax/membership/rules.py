@@ -82,7 +82,7 @@ from resilient_jax.membership.recovery_decision import decide_after_loss, decide
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
-from resilient_jax.membership.slowness import forget_outdated
+from resilient_jax.membership.slowness import forget_outdated, list_new_quarantines
 from resilient_jax.membership.spare_hosts import (
     admit_hosts,
     choose_joiners,
@@ -155,6 +155,7 @@ def decide(
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
         taken_out -= state.quarantined
+        commands += list_new_quarantines(state, transition.slowness)
         before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
         state = note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)

@@ -3,7 +3,8 @@
 The first worker of a generation reports which hosts are slow, and once that has lasted, what they cost and what each
 action would make of it (`Slowdown`). A decision follows from that report, from the generation and from which hosts are
 ready, so it is the same whoever leads. A host that is taken out is quarantined and leaves as after a notice. It comes
-back when the quarantine is over, which lasts twice as long each time.
+back when the quarantine is over, which lasts twice as long each time. So does a device of a host that goes on without
+it: that host's agent starts the worker again on its other devices, as if the device had failed.
 
 One host at a time: the next one is judged anew in the next generation. No host is taken out that became slow together
 with another one and in the same way, whether that one is still a member or was taken out itself: what they share, a
@@ -16,11 +17,13 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.commands import QuarantineDevice
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     find_seat,
     find_worker,
+    has_service,
     is_on_its_way,
     list_joiners,
 )
@@ -29,11 +32,13 @@ from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, co
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
+from resilient_jax.protocol.slow_hosts import SlowDevice, SlowHost, SlownessRecord
 
 COMMON_CAUSE_STEPS: Final = 64
 """Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
 MAX_HOSTS: Final = 64
+"""Of which it is kept how often they were taken out: the last ones."""
+MAX_DEVICES: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
 MAX_REPORTS: Final = 16
 """Of hosts that were taken out, with which hosts that become slow later are compared: the last ones."""
@@ -51,6 +56,10 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         return None
     slowness = msgspec.structs.replace(generation.slowness, decision=decision)
     if decision.action is RecoveryAction.KEEP:
+        return msgspec.structs.replace(generation, slowness=slowness)
+    if decision.action is RecoveryAction.FEWER_DEVICES:
+        # The generation goes on until the host's agent ends its worker.
+        slowness = _note_devices_out(slowness, decision.slow, decision.devices)
         return msgspec.structs.replace(generation, slowness=slowness)
     number = GenerationNumber(generation.number + 1)
     taken_out: HostName | None = None
@@ -106,6 +115,8 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
         refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
+        refusal_fewer_devices=_explain_refusal_fewer_devices(state, slowdown.host, len(rest)),
+        can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
     )
     choice = choose_for_slow_host(training, price_job(generation.history, places))
     before = generation.slowness.decision
@@ -115,11 +126,36 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     return RecoveryDecision(
         action=choice.action,
         number=generation.number,
-        reason=f"{_describe_cause(slowdown.host, report.slow_hosts)}: {choice.reason}",
+        reason=f"{_describe_cause(state, slowdown.host, report.slow_hosts)}: {choice.reason}",
         options=choice.options,
         next_failure_s=choice.next_failure_s,
         slow=slowdown.host,
+        devices=slowdown.devices if choice.action is RecoveryAction.FEWER_DEVICES else (),
     )
+
+
+def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> list[QuarantineDevice]:
+    """Return the devices that are taken out by a decision which is new in the record.
+
+    Args:
+        state: of the machine, before the record.
+        slowness: the record.
+    """
+    before, decision = state.generation.slowness, slowness.decision
+    if decision is None or decision == before.decision or not decision.devices:
+        return []
+    status = state.hosts.get(decision.slow)
+    uuids = status.gpu_uuids if status is not None else ()
+    return [
+        QuarantineDevice(
+            host=decision.slow,
+            device=device,
+            uuid=uuids[device] if device < len(uuids) else "",
+            reason=decision.reason,
+            num_before=before.count_device(decision.slow, device),
+        )
+        for device in decision.devices
+    ]
 
 
 def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
@@ -158,6 +194,13 @@ def _note_taken_out(
         out=(*(one for one in slowness.out if one != host), host)[-MAX_HOSTS:],
         taken_out_as=reports,
     )
+
+
+def _note_devices_out(slowness: SlownessRecord, host: HostName, devices: tuple[int, ...]) -> SlownessRecord:
+    """Return the record with devices that are taken out now."""
+    new = tuple(SlowDevice(host, one, slowness.count_device(host, one) + 1) for one in devices)
+    others = tuple(one for one in slowness.devices if one.host != host or one.device not in devices)
+    return msgspec.structs.replace(slowness, devices=(*others, *new)[-MAX_DEVICES:])
 
 
 def _get_report(state: MembershipState) -> WorkerReport:
@@ -220,6 +263,24 @@ def _explain_refusal_without(generation: Generation, num_left: int, min_hosts: i
     return ""
 
 
-def _describe_cause(slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
+def _explain_refusal_fewer_devices(state: MembershipState, slow: HostName, num_left: int) -> str:
+    """Return why a slow host's worker may not be started again on fewer devices; empty: it may."""
+    generation, status = state.generation, state.hosts.get(slow)
+    if status is None or generation.find_member(slow) is None:
+        return "it is no member"
+    if not status.num_devices:
+        return "its agent does not know how many devices it has"
+    # Its agent ends no worker with the last copy of the state: `may_replace`.
+    if generation.losses_left is not None and not (generation.losses_left and num_left):
+        return "the next loss may be that of the state"
+    return ""
+
+
+def _describe_cause(state: MembershipState, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
     found = next((one for one in slow_hosts if one.host == slow), None)
-    return f"{slow} is {found.describe()}" if found is not None else "hosts are as fast as their peers again"
+    if found is None:
+        return "hosts are as fast as their peers again"
+    status = state.hosts.get(slow)
+    # What the driver says of its GPUs, such as that one is too hot.
+    notes = status.gpus if status is not None else ()
+    return "; ".join((f"{slow} is {found.describe()}", *notes))

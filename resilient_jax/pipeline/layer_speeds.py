@@ -94,6 +94,8 @@ def estimate_pipeline_slowdown(
         host=slowest,
         replaced=full_s / price(speeds, left),
         without=full_s / price(speeds, left, slowest) if can_do_without else 0.0,
+        devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
+        why_all_devices="a stage of a pipeline computes on all devices of its host",
     )
 
 

@@ -168,7 +168,7 @@ def replan(
             f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a finite "
             "time > 0 and times >= 0"
         )
-    new = _search(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
+    new = search_again(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
     options = [
         _make_option(
             plan,
@@ -178,14 +178,14 @@ def replan(
             0.0 if _is_same_program(plan, new) or is_compiled(new) else compile_s,
         )
     ]
-    if not _is_same_program(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
+    if not _is_same_program(plan, new) and (kept := try_keep(plan, topology, min_replicas)) is not None:
         options.append(_make_option(plan, kept, horizon, 0.0, 0.0))
     # Whole hosts of other speeds get other quotas and layers in equal replicas, too.
     devices = {(host.devices, host.device_speeds) for host in topology.hosts}
     is_uneven = new.devices_spare > 0 or len(devices) > 1
     if is_uneven and (unequal := _try_unequal(plan, topology, horizon, search_s, compile_s, min_replicas)):
         options.append(unequal)
-    if (stayed := _try_stay(plan, topology, horizon, min_replicas)) is not None:
+    if (stayed := try_stay(plan, topology, horizon, min_replicas)) is not None:
         options.append(stayed)
     if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
         options.append(rerouted)
@@ -199,7 +199,12 @@ def replan(
     )
 
 
-def _search(plan: Plan, topology: Topology, constraints: PlanConstraints) -> Plan:
+def search_again(plan: Plan, topology: Topology, constraints: PlanConstraints) -> Plan:
+    """Return the fastest plan for what another plan computes, on a topology that has changed.
+
+    Raises:
+        PlanError: there is none under these constraints, or none that fits in memory.
+    """
     request = plan.request
     return search_plans(
         request.program_cost,
@@ -220,11 +225,12 @@ def _is_same_program(plan: Plan, other: Plan) -> bool:
     )
 
 
-def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
+def try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
+    """Return the fastest plan with the program of another one, with other replicas or quotas; None: there is none."""
     replica_axes = plan.layout.axes
     axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in replica_axes._fields}
     try:
-        kept = _search(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
+        kept = search_again(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
     except (NoFeasiblePlan, PlanError):
         return None
     return kept if _is_same_program(plan, kept) else None
@@ -337,7 +343,7 @@ def _make_immediate_option(
     )
 
 
-def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
+def try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
     """Return the option of changing nothing, if all hosts are there and some are slower now.
 
     All hosts wait for the slowest, at most: what a step takes besides computing does not become slower.

@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,9 @@ class FailPoint(enum.StrEnum):
     """A microbatch is about to be computed."""
     AFTER_MICROBATCH = "after_microbatch"
     """The microbatch's gradient was handed to the devices."""
+    ON_DEVICE = "on_device"
+    """A microbatch, or a measurement, was computed; the index is the number of a device that it ran on, on its host.
+    Only a slow device is ordered here. Not in a pipeline."""
     BEFORE_INPUT_GRADIENT = "before_input_gradient"
     """A stage of a pipeline is about to compute the gradient that the stage before waits for."""
     BEFORE_WEIGHT_GRADIENT = "before_weight_gradient"
@@ -114,6 +117,12 @@ class DelayAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     delay_s: float
 
 
+class SlowDeviceAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Have what is computed on a device take `factor` times as long, until the order is gone."""
+
+    factor: float
+
+
 class Corruption(enum.IntEnum):
     """What becomes of what was computed at a failpoint."""
 
@@ -138,7 +147,14 @@ class CorruptAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 FailPointAction = (
-    HoldAction | ExitAction | RaiseAction | HangAction | DelayAction | CorruptAction | FlipBitAction
+    HoldAction
+    | ExitAction
+    | RaiseAction
+    | HangAction
+    | DelayAction
+    | SlowDeviceAction
+    | CorruptAction
+    | FlipBitAction
 )
 
 
@@ -149,7 +165,8 @@ class InjectedFault(RuntimeError):
 class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What these hosts do when they hit this failpoint in this step.
 
-    A host carries out every action once, but `HoldAction`, `DelayAction` and a repeated `FlipBitAction`.
+    A host carries out every action once, but `HoldAction`, `DelayAction`, `SlowDeviceAction` and a repeated
+    `FlipBitAction`.
     """
 
     failpoint: FailPoint
@@ -163,7 +180,7 @@ class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     def is_repeated(self) -> bool:
         """Whether a host carries it out at every hit."""
         match self.action:
-            case HoldAction() | DelayAction():
+            case HoldAction() | DelayAction() | SlowDeviceAction():
                 return True
             case FlipBitAction(is_repeated=is_repeated):
                 return is_repeated
@@ -211,6 +228,15 @@ class FailPoints:
                 found = max(found, self._obey(order))
         return found
 
+    def find_slow_factor(self, devices: Collection[int]) -> float:
+        """Return how many times as long it takes to compute on these devices of the host: as on the slowest of them."""
+        factor = 1.0
+        for order in _read_orders(self._directory):
+            is_meant = any(order.matches(self._host, FailPoint.ON_DEVICE, ANY_STEP, one) for one in devices)
+            if is_meant and isinstance(order.action, SlowDeviceAction) and self._arrive(order, ANY_STEP):
+                factor = max(factor, order.action.factor)
+        return factor
+
     def _arrive(self, order: FailPointOrder, step: int) -> bool:
         """Mark that the host is here; return whether the order is still to be carried out."""
         mark = self._directory / f"at-{order.name}-{self._host}"
@@ -233,6 +259,8 @@ class FailPoints:
                 raise InjectedFault(text)
             case HangAction(duration_s=seconds) | DelayAction(delay_s=seconds):
                 time.sleep(seconds)
+            case SlowDeviceAction():
+                pass  # `find_slow_factor` says how slow, and who computes waits
             case CorruptAction():
                 return Corruption.NAN
             case FlipBitAction():

@@ -35,6 +35,8 @@ class RecoveryAction(enum.StrEnum):
     """Train on with all hosts, and what they have to do as it is. To `REPLACE` a slow host is another option."""
     TAKE_OUT = "take_out"
     """Train on without the slow host."""
+    FEWER_DEVICES = "fewer_devices"
+    """Train on without the slow devices of a host, which starts its worker again on its other ones."""
     REDIVIDE = "redivide"
     """Divide a pipeline's layers anew, by the speeds that hosts have now."""
 
@@ -74,6 +76,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         awaited: the hosts that are waited for.
         wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
+        devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
     """
 
     action: RecoveryAction
@@ -85,6 +88,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     awaited: tuple[HostName, ...] = ()
     wait_s: float = 0.0
     slow: HostName = HostName("")
+    devices: tuple[int, ...] = ()
 
 
 class TimedChange(enum.StrEnum):

@@ -17,16 +17,24 @@ class SlowHost(msgspec.Struct, frozen=True, kw_only=True):
         kind: what of it is slow: a value of `health.finding.FindingKind`.
         factor: how many times as long it takes as its peers.
         since_step: the first step of which that is true.
+        devices: the numbers of its devices that are slower than its other ones; (): it has no others, or all are alike.
     """
 
     host: HostName
     kind: str
     factor: float
     since_step: int
+    devices: tuple[int, ...] = ()
 
     def describe(self) -> str:
-        """Return a text such as "slow (compute): 2.1 times since step 83"."""
-        return f"slow ({self.kind}): {self.factor:.1f} times since step {self.since_step}"
+        """Return a text such as "slow (compute): 2.1 times since step 83, because of its device 2"."""
+        text = f"slow ({self.kind}): {self.factor:.1f} times since step {self.since_step}"
+        return f"{text}, because of its {name_devices(self.devices)}" if self.devices else text
+
+
+def name_devices(devices: tuple[int, ...]) -> str:
+    """Return a text such as "device 2", or "devices 0, 2"."""
+    return f"device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +49,10 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
         without: the speed without it; 0: the others cannot do without it.
         redivided: the speed with a pipeline's layers divided by `speeds`; 0: they are, or it is no pipeline.
         speeds: by which layers would be divided.
+        devices: of the slowest host, the numbers of those that would be left out because they are slower than its other
+            ones; (): none would.
+        fewer_devices: the speed without them; 0: the host cannot do without them.
+        why_all_devices: why none would be left out, or why the host cannot do without them.
     """
 
     generation: GenerationNumber
@@ -50,6 +62,23 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     without: float = 0.0
     redivided: float = 0.0
     speeds: HostSpeeds = ()
+    devices: tuple[int, ...] = ()
+    fewer_devices: float = 0.0
+    why_all_devices: str = ""
+
+
+class SlowDevice(msgspec.Struct, frozen=True):
+    """A device that was taken out because it was slow.
+
+    Attributes:
+        host: its host.
+        device: its number on that host, from 0.
+        count: how often it was.
+    """
+
+    host: HostName
+    device: int
+    count: int
 
 
 class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +91,7 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
         taken_out: how often hosts were taken out because they were slow, the last one last.
         out: the hosts that were taken out so, and were no members since, the last one last.
         taken_out_as: the hosts that were taken out last, each as it was reported then, the last one last.
+        devices: those that were taken out because they were slow, the last one last. Their hosts stay members.
     """
 
     decision: RecoveryDecision | None = None
@@ -70,7 +100,12 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
     taken_out: tuple[HostFailures, ...] = ()
     out: tuple[HostName, ...] = ()
     taken_out_as: tuple[SlowHost, ...] = ()
+    devices: tuple[SlowDevice, ...] = ()
 
     def count_taken_out(self, host: HostName) -> int:
         """Return how often a host was taken out because it was slow."""
         return next((one.count for one in self.taken_out if one.host == host), 0)
+
+    def count_device(self, host: HostName, device: int) -> int:
+        """Return how often a device was taken out because it was slow."""
+        return next((one.count for one in self.devices if (one.host, one.device) == (host, device)), 0)

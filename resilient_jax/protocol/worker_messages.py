@@ -230,6 +230,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         digest_log: the file for digests of steps; "" for none.
         digest_interval_steps: steps between two that are recorded there.
         audit_share: of microbatches, which two hosts compute.
+        devices: the numbers, on the host, of the devices that the worker sees, in their order; (): all, or not known.
+        devices_after_loss: what hosts do with the devices that are left when others are taken out; see `JobConfig`.
     """
 
     job: str
@@ -251,6 +253,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     digest_log: str = ""
     digest_interval_steps: int = 0
     audit_share: float = 0.0
+    devices: tuple[int, ...] = ()
+    devices_after_loss: Literal["even", "all", "host"] = "even"
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

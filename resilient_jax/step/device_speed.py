@@ -1,15 +1,18 @@
 """Measures what a host takes for a matrix product, a pass over memory, and a read of its input files."""
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from resilient_jax.data.input_disk import measure_input_disk
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.step.device_throttle import DeviceThrottle
 
 MEASURE_S: Final = 0.1
 """Of each of the two, shared by a host's devices. One device gets the usual period of a quota of processor time."""
@@ -17,6 +20,10 @@ CPU_SIZES: Final = (512, 2048)
 ACCELERATOR_SIZES: Final = (4096, 6144)
 """Rows and columns of the matrices of the product, and of the one that is passed over. With its result that takes 32
 MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure how fast programs are started."""
+MIN_ROUNDS: Final = 5
+"""In which each device has its turn, however long that takes: most may meet a busy moment."""
+MAX_DEVICES: Final = 64
+"""Of a host, whose speeds hosts tell each other: more than any has."""
 
 
 class DeviceSeconds(NamedTuple):
@@ -26,25 +33,58 @@ class DeviceSeconds(NamedTuple):
         compute_s: seconds of a matrix product.
         memory_s: seconds of a pass over memory.
         disk_s: seconds of a read of its input files; 0: none is on a disk.
+        compute_speeds: of each device, by its number on the host, as a part of that of the host's fastest one, in a
+            matrix product; 0: the worker does not use it.
+        memory_speeds: the same in a pass over memory.
     """
 
     compute_s: float
     memory_s: float
     disk_s: float = 0.0
+    compute_speeds: tuple[float, ...] = ()
+    memory_speeds: tuple[float, ...] = ()
+
+    def encode(self) -> list[float]:
+        """Return the seconds, and the speeds of `MAX_DEVICES` devices: as many numbers on each host."""
+        speeds = (
+            found
+            for known in (self.compute_speeds, self.memory_speeds)
+            for found in [*known, *[0.0] * MAX_DEVICES][:MAX_DEVICES]
+        )
+        return [self.compute_s, self.memory_s, self.disk_s, *speeds]
+
+    @classmethod
+    def decode(cls, row: Sequence[float]) -> "DeviceSeconds":
+        """Return what `encode` was given, without zeros behind the last speeds."""
+        compute_s, memory_s, disk_s, *speeds = row
+        compute, memory = (
+            tuple(np.trim_zeros(np.array(found), "b").tolist())
+            for found in (speeds[:MAX_DEVICES], speeds[MAX_DEVICES:])
+        )
+        return cls(compute_s, memory_s, disk_s, compute, memory)
 
 
 UNKNOWN_SECONDS: Final = DeviceSeconds(0.0, 0.0)
 
 
 class DeviceSpeed:
-    """Measures the devices of this host, one after the other; the slowest one counts.
+    """Measures the devices of this host, one after the other.
 
     Args:
         list_devices: gives the devices; called when they are first measured.
+        numbers: of these devices on the host; (): they are all that it has.
+        throttle: makes devices slow that a chaos campaign has slowed down.
     """
 
-    def __init__(self, list_devices: Callable[[], Sequence[Device]]) -> None:
+    def __init__(
+        self,
+        list_devices: Callable[[], Sequence[Device]],
+        numbers: Sequence[int] = (),
+        throttle: DeviceThrottle | None = None,
+    ) -> None:
         self._list_devices = list_devices
+        self._numbers = tuple(numbers)
+        self._throttle = throttle
         # Programs of their own: they refer to the devices, and go with this object.
         self._multiply = jax.jit(lambda matrix: matrix @ matrix)
         self._pass_over = jax.jit(lambda matrix: matrix + 1)
@@ -57,20 +97,41 @@ class DeviceSpeed:
         """Return what all take now; this takes twice `MEASURE_S`, the first time with compilation, and the reads."""
         is_cpu = self._devices[0].platform == "cpu"
         sizes = CPU_SIZES if is_cpu else ACCELERATOR_SIZES
+        product, a_pass = self._time(self._multiply, sizes[0]), self._time(self._pass_over, sizes[1])
         return DeviceSeconds(
-            max(self._time(self._multiply, sizes[0], device) for device in self._devices),
-            max(self._time(self._pass_over, sizes[1], device) for device in self._devices),
+            max(map(statistics.mean, product)),
+            max(map(statistics.mean, a_pass)),
             measure_input_disk(),
+            self._compare(product),
+            self._compare(a_pass),
         )
 
-    def _time(self, program: Callable[[jax.Array], jax.Array], size: int, device: Device) -> float:
-        """Return the mean seconds of a program on a square matrix of a size."""
-        matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
-        program(matrix).block_until_ready()  # compiles it
+    def _compare(self, seconds: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Return the speed of each device, by its number, as a part of that of the fastest one."""
+        # In the best round: nothing that runs beside it makes a device faster, and a slow one is slow in all of them.
+        best = list(map(min, seconds))
+        numbers = self._numbers or range(len(best))
+        speeds = [0.0] * (1 + max(numbers))
+        for number, best_s in zip(numbers, best, strict=True):
+            speeds[number] = min(best) / best_s
+        return tuple(speeds)
+
+    def _time(self, program: Callable[[jax.Array], jax.Array], size: int) -> list[list[float]]:
+        """Return the seconds that a program on a square matrix of a size takes in each round, by device.
+
+        Devices take turns: what else runs on the machine at a moment must not be taken for one of them being slow.
+        """
+        matrices = [jax.device_put(jnp.ones((size, size), jnp.float32), device) for device in self._devices]
+        for matrix in matrices:
+            program(matrix).block_until_ready()  # compiles it
         began_s = time.monotonic()
-        limit_s = MEASURE_S / len(self._devices)
-        num_rounds = 0
-        while (taken_s := time.monotonic() - began_s) < limit_s or not num_rounds:
-            program(matrix).block_until_ready()
-            num_rounds += 1
-        return taken_s / num_rounds
+        seconds: list[list[float]] = [[] for _ in matrices]
+        while time.monotonic() - began_s < MEASURE_S or len(seconds[-1]) < MIN_ROUNDS:
+            for device, matrix, of_device in zip(self._devices, matrices, seconds, strict=True):
+                round_s = time.monotonic()
+                self._run(functools.partial(program, matrix), device).block_until_ready()
+                of_device.append(time.monotonic() - round_s)
+        return seconds
+
+    def _run(self, program: Callable[[], jax.Array], device: Device) -> jax.Array:
+        return program() if self._throttle is None else self._throttle.run(program, [device])

@@ -47,6 +47,7 @@ from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.claims import Claims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
+from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
@@ -121,6 +122,7 @@ class Reducer:
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
         lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
         watch: see above; for steps that are not made here, too.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Reducer:
         auditor: Auditor | None = None,
         watch: SlowHostWatch | None = None,
     ) -> None:
+        self.throttle: DeviceThrottle | None = None
         self._max_microbatches = max_microbatches
         self._auditor = auditor
         self.watch = watch
@@ -262,7 +265,8 @@ class Reducer:
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
         audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._collectives)
-        accumulator = MicrobatchAccumulator(compute_fn, spec, data, self._hooks, self._turns, audits)
+        compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
+        accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
         self._compute(accumulator, contributions, replicas, assignment, agree)
         if audits:
             self._audit(audits, accumulator, spec, assignment, replicas)

@@ -169,9 +169,9 @@ class SlowHostWatch:
             case Measurement.NOTHING:
                 pass
             case Measurement.DEVICES:
-                found = _exchange_floats(self._try_measure(), hosts)
+                found = _exchange_floats(self._try_measure().encode(), hosts)
                 if self._judge is not None:
-                    self._judge.conclude(spec, [DeviceSeconds(*row) for row in found])
+                    self._judge.conclude(spec, [DeviceSeconds.decode(row) for row in found])
             case Measurement.LINKS:
                 assert prepare_links is not None, "links are suspected because of reductions only"
                 rounds = pair_hosts(hosts.num_hosts)

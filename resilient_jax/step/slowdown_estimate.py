@@ -10,10 +10,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
+
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import StepTiming
+from resilient_jax.step.device_choice import choose_devices_to_leave_out
 from resilient_jax.step.quotas import apportion_microbatches
 
 CAUSED_BY_HOST: Final = frozenset(
@@ -30,6 +34,7 @@ def estimate_slowdown(
     num_microbatches: int,
     *,
     is_balanced: bool,
+    after_loss: DevicesAfterLoss = "even",
 ) -> Slowdown | None:
     """Return what slow hosts cost; None: no host's own fault is known, or no sound host has told what its steps take.
 
@@ -40,6 +45,7 @@ def estimate_slowdown(
         timings: of the last steps, by host.
         num_microbatches: of a step.
         is_balanced: whether they are shared by speed.
+        after_loss: what a host does with the devices that are left when others are taken out.
     """
     slow = {HostName(finding.host): finding for finding in findings}
     candidates = [host for host in hosts if host in slow and slow[host].kind in CAUSED_BY_HOST]
@@ -55,15 +61,24 @@ def estimate_slowdown(
     ]
     reduction_s = statistics.median(waits) if waits else 0.0
 
-    def predict_s(present: Sequence[HostName], still_slow: Mapping[HostName, Finding]) -> float:
-        """Return the seconds of a step of these hosts, some of which are slow."""
+    def predict_s(
+        present: Sequence[HostName],
+        still_slow: Mapping[HostName, Finding],
+        shares: Mapping[HostName, float] | None = None,
+    ) -> float:
+        """Return the seconds of a step of these hosts; some are slow, or have a share of the usual speed."""
         seconds = [
             max(measured[host] or usual_s * still_slow[host].factor, usual_s)
             if host in still_slow and still_slow[host].kind is not FindingKind.LINK
-            else usual_s
+            else usual_s / (shares or {}).get(host, 1.0)
             for host in present
         ]
-        return _find_finish_s(num_microbatches, seconds, is_balanced=is_balanced) + _find_reduction_s(
+        # Not by speed they are shared by the number of devices.
+        speeds = [
+            1 / one if is_balanced else (shares or {}).get(host, 1.0)
+            for host, one in zip(present, seconds, strict=True)
+        ]
+        return _find_finish_s(num_microbatches, seconds, speeds) + _find_reduction_s(
             reduction_s, slow, still_slow
         )
 
@@ -75,13 +90,27 @@ def estimate_slowdown(
     slowest = min(candidates, key=lambda host: replaced_s[host])
     others = [host for host in hosts if host != slowest]
     left = {name: finding for name, finding in slow.items() if name != slowest}
-    return Slowdown(
+    slowdown = Slowdown(
         generation=generation,
         host=slowest,
         kept=full_s / kept_s,
         replaced=full_s / replaced_s[slowest],
         without=full_s / predict_s(others, left) if others else 0.0,
     )
+    found = slow[slowest]
+    choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
+    if choice is None:
+        why = _explain_all_devices(found, after_loss)
+        return msgspec.structs.replace(slowdown, devices=found.slow_devices, why_all_devices=why)
+    fewer_s = predict_s(hosts, left, {slowest: choice.speed})
+    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=full_s / fewer_s)
+
+
+def _explain_all_devices(finding: Finding, after_loss: DevicesAfterLoss) -> str:
+    """Return why a slow host keeps all of its devices, where none can be left out."""
+    if not finding.slow_devices:
+        return "no device of it is known to be slower than its other ones"
+    return f'devices_after_loss = "{after_loss}": it cannot do without a device'
 
 
 def _find_microbatch_s(told: Sequence[StepTiming]) -> float:
@@ -90,9 +119,8 @@ def _find_microbatch_s(told: Sequence[StepTiming]) -> float:
     return statistics.median(work.seconds / work.microbatches for work in works) if works else 0.0
 
 
-def _find_finish_s(num_microbatches: int, seconds: Sequence[float], *, is_balanced: bool) -> float:
-    """Return when the last host is done, from the seconds that a microbatch takes on each."""
-    speeds = [1 / one if is_balanced else 1.0 for one in seconds]
+def _find_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
+    """Return when the last host is done, from the seconds of a microbatch on each, and by what they are shared."""
     shares = apportion_microbatches(num_microbatches, speeds)
     return max(share * one for share, one in zip(shares, seconds, strict=True))
 

@@ -10,8 +10,10 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
+from resilient_jax.protocol.worker_messages import FormWorld
 
 AxisSizes = str | Sequence[str] | Mapping[str, int]
 """One axis name; several, of which the first takes all devices; or names with sizes, of which one may be -1."""
@@ -80,3 +82,26 @@ def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:
 def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     return {name: -1 if position == 0 else 1 for position, name in enumerate(names)}
+
+
+def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
+    """Return what the script may know of the generation that a worker is ordered to form.
+
+    Args:
+        order: of the agent.
+        events: that the worker has recorded.
+    """
+    generation: Generation = order.generation
+    member = generation.find_member(order.host)
+    assert member is not None, "an agent orders only members to form a world"
+    return GenerationInfo(
+        number=generation.number,
+        hosts=tuple(m.host for m in generation.members),
+        process_index=ProcessIndex(generation.members.index(member)),
+        change=str(generation.change),
+        reason=generation.reason,
+        trusted_step=generation.trusted_step,
+        state_loss=generation.state_loss,
+        layer_speeds=generation.slowness.speeds,
+        events=events,
+    )

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.clock import Clock
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import (
     UNCONFIRMED_LIMIT,
@@ -22,6 +23,7 @@ from resilient_jax.health.confirmation import (
     confirm_finding,
     confirm_link,
     is_confirmed_still,
+    name_slow_devices,
 )
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs
@@ -116,6 +118,7 @@ class HostHealth:
         clock: tells how long measuring takes.
         known: hosts that get fewer layers of a pipeline because another first host has found them slow: they are, until
             a measurement of their devices says something else.
+        after_loss: what hosts do with the devices that are left when others are taken out.
     """
 
     def __init__(
@@ -127,7 +130,9 @@ class HostHealth:
         clock: Clock,
         *,
         known: HostSpeeds = (),
+        after_loss: DevicesAfterLoss = "even",
     ) -> None:
+        self._after_loss: DevicesAfterLoss = after_loss
         self._hosts = tuple(hosts)
         self._record_event = record_event
         self._report_slow_hosts = report
@@ -214,13 +219,20 @@ class HostHealth:
             self._note_measurement(spec)
             if UNKNOWN_SECONDS in measured:
                 return
-            seconds = tuple(zip(*measured, strict=True))
+            seconds = tuple(
+                zip(*((one.compute_s, one.memory_s, one.disk_s) for one in measured), strict=True)
+            )
             for finding in self._list_suspicions(spec.name):
                 if finding.host not in self._hosts:
                     continue
-                ratios = compare_devices(self._hosts.index(finding.host), *seconds)
+                place = self._hosts.index(finding.host)
+                ratios = compare_devices(place, *seconds)
                 num_unconfirmed = self._record.unconfirmed.get(finding, 0)
-                self._settle(spec, finding, confirm_finding(finding, ratios, num_unconfirmed))
+                confirmed = confirm_finding(finding, ratios, num_unconfirmed)
+                if confirmed is not None:
+                    speeds = measured[place].compute_speeds, measured[place].memory_speeds
+                    confirmed = name_slow_devices(confirmed, *speeds)
+                self._settle(spec, finding, confirmed)
             for finding in tuple(self._record.carried):
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 if not is_confirmed_still(finding, ratios):
@@ -317,6 +329,7 @@ class HostHealth:
                         timings,
                         spec.num_microbatches,
                         is_balanced=spec.balance_by_speed,
+                        after_loss=self._after_loss,
                     )
                     self._slowdown.add(found)
                 self._report()
@@ -363,6 +376,7 @@ class HostHealth:
                 kind=str(finding.kind),
                 factor=round(finding.factor, 3),
                 since_step=finding.since_step,
+                devices=finding.slow_devices,
             )
             for finding in self._record.reported.values()
         )

@@ -12,7 +12,7 @@ LASTING_EXCHANGES: Final = 3
 as lasting: some 40 steps."""
 REPORTED_CHANGE: Final = 0.1
 """What slow hosts cost is reported again when it has changed by this part. Each report is a write to the store."""
-SPEED_FIELDS: Final = ("kept", "replaced", "without", "redivided")
+SPEED_FIELDS: Final = ("kept", "replaced", "without", "redivided", "fewer_devices")
 """Of a `Slowdown`."""
 
 
@@ -35,7 +35,7 @@ class LastingSlowdown:
     def add(self, found: Slowdown | None) -> None:
         """Note an estimate; None: nothing is slow."""
         last = self._estimates[-1] if self._estimates else None
-        if found is None or last is None or (last.host, last.speeds) != (found.host, found.speeds):
+        if found is None or last is None or _get_subject(last) != _get_subject(found):
             self.clear()
         if found is None:
             return
@@ -50,6 +50,11 @@ class LastingSlowdown:
         usual = msgspec.structs.replace(found, **medians)
         if self.reported is None or _has_changed(self.reported, usual):
             self.reported = usual
+
+
+def _get_subject(found: Slowdown) -> tuple[object, ...]:
+    """Return what an estimate is about: a host, its devices, a division of layers."""
+    return found.host, found.devices, found.speeds
 
 
 def _has_changed(before: Slowdown, after: Slowdown) -> bool:

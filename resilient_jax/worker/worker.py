@@ -20,13 +20,12 @@ from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeComp
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.errors import CallerError, PeerError, SnapshotLost
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
-from resilient_jax.protocol.records import Generation, SeatId, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerFailureKind, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -44,6 +43,7 @@ from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step import reduction
 from resilient_jax.step.auditor import Auditor
 from resilient_jax.step.device_speed import DeviceSpeed
+from resilient_jax.step.device_throttle import make_throttle
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.telemetry.worker_activity import worker_activity
@@ -56,7 +56,7 @@ from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.digest_log import DigestObserver, open_digest_log
 from resilient_jax.worker.freed_memory import release_freed_memory
-from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.generation_info import describe_generation
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.host_health import HostHealth, continue_record
@@ -388,7 +388,7 @@ class Worker:
         )
 
     def _make_world(self, order: FormWorld) -> tuple[World, Reducer]:
-        info = _describe_generation(order, tuple(self._events))
+        info = describe_generation(order, tuple(self._events))
         observers: list[Observer] = [
             ReductionPrecompiler(self._compiler),
             _FirstCommitObserver(self._monitor, self._server),
@@ -414,7 +414,10 @@ class Worker:
                 self._committed.health,
                 SystemClock(),
                 known=info.layer_speeds,
+                after_loss=self._settings.devices_after_loss,
             )
+        numbers = self._settings.devices
+        throttle = make_throttle(self._failpoints, jax.local_devices, numbers)
         session = Session(
             self._committed,
             self._agent,
@@ -430,8 +433,9 @@ class Worker:
             session,
             measured_speeds=self._committed.measured_speeds,
             auditor=None if audits is None else Auditor(share, audits),
-            watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices).measure),
+            watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices, numbers, throttle).measure),
         )
+        reducer.throttle = throttle
         world = World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
         return world, reducer
 
@@ -464,23 +468,6 @@ def drop_programs(compiler: AheadOfTimeCompiler) -> bool:
     is_idle = compiler.wait_until_idle(LEAVE_TIMEOUT_S)
     reduction.clear_caches()  # not sooner: the compiler's thread would fill them again
     return is_idle
-
-
-def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
-    generation: Generation = order.generation
-    member = generation.find_member(order.host)
-    assert member is not None, "an agent orders only members to form a world"
-    return GenerationInfo(
-        number=generation.number,
-        hosts=tuple(m.host for m in generation.members),
-        process_index=ProcessIndex(generation.members.index(member)),
-        change=str(generation.change),
-        reason=generation.reason,
-        trusted_step=generation.trusted_step,
-        state_loss=generation.state_loss,
-        layer_speeds=generation.slowness.speeds,
-        events=events,
-    )
 
 
 def _format_from_script(error: Exception) -> str:

@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 from agents import wait_until
 from pipelined_job import PipelinedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, act_on_slow_hosts
+from tiny_job import (
+    CONFIG_WITHOUT_STANDBYS,
+    EACH_DEVICE,
+    ONE_DEVICE,
+    RECOVERY_S,
+    TinyJob,
+    act_on_slow_hosts,
+    is_training,
+)
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder, SlowDeviceAction
 from resilient_jax.protocol.recovery_records import RecoveryAction
 
 SLOW_SHARE = 0.2
@@ -22,12 +31,22 @@ ROWS = 4096
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW, SPARE = "host-1", "host-3"
+DEVICE_FACTOR, QUARANTINE_S = 25.0, 40
+"""How slow a device is, and how long its host does without it."""
 
 CONFIG = act_on_slow_hosts(CONFIG_WITHOUT_STANDBYS)
 
 
 def is_decision(action: RecoveryAction, event: Event) -> bool:
     return event.kind is EventKind.RECOVERY_DECIDED and event.detail["action"] == action
+
+
+def has_devices(event: Event, devices: str) -> bool:
+    return event.kind is EventKind.DEVICES_CHANGED and event.detail["devices"] == devices
+
+
+def trains_on_all(report: JobReport) -> bool:
+    return all(not status.devices for status in report.hosts)
 
 
 def list_members(report: JobReport) -> list[str]:
@@ -58,6 +77,40 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         quarantined = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_QUARANTINED]
         assert [e.detail["quarantined"] for e in quarantined] == [SLOW]
         tiny.finish()
+
+
+@pytest.mark.timeout(240)
+def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_path: Path) -> None:
+    # Not of two: XLA compiles other programs for a process with a single device.
+    options = ("--devices-per-host", "3")
+    config = f'{CONFIG}devices_after_loss = "all"\nquarantine_s = {QUARANTINE_S}\n'
+    words = [EACH_DEVICE, "pace=0", f"rows={ROWS}"]
+    with TinyJob(tmp_path, 2, config, options=options, words=words) as tiny:
+        before = tiny.wait_training(2)
+        assert before.generation is not None
+        wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
+        slow = FailPointOrder(
+            failpoint=FailPoint.ON_DEVICE,
+            step=ANY_STEP,
+            hosts=(SLOW,),
+            index=1,
+            action=SlowDeviceAction(factor=DEVICE_FACTOR),
+        )
+        tiny.job.failpoints.set_order(slow)
+        decided = tiny.job.wait_event(
+            "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), RECOVERY_S
+        )
+        assert f"{SLOW} is slow (" in str(decided.detail["reason"])
+        assert "because of its device 1" in str(decided.detail["reason"])
+        tiny.job.wait_event("a worker without it", lambda e: has_devices(e, "0, 2"), RECOVERY_S)
+        tiny.wait_training(2, before.generation.number)
+        tiny.job.failpoints.release()
+        tiny.job.wait_event("a worker with all", lambda e: has_devices(e, "0, 1, 2"), RECOVERY_S)
+        tiny.wait_report("all devices", lambda r: trains_on_all(r) and is_training(r, 2))
+        tiny.finish()
+        kinds = [event.kind for event in tiny.job.read_events()]
+        assert EventKind.HOST_QUARANTINED not in kinds, "the host stays a member"
+        assert kinds.count(EventKind.DEVICE_QUARANTINED) == 1
 
 
 @pytest.mark.timeout(400)

@@ -62,7 +62,8 @@ EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
     """Draw an incident that is valid for a job of two or more hosts in namespaces, with this store."""
     kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
-    place = draw(st.sampled_from(list(FailPoint))) if kind == "inner" or draw(st.booleans()) else None
+    places = [one for one in FailPoint if one is not FailPoint.ON_DEVICE]
+    place = draw(st.sampled_from(places)) if kind == "inner" or draw(st.booleans()) else None
     match kind:
         case "link":
             part, fault = TargetPart.LINK, draw(LINKS)
@@ -70,6 +71,11 @@ def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
             part, fault = TargetPart.WORKER, draw(INNER)
             if isinstance(fault, faults.SlowInput):
                 place = FailPoint.BEFORE_INPUT
+            elif draw(st.booleans()):
+                fault = draw(
+                    st.builds(faults.SlowDevice, device=st.just(0), factor=st.just(2.0), duration_s=SECONDS)
+                )
+                place = FailPoint.ON_DEVICE
         case "sent":
             part, fault, place = TargetPart.SNAPSHOTS, faults.BitFlip(region="message"), FailPoint.BEFORE_SEND
         case _:

@@ -6,7 +6,7 @@ import msgspec
 from checked_membership import CheckedMachine
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
-from resilient_jax.membership.commands import PublishGeneration, QuarantineHost
+from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, owes_answer
 from resilient_jax.membership.job_history import add_time
@@ -41,6 +41,7 @@ class Job:
         self.now_s = 0.0
         self.published: list[Generation] = []
         self.quarantined: list[HostName] = []
+        self.quarantined_devices: list[QuarantineDevice] = []
         self.taken_out_before: list[int] = []
         """By quarantine, how often the host was taken out before as a slow one."""
         self.asked: list[StartCoordinationService] = []
@@ -79,6 +80,8 @@ class Job:
                 case QuarantineHost(host, _, num_before):
                     self.quarantined.append(host)
                     self.taken_out_before.append(num_before)
+                case QuarantineDevice():
+                    self.quarantined_devices.append(command)
                 case StartCoordinationService():
                     self.asked.append(command)
         if self.do_agents_answer:

@@ -59,7 +59,7 @@ from resilient_jax.ids import (
     LeaseId,
     Revision,
 )
-from resilient_jax.membership.commands import PublishGeneration, QuarantineHost
+from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import owes_answer
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
@@ -577,6 +577,8 @@ class Cluster:
             without=0.8 * (worker.step % 2),
             redivided=0.7 * (worker.step % 3 == 0),
             speeds=((slow, 0.5),),
+            devices=(1,),
+            fewer_devices=0.9 * (worker.step % 5 == 0),
         )
         worker.apply(worker_protocol.report_slow_hosts(worker.protocol, ((found,), slowdown)))
 
@@ -804,6 +806,8 @@ class Cluster:
                     term.pending.append(generation)
                 case QuarantineHost(suspect, _):
                     self.quarantined.add(suspect)
+                case QuarantineDevice():
+                    pass  # its agent ends the worker some time later, as workers may end at any
                 case StartCoordinationService():
                     self.prepare(host, command)
 

@@ -90,6 +90,8 @@ def report_slow(number: GenerationNumber, chance: random.Random) -> dict:
         without=chance.choice((0.0, 0.8)),
         redivided=chance.choice((0.0, 0.7)),
         speeds=chance.choice(((), ((slowest, 0.5),))),
+        devices=chance.choice(((), (1,))),
+        fewer_devices=chance.choice((0.0, 0.9)),
     )
     return chance.choice(
         ({"slow_hosts": (slow,), "slowdown": slowdown}, {"slow_hosts": (slow,)}, {"slowdown": None})

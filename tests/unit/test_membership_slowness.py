@@ -9,6 +9,7 @@ import pytest
 from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.commands import QuarantineDevice
 from resilient_jax.membership.machine import HostChanged, QuarantineChanged
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
@@ -95,6 +96,7 @@ def test_every_option_is_recorded_with_its_score_and_the_reason_against_it():
         RecoveryAction.KEEP: "",
         RecoveryAction.REPLACE: "no spare is ready",
         RecoveryAction.TAKE_OUT: "the speed rises by less than 5%",
+        RecoveryAction.FEWER_DEVICES: "no device of it is known to be slower than its other ones",
         RecoveryAction.REDIVIDE: "no other division of layers is faster",
     }
     assert decided(job).action is RecoveryAction.KEEP
@@ -429,7 +431,87 @@ def test_a_change_that_costs_more_than_it_saves_until_the_next_failure_is_left()
     assert decided(job).action is RecoveryAction.KEEP
 
 
-ACTIONS = (RecoveryAction.KEEP, RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT, RecoveryAction.REDIVIDE)
+def narrow(job: Job, **changes) -> None:
+    """Have the first worker report that device 3 of c is slow, and what the job would be without it."""
+    job.change("c", num_devices=4)
+    speeds = {"kept": 0.6, "replaced": 1.0, "without": 0.7, "devices": (3,), "fewer_devices": 0.9}
+    tell(job, "c", **{**speeds, **changes})
+
+
+def test_a_host_goes_on_without_its_slow_device_and_stays_a_member():
+    job = training("a", "b", "c", spare_seats=4)
+    job.change("c", gpu_uuids=("GPU-0", "GPU-1", "GPU-2", "GPU-3"), gpus=("GPU 3: too hot",))
+    narrow(job)
+    decision = decided(job)
+    assert (decision.action, decision.slow, decision.devices) == (RecoveryAction.FEWER_DEVICES, "c", (3,))
+    assert "c is slow (compute): 3.0 times since step 40; GPU 3: too hot: the job goes on" in decision.reason
+    assert job.phase is GenerationPhase.ACTIVE, "until its agent ends the worker"
+    assert job.quarantined == []
+    assert job.quarantined_devices == [
+        QuarantineDevice(host=C, device=3, uuid="GPU-3", reason=decision.reason, num_before=0)
+    ]
+    narrow(job)
+    job.wait(100.0)
+    change_leader(job)
+    narrow(job)
+    assert len(job.quarantined_devices) == 1, "it is decided once"
+    assert job.generation.slowness.count_device(C, 3) == 1
+
+
+def test_a_device_that_is_slow_again_is_out_for_longer_and_its_restart_is_no_failure():
+    job = training("a", "b", "c", spare_seats=4)
+    narrow(job)
+    failures = job.generation.history.failures
+    job.restart("c")
+    job.acknowledge("a", "b", step=20)
+    job.form()
+    job.train(21)
+    assert job.members == ["a", "b"]
+    assert job.generation.history.failures == failures, "it was planned"
+    job.take_seat("c")
+    go_on(job, 30)
+    assert job.members == ["a", "b", "c"]
+    narrow(job)
+    assert [one.num_before for one in job.quarantined_devices] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "why_not"),
+    [
+        ({"devices": ()}, {}, "no device of it is known to be slower than its other ones"),
+        ({"fewer_devices": 0.0}, {}, "it cannot do without a device"),
+        ({"fewer_devices": 0.0, "why_all_devices": "a stage"}, {}, "a stage"),
+        ({"fewer_devices": 0.62}, {}, "the speed rises by less than 5%"),
+        ({}, {"num_devices": 0}, "its agent does not know how many devices it has"),
+    ],
+)
+def test_why_a_slow_host_keeps_all_devices_is_said(changes, status, why_not):
+    job = training("a", "b", "c", spare_seats=4)
+    for one in "abc":
+        job.change(one, **{"num_devices": 4, **status})
+    speeds = {"kept": 0.6, "replaced": 1.0, "without": 0.5, "devices": (3,), "fewer_devices": 0.9}
+    tell(job, "c", **{**speeds, **changes})
+    options = {option.action: option.why_not for option in decided(job).options}
+    assert options[RecoveryAction.FEWER_DEVICES] == why_not
+    assert (decided(job).action, job.quarantined_devices) == (RecoveryAction.KEEP, [])
+
+
+def test_a_host_with_the_last_copy_of_the_state_keeps_its_slow_devices():
+    job = training("a", "c", spare_seats=4)
+    job.report("a", holds_state=False)
+    job.change("c", num_devices=4)
+    narrow(job, without=0.0)
+    options = {option.action: option.why_not for option in decided(job).options}
+    assert options[RecoveryAction.FEWER_DEVICES] == "the next loss may be that of the state"
+
+
+ACTIONS = (
+    RecoveryAction.KEEP,
+    RecoveryAction.REPLACE,
+    RecoveryAction.TAKE_OUT,
+    RecoveryAction.FEWER_DEVICES,
+    RecoveryAction.REDIVIDE,
+)
 
 
 def play(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
@@ -438,15 +520,21 @@ def play(action: RecoveryAction, training: SlowTraining, prices: Prices) -> floa
         RecoveryAction.KEEP: None,
         RecoveryAction.REPLACE: TimedChange.GROW,
         RecoveryAction.TAKE_OUT: TimedChange.SHRINK,
+        RecoveryAction.FEWER_DEVICES: TimedChange.SHRINK,
         RecoveryAction.REDIVIDE: TimedChange.REDIVIDE,
     }
     down = training.slowdown
-    speeds = (down.kept, down.replaced, down.without, down.redivided)
+    speeds = (down.kept, down.replaced, down.without, down.fewer_devices, down.redivided)
     speed = speeds[ACTIONS.index(action)]
     change = pauses[action]
     pause_s = prices.seconds[change] if change is not None else 0.0
     trains_s = max(prices.next_failure_s - pause_s, 0.0)
-    return trains_s * speed * training.training
+    if action is not RecoveryAction.FEWER_DEVICES:
+        return trains_s * speed * training.training
+    # The others train until the worker is back, and then all wait until it has joined.
+    meanwhile_s = min(trains_s, max(prices.seconds[TimedChange.RETURN] - pause_s, 0.0))
+    rest_s = max(trains_s - meanwhile_s - prices.seconds[TimedChange.GROW], 0.0)
+    return (meanwhile_s * down.without + rest_s * speed) * training.training
 
 
 def list_possible(training: SlowTraining) -> list[RecoveryAction]:
@@ -457,6 +545,8 @@ def list_possible(training: SlowTraining) -> list[RecoveryAction]:
         found.append(RecoveryAction.REPLACE)
     if not training.has_spare and down.without and down.without >= enough:
         found.append(RecoveryAction.TAKE_OUT)
+    if down.devices and down.fewer_devices and down.fewer_devices >= enough:
+        found.append(RecoveryAction.FEWER_DEVICES)
     if down.redivided and down.redivided >= enough:
         found.append(RecoveryAction.REDIVIDE)
     return found
@@ -477,6 +567,8 @@ def test_the_choice_is_the_best_of_all_possible_ones_but_for_the_hysteresis():
                 replaced=1.0,
                 without=chance.choice((0.0, 0.75, chance.uniform(0.2, 0.8))),
                 redivided=chance.choice((0.0, chance.uniform(0.2, 1.0))),
+                devices=chance.choice(((), (1,))),
+                fewer_devices=chance.choice((0.0, chance.uniform(0.2, 1.0))),
             ),
         )
         prices = Prices(

@@ -135,6 +135,43 @@ def test_a_loss_after_which_no_plan_fits_has_the_reason(run):
     assert "stop" in table
 
 
+def test_what_the_leader_would_do_about_a_slow_host_or_device_is_printed(run):
+    code, shown, _ = run(*DECIDED)
+    assert code == ExitCode.DONE
+    assert "a host or a device slow: the speed after each action" in shown
+    for slow in ("a host at 0.5: host-7", "a device at 0.25: host-7/7"):
+        assert slow in shown
+
+
+def test_each_slow_host_has_its_options_as_json_the_choice_first(run):
+    code, shown, _ = run(*DECIDED, "--json")
+    found = json.loads(shown)["slow"]
+    assert code == ExitCode.DONE
+    assert [(one["slow"], one["speed"]) for one in found] == [
+        (name, speed) for name in ("host-7", "host-7/7") for speed in (0.8, 0.5, 0.25)
+    ]
+    assert [one["num_alike"] for one in found] == [8] * 3 + [64] * 3
+    for one in found:
+        options = {option["action"]: option for option in one["options"]}
+        assert set(options) == {"keep", "replace", "take_out", "fewer_devices", "redivide"}
+        kept = options["keep"]["speed"]
+        assert one["speed"] - 0.01 <= kept < 1, "all wait for the slowest, at most"
+        assert options["replace"]["why_not"] == "no spare is ready"
+    first = [one["options"][0]["action"] for one in found]
+    assert first[0] == first[3] == "keep"
+    assert first[5] == "fewer_devices"
+    assert found[2]["options"][0]["action"] == "take_out", "no device of it is slower than the others"
+
+
+def test_a_spare_and_what_is_left_of_a_host_count_for_what_is_done_about_a_slow_one(run):
+    _, shown, _ = run(*DECIDED, "--json", "--spare")
+    assert [one["options"][0]["action"] for one in json.loads(shown)["slow"]] == ["replace"] * 6
+    _, shown, _ = run(*DECIDED, "--json", "--devices-after-loss", "host")
+    slowest = json.loads(shown)["slow"][5]
+    options = {option["action"]: option["why_not"] for option in slowest["options"]}
+    assert options["fewer_devices"] == "it cannot do without a device"
+
+
 def test_an_axis_that_is_given_leaves_nothing_to_decide(run):
     code, _, errors = run(*DECIDED, "--axis", "tensor=8")
     assert code == ExitCode.USAGE

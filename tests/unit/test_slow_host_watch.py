@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
+from resilient_jax.health.confirmation import name_slow_devices
+from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
@@ -20,7 +23,7 @@ from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
-from resilient_jax.step.device_speed import DeviceSeconds, DeviceSpeed
+from resilient_jax.step.device_speed import MAX_DEVICES, UNKNOWN_SECONDS, DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.link_speed import LinkMeasurement
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
@@ -66,6 +69,30 @@ def test_devices_are_measured() -> None:
     found = speed.measure()
     assert min(found.compute_s, found.memory_s) > 0
     assert found.disk_s >= 0
+
+
+def test_what_devices_take_is_told_to_all_hosts_as_it_is() -> None:
+    for speeds in ((), (1.0, 0.5), (0.0, 1.0, 0.0, 0.25), (1.0,) * MAX_DEVICES):
+        told = DeviceSeconds(0.5, 0.25, 0.0, speeds, speeds[:2])
+        row = told.encode()
+        assert len(row) == 3 + 2 * MAX_DEVICES
+        assert DeviceSeconds.decode(row) == told
+    assert DeviceSeconds.decode(UNKNOWN_SECONDS.encode()) == UNKNOWN_SECONDS
+
+
+def test_the_devices_that_are_slower_than_the_others_of_their_host_are_named() -> None:
+    found = Finding(host="b", kind=FindingKind.COMPUTE, factor=2.25, since_step=5, evidence="slow")
+    named = name_slow_devices(found, (1.0, 0.0, 0.5, 0.7), (1.0, 0.0, 0.1, 0.1))
+    assert named.slow_devices == (2,), "0.7 is nearer to the speed of the fastest one than 1 / 2.25"
+    assert named.device_speeds == ((0, 1.0), (2, 0.5), (3, 0.7))
+    assert named.evidence == "slow; of the speed of its fastest device its device 2 has 0.50"
+    memory = msgspec.structs.replace(found, kind=FindingKind.MEMORY)
+    assert name_slow_devices(memory, (1.0, 1.0), (0.2, 1.0)).slow_devices == (0,)
+    for kind in (FindingKind.INPUT, FindingKind.OTHER, FindingKind.LINK):
+        other = msgspec.structs.replace(found, kind=kind)
+        assert name_slow_devices(other, (1.0, 0.2), (1.0, 0.2)) == other
+    assert name_slow_devices(found, (1.0, 0.9), (1.0, 0.1)) == found
+    assert name_slow_devices(found, (1.0,), (1.0,)) == found
 
 
 class RecordingControl(StandaloneControl):

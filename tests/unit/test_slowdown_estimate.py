@@ -3,9 +3,11 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from resilient_jax.clock import ManualClock
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
@@ -43,8 +45,16 @@ def tell(reduction_s: float = REDUCTION_S, **factors: float) -> list[list[StepTi
     ]
 
 
-def estimate(*findings: Finding, timings: list[list[StepTiming]], count: int = 64, balanced: bool = True):
-    return estimate_slowdown(NUMBER, HOSTS, findings, timings, count, is_balanced=balanced)
+def estimate(
+    *findings: Finding,
+    timings: list[list[StepTiming]],
+    count: int = 64,
+    balanced: bool = True,
+    after_loss: DevicesAfterLoss = "even",
+):
+    return estimate_slowdown(
+        NUMBER, HOSTS, findings, timings, count, is_balanced=balanced, after_loss=after_loss
+    )
 
 
 def test_a_slow_processor_costs_no_more_than_its_speed_where_work_is_shared_by_speed():
@@ -76,6 +86,47 @@ def test_a_slow_link_costs_what_reductions_take_longer_which_no_share_gives_back
     assert found.kept == pytest.approx((1.6 + 0.2) / (1.6 + 1.0))
     assert found.without == pytest.approx((1.6 + 0.2) / (2.2 + 0.2))
     assert found.without > found.kept
+
+
+def find_device(factor: float) -> Finding:
+    """Return what is found of host b with four devices, of which device 3 is slow."""
+    speeds = ((0, 1.0), (1, 1.0), (2, 1.0), (3, 1 / factor))
+    return msgspec.structs.replace(find("b", factor), device_speeds=speeds, slow_devices=(3,))
+
+
+def test_without_a_slow_device_a_host_is_as_fast_as_its_other_devices_together():
+    found = estimate(find_device(2.5), timings=tell(b=2.5))
+    assert found is not None
+    # ResiHP's vector: two devices of four, 0.5 of the host, are faster than all four at 0.4.
+    full_s = 16 * MICROBATCH_S + REDUCTION_S
+    assert found.devices == (3,)
+    assert found.kept == pytest.approx(full_s / (19 * MICROBATCH_S + REDUCTION_S))
+    # Speeds of 1, 1/2, 1 and 1.
+    assert found.fewer_devices == pytest.approx(full_s / (19 * MICROBATCH_S + REDUCTION_S))
+    with_all = estimate(find_device(2.5), timings=tell(b=2.5), after_loss="all")
+    assert with_all is not None
+    # Speeds of 1, 3/4, 1 and 1: 17, 12, 17 and 18 microbatches.
+    assert with_all.fewer_devices == pytest.approx(full_s / (17.5 * MICROBATCH_S + REDUCTION_S), rel=0.05)
+    assert with_all.fewer_devices > found.fewer_devices
+
+
+def test_where_work_is_not_shared_by_speed_it_is_by_the_number_of_devices():
+    found = estimate(find_device(2.5), timings=tell(b=2.5), balanced=False)
+    assert found is not None
+    full_s = 16 * MICROBATCH_S + REDUCTION_S
+    assert found.kept == pytest.approx(full_s / (40 * MICROBATCH_S + REDUCTION_S))
+    assert found.fewer_devices == pytest.approx(full_s / (19 * MICROBATCH_S + REDUCTION_S))
+
+
+def test_why_a_slow_host_keeps_all_devices_is_said():
+    alike = estimate(find("b", 2.0), timings=tell(b=2.0))
+    needed = estimate(find_device(2.5), timings=tell(b=2.5), after_loss="host")
+    assert alike is not None
+    assert needed is not None
+    assert (alike.devices, alike.fewer_devices) == ((), 0.0)
+    assert alike.why_all_devices == "no device of it is known to be slower than its other ones"
+    assert (needed.devices, needed.fewer_devices) == ((3,), 0.0)
+    assert needed.why_all_devices == 'devices_after_loss = "host": it cannot do without a device'
 
 
 def test_of_several_slow_hosts_the_one_that_costs_most_is_named():

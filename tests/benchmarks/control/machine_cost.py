@@ -17,7 +17,12 @@ from benchmarks.control.stub_hosts import (
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
-from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
+from resilient_jax.membership.commands import (
+    MembershipCommand,
+    PublishGeneration,
+    QuarantineDevice,
+    QuarantineHost,
+)
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
@@ -94,7 +99,7 @@ class _TimedJob:
                     self.generation = generation
                 case StartCoordinationService():
                     asked.append(command)
-                case QuarantineHost(host):
+                case QuarantineHost(host=host) | QuarantineDevice(host=host):
                     raise AssertionError(f"{host} is put into quarantine, though nothing has hung")
         if asked:
             name = min(self.hosts)
