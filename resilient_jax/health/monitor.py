@@ -17,20 +17,27 @@ A host that waits in the reduction for another is not slow: what it waits for is
 import collections
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from resilient_jax.health.duration_model import DurationModel, WorkSample
 from resilient_jax.health.finding import Finding, FindingKind
-from resilient_jax.health.work_series import SUSPECT_RATIO, SeriesState, SuspicionRate, WorkSeries
+from resilient_jax.health.work_series import (
+    MAX_STREAK_SAMPLES,
+    SUSPECT_RATIO,
+    SeriesState,
+    SuspicionRate,
+    WorkSeries,
+)
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 
 MIN_EXCESS_S: Final = 0.01
 """What a step must take longer for a finding: the scheduler of a busy machine takes as much from any process."""
 MIN_TOTAL_EXCESS_S: Final = 0.25
-"""The same of all steps since it is slow: of steps of milliseconds a few in a row say little, and cost little."""
+"""The same of all steps since it is slow, each counted as the median of them: of steps of milliseconds a few in a row
+say little, and cost little; and one long step among them says nothing about the others."""
 MIN_INPUT_SHARE: Final = 0.5
 """Of the excess, for it to be the input's."""
 MIN_DURATION_S: Final = 1e-5
@@ -78,19 +85,48 @@ class _Part(msgspec.Struct, frozen=True):
     slot: int = 0
 
 
+class _Excess(msgspec.Struct, frozen=True):
+    """What a suspicious step took.
+
+    Attributes:
+        observed_s: in all.
+        predicted_s: by the fit.
+        excess_s: how much longer than its peers made likely.
+        input_s: how much longer than usual it waited for data.
+    """
+
+    observed_s: float
+    predicted_s: float
+    excess_s: float
+    input_s: float
+
+
 class _Watched(msgspec.Struct):
     """A series with what decides the kind of its findings."""
 
     series: WorkSeries
     first_step: int
     finding: Finding | None = None
-    excess_s: float = 0.0
-    input_excess_s: float = 0.0
+    excesses: collections.deque[_Excess] = msgspec.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_STREAK_SAMPLES)
+    )
+    """Of the suspicious steps in a row, the newest of them."""
     usual_input_s: collections.deque[float] = msgspec.field(
         default_factory=lambda: collections.deque(maxlen=USUAL_INPUT_STEPS)
     )
     compared_step: int | None = None
     """When its fit was last compared with those of peers, and was like theirs."""
+
+    @property
+    def excess_s(self) -> float:
+        """What all suspicious steps took longer, if each took as much longer as the median of them."""
+        return _find_median(self.excesses, "excess_s") * len(self.excesses)
+
+    @property
+    def input_share(self) -> float:
+        """How much of what they took longer are waits for data."""
+        total_s = sum(one.excess_s for one in self.excesses)
+        return sum(one.input_s for one in self.excesses) / total_s if total_s else 0.0
 
 
 class _Measured(msgspec.Struct):
@@ -258,10 +294,16 @@ class HealthMonitor:
         watched = one.watched
         if not state.streak:
             watched.usual_input_s.append(one.input_s)
-            watched.excess_s = watched.input_excess_s = 0.0
+            watched.excesses.clear()
             return
-        watched.excess_s += one.observed_s * (1 - 1 / state.ratio)
-        watched.input_excess_s += one.input_s - statistics.median(watched.usual_input_s or [0.0])
+        watched.excesses.append(
+            _Excess(
+                observed_s=one.observed_s,
+                predicted_s=one.observed_s / one.ratio,
+                excess_s=one.observed_s * (1 - 1 / state.ratio),
+                input_s=one.input_s - statistics.median(watched.usual_input_s or [0.0]),
+            )
+        )
 
     # Verdicts.
 
@@ -275,7 +317,7 @@ class HealthMonitor:
             return None
         compared = f"; its peers take {one.usual:.2f} times" if one.part != LINKS else ""
         waits = (
-            f", of which {watched.input_excess_s / state.streak:.3g} s are waits for data"
+            f", of which {_find_median(watched.excesses, 'input_s'):.3g} s are waits for data"
             if kind is FindingKind.INPUT
             else ""
         )
@@ -283,13 +325,13 @@ class HealthMonitor:
             host=one.part.host,
             device=self._find_device(one.part),
             kind=kind,
-            factor=state.mean_ratio,
+            factor=state.typical_ratio,
             since_step=state.since_step,
-            input_share=watched.input_excess_s / watched.excess_s,
+            input_share=watched.input_share,
             evidence=(
-                f"{_describe(one.part)} took {one.observed_s:.3g} s in a step instead of "
-                f"{one.observed_s / one.ratio:.3g} s as predicted, {state.mean_ratio:.2f} times on average of "
-                f"{state.streak} steps{waits}{compared}"
+                f"{_describe(one.part)} took {_find_median(watched.excesses, 'observed_s'):.3g} s in a step instead "
+                f"of {_find_median(watched.excesses, 'predicted_s'):.3g} s as predicted, {state.typical_ratio:.2f} "
+                f"times as long (medians of {state.streak} steps){waits}{compared}"
             ),
         )
 
@@ -303,15 +345,17 @@ class HealthMonitor:
                 return None
             ratios = [w.series.newest_ratio for w in works]
             # A processor at half speed updates slowly, too: its microbatches will say so, a step later at most.
-            return FindingKind.MEMORY if state.mean_ratio > SUSPECT_RATIO * max(ratios, default=1.0) else None
-        if watched.input_excess_s >= MIN_INPUT_SHARE * watched.excess_s:
+            return (
+                FindingKind.MEMORY if state.typical_ratio > SUSPECT_RATIO * max(ratios, default=1.0) else None
+            )
+        if watched.input_share >= MIN_INPUT_SHARE:
             return FindingKind.INPUT
         update = self._watched.get(_Part(part.host, "update"))
         # An update of milliseconds is easily several times as long for once.
         is_memory = (
             update is not None
             and update.excess_s >= MIN_TOTAL_EXCESS_S
-            and update.series.newest_ratio > SUSPECT_RATIO * state.mean_ratio
+            and update.series.newest_ratio > SUSPECT_RATIO * state.typical_ratio
         )
         return FindingKind.MEMORY if is_memory else FindingKind.COMPUTE
 
@@ -377,6 +421,11 @@ class HealthMonitor:
             and watched.finding is None
         )
         return list(itertools.islice(models, SMALL_GROUP))
+
+
+def _find_median(excesses: Collection[_Excess], name: str) -> float:
+    """Return the median of an attribute; 0 of none."""
+    return statistics.median(getattr(one, name) for one in excesses) if excesses else 0.0
 
 
 def _list_samples(
