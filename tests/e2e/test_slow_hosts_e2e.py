@@ -28,6 +28,10 @@ def is_decision(action: RecoveryAction, event: Event) -> bool:
     return event.kind is EventKind.RECOVERY_DECIDED and event.detail["action"] == action
 
 
+def is_divided_evenly_again(event: Event) -> bool:
+    return is_decision(RecoveryAction.REDIVIDE, event) and "is slow" not in str(event.detail["reason"])
+
+
 def list_members(report: JobReport) -> list[str]:
     assert report.generation is not None
     return [member.host for member in report.generation.members]
@@ -60,8 +64,8 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         tiny.finish()
 
 
-@pytest.mark.timeout(400)
-def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_a_slow_stage_loses_layers_and_gets_them_back_when_it_is_sound(tmp_path: Path) -> None:
     with PipelinedJob(tmp_path, 2, 2, words=["pace=0"]) as job:
         before = job.wait_training(2)
         assert before.generation is not None
@@ -78,13 +82,19 @@ def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert after.generation is not None
         assert [host for host, _ in after.generation.slowness.speeds] == [SLOW]
+        # Measured while it was slow, its devices took long; the next time is when that was a hundredth of the time.
+        job.job.wait_event("layers as before", is_divided_evenly_again, job.patience_s)
+        healthy = job.wait_training(2, after.generation.number)
+        assert healthy.generation is not None
+        assert healthy.generation.slowness.speeds == ()
         formed = [
             e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED and e.host == "host-0"
         ]
         cuts = [str(e.detail["cut"]) for e in formed]
         assert cuts[0] == "host-0 0-2 -> host-1 3-5"
         assert cuts[1] in ("host-0 0-3 -> host-1 4-5", "host-0 0-4 -> host-1 5-5")
+        assert cuts[2:] == cuts[:1]
         kinds = [e.kind for e in job.job.read_events()]
-        assert kinds.count(EventKind.PIPELINE_STATE_KEPT) == 2, "blocks came from memory"
+        assert kinds.count(EventKind.PIPELINE_STATE_KEPT) == 4, "blocks came from memory"
         assert EventKind.SNAPSHOT_RESTORED not in kinds
         job.finish()
