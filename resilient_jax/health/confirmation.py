@@ -136,7 +136,7 @@ def confirm_link(
         hosts: names, by index.
         rounds: of the measurement, as `pair_hosts` returned them.
         seconds: by host and round, what an exchange took.
-        before: the same while nothing was wrong.
+        before: the least that it took before.
     """
     slow = find_slow_link(rounds, seconds, before, max(MIN_LINK_RATIO, _find_limit(finding)))
     if slow is None:
@@ -144,7 +144,7 @@ def confirm_link(
     peers = "each of its peers" if slow.peer is None else hosts[slow.peer]
     measured = (
         f"an exchange of {hosts[slow.host]} with {peers} takes {slow.ratio:.1f} times as long as before, other pairs "
-        f"{slow.usual:.1f} times"
+        f"{slow.usual:.1f} times ({slow.seconds:.3g} s instead of {slow.before_s:.3g} s)"
     )
     return msgspec.structs.replace(finding, host=hosts[slow.host], evidence=f"{finding.evidence}; {measured}")
 

@@ -1,9 +1,12 @@
 """Which link is slow, from exchanges between pairs of hosts at the same time. Pure.
 
-In each round every host exchanges the same bytes with one other host. What that takes is compared with what it took
-while nothing was wrong: links of one job differ for good, by racks and switches. A host whose own link became slow is
-slow in all of its rounds, its partners only in that with it. So what counts of a host is the round that differs least
-from before.
+In each round every host exchanges the same bytes with one other host. What that takes is compared with the least that
+it ever took: links of one job differ for good, by racks and switches, and a busy moment can only make them seem slower.
+A host whose own link became slow is slow in all of its rounds, its partners only in that with it. So what counts of a
+host is the round that differs least from before.
+
+A link is slow if it is slower than it was, and more so than others are now. That the others are faster than they were
+says only that they were measured in a busy moment.
 """
 
 import statistics
@@ -26,12 +29,16 @@ class SlowestLink(msgspec.Struct, frozen=True, kw_only=True):
         peer: index of the host at its other end; None: the host is slow with all that it was paired with.
         ratio: how many times as long an exchange takes as before.
         usual: the median of that of others at the same time.
+        seconds: what the exchange took that `ratio` is of.
+        before_s: what it took before.
     """
 
     host: int
     peer: int | None
     ratio: float
     usual: float
+    seconds: float
+    before_s: float
 
 
 def pair_hosts(num_hosts: int) -> tuple[Pairs, ...]:
@@ -63,17 +70,18 @@ def find_slow_link(
     before: Sequence[Sequence[float]],
     min_ratio: float,
 ) -> SlowestLink | None:
-    """Return the link that has become slower most, by more than `min_ratio` times the median of others.
+    """Return the link that has become slower most: to more than `min_ratio` times what it took, and what others do.
 
     None: all are alike, or what one of them takes is unknown.
 
     Args:
         rounds: as `pair_hosts` returned them.
         seconds: by host and round, what an exchange took; 0: unknown.
-        before: the same while nothing was wrong.
+        before: the least that it took before; see `keep_fastest`.
         min_ratio: see above.
     """
     by_pair: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, int], tuple[float, float]] = {}
     for number, pairs in enumerate(rounds):
         for pair in pairs:
             # The ends of a pair wait for each other. Whatever else one of them waited for is in its own time alone.
@@ -83,16 +91,45 @@ def find_slow_link(
             )
             if not now_s or not then_s:
                 return None
-            by_pair[pair] = now_s / then_s
-    least = [
-        min((r for pair, r in by_pair.items() if host in pair), default=1.0) for host in range(len(seconds))
+            by_pair[pair], taken[pair] = now_s / then_s, (now_s, then_s)
+    fastest = [
+        min((pair for pair in by_pair if host in pair), key=by_pair.__getitem__, default=None)
+        for host in range(len(seconds))
     ]
+    least = [1.0 if pair is None else by_pair[pair] for pair in fastest]
     slowest = max(range(len(seconds)), key=least.__getitem__)
-    usual = statistics.median(least[:slowest] + least[slowest + 1 :])
-    if least[slowest] > min_ratio * usual:
-        return SlowestLink(host=slowest, peer=None, ratio=least[slowest], usual=usual)
+    usual, pair = statistics.median(least[:slowest] + least[slowest + 1 :]), fastest[slowest]
+    if pair is not None and least[slowest] > min_ratio * max(usual, 1.0):
+        return _make_slowest(slowest, None, usual, taken[pair])
     worst = max(by_pair, key=by_pair.__getitem__)
     rest = [ratio for pair, ratio in by_pair.items() if pair != worst]
-    if not rest or by_pair[worst] <= min_ratio * statistics.median(rest):
+    if not rest or by_pair[worst] <= min_ratio * max(statistics.median(rest), 1.0):
         return None
-    return SlowestLink(host=worst[0], peer=worst[1], ratio=by_pair[worst], usual=statistics.median(rest))
+    return _make_slowest(*worst, statistics.median(rest), taken[worst])
+
+
+def keep_fastest(
+    known: Sequence[Sequence[float]] | None, seconds: Sequence[Sequence[float]]
+) -> Sequence[Sequence[float]]:
+    """Return the least that exchanges ever took, by host and round; 0: unknown.
+
+    Args:
+        known: the least of the measurements before; None: there was none.
+        seconds: of a further measurement of the same rounds.
+
+    >>> keep_fastest([[3.0, 0.0]], [[5.0, 2.0]])
+    [[3.0, 2.0]]
+    """
+    if known is None:
+        return seconds
+    return [
+        [min(now, then) or max(now, then) for now, then in zip(*of_host, strict=True)]
+        for of_host in zip(seconds, known, strict=True)
+    ]
+
+
+def _make_slowest(host: int, peer: int | None, usual: float, taken: tuple[float, float]) -> SlowestLink:
+    now_s, then_s = taken
+    return SlowestLink(
+        host=host, peer=peer, ratio=now_s / then_s, usual=usual, seconds=now_s, before_s=then_s
+    )

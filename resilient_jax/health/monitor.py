@@ -10,6 +10,7 @@ is found:
     microbatches slow                                    compute
     update slow, and clearly more so than microbatches   memory
     reduction slow on all hosts, the last one included   link
+    mail slow to be received, of a pipeline              link
 
 A host that waits in the reduction for another is not slow: what it waits for is in none of the durations above.
 """
@@ -17,24 +18,30 @@ A host that waits in the reduction for another is not slow: what it waits for is
 import collections
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 
 from resilient_jax.health.duration_model import DurationModel, WorkSample
 from resilient_jax.health.finding import Finding, FindingKind
-from resilient_jax.health.work_series import SUSPECT_RATIO, SeriesState, SuspicionRate, WorkSeries
-from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
+from resilient_jax.health.step_parts import LINKS, StepPart, list_samples, make_mean_sample
+from resilient_jax.health.work_series import (
+    MAX_STREAK_SAMPLES,
+    SUSPECT_RATIO,
+    SeriesState,
+    SuspicionRate,
+    WorkSeries,
+)
+from resilient_jax.protocol.step_timing import StepTiming
 
 MIN_EXCESS_S: Final = 0.01
 """What a step must take longer for a finding: the scheduler of a busy machine takes as much from any process."""
 MIN_TOTAL_EXCESS_S: Final = 0.25
-"""The same of all steps since it is slow: of steps of milliseconds a few in a row say little, and cost little."""
+"""The same of all steps since it is slow, each counted as the median of them: of steps of milliseconds a few in a row
+say little, and cost little; and one long step among them says nothing about the others."""
 MIN_INPUT_SHARE: Final = 0.5
 """Of the excess, for it to be the input's."""
-MIN_DURATION_S: Final = 1e-5
-"""What takes less is not predicted."""
 SMALL_GROUP: Final = 32
 """Up to so many peers a series is compared with the median of the others; of more, with the median of all."""
 COMPARED_AFTER_STEPS: Final = 8
@@ -70,12 +77,20 @@ class FindingClosed(msgspec.Struct, frozen=True):
 FindingChange = FindingOpened | FindingClosed
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """What a series is of: the microbatches of a replica, a host's update, or the reduction."""
+class _Excess(msgspec.Struct, frozen=True):
+    """What a suspicious step took.
 
-    host: str
-    name: str
-    slot: int = 0
+    Attributes:
+        observed_s: in all.
+        predicted_s: by the fit.
+        excess_s: how much longer than its peers made likely.
+        input_s: how much longer than usual it waited for data.
+    """
+
+    observed_s: float
+    predicted_s: float
+    excess_s: float
+    input_s: float
 
 
 class _Watched(msgspec.Struct):
@@ -84,19 +99,32 @@ class _Watched(msgspec.Struct):
     series: WorkSeries
     first_step: int
     finding: Finding | None = None
-    excess_s: float = 0.0
-    input_excess_s: float = 0.0
+    excesses: collections.deque[_Excess] = msgspec.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_STREAK_SAMPLES)
+    )
+    """Of the suspicious steps in a row, the newest of them."""
     usual_input_s: collections.deque[float] = msgspec.field(
         default_factory=lambda: collections.deque(maxlen=USUAL_INPUT_STEPS)
     )
     compared_step: int | None = None
     """When its fit was last compared with those of peers, and was like theirs."""
 
+    @property
+    def excess_s(self) -> float:
+        """What all suspicious steps took longer, if each took as much longer as the median of them."""
+        return _find_median(self.excesses, "excess_s") * len(self.excesses)
+
+    @property
+    def input_share(self) -> float:
+        """How much of what they took longer are waits for data."""
+        total_s = sum(one.excess_s for one in self.excesses)
+        return sum(one.input_s for one in self.excesses) / total_s if total_s else 0.0
+
 
 class _Measured(msgspec.Struct):
     """One series in the step that is judged."""
 
-    part: _Part
+    part: StepPart
     watched: _Watched
     samples: list[WorkSample]
     input_s: float
@@ -107,9 +135,6 @@ class _Measured(msgspec.Struct):
     @property
     def observed_s(self) -> float:
         return sum(sample.seconds for sample in self.samples)
-
-
-LINKS: Final = _Part("", "reduction")
 
 
 class HealthMonitor:
@@ -124,7 +149,7 @@ class HealthMonitor:
     def __init__(self, groups: Mapping[str, str] | None = None) -> None:
         self._groups = dict(groups or {})
         self._rate = SuspicionRate()
-        self._watched: dict[_Part, _Watched] = {}
+        self._watched: dict[StepPart, _Watched] = {}
         self._members: frozenset[str] = frozenset()
         self._open: dict[int, dict[str, StepTiming]] = {}
         """By step and host, what is not judged yet."""
@@ -137,9 +162,9 @@ class HealthMonitor:
 
     @property
     def knows_links(self) -> bool:
-        """Whether it is known what a reduction takes between these hosts, and none is slow."""
-        watched = self._watched.get(LINKS)
-        return watched is not None and watched.series.model is not None and watched.finding is None
+        """Whether it is known what reductions or mail take between these hosts, and none is slow."""
+        found = [self._watched[part] for part in LINKS if part in self._watched]
+        return bool(found) and all(w.series.model is not None and w.finding is None for w in found)
 
     def set_members(self, hosts: Iterable[str], step: int) -> list[FindingChange]:
         """Take these as the hosts that take part, from a step on; findings about others end."""
@@ -151,9 +176,9 @@ class HealthMonitor:
             for p in self._watched
             if p.host and p.host not in self._members
         }
-        if before != self._members and LINKS in self._watched:
-            # Between other hosts a reduction takes another time, which is learned anew.
-            over[LINKS] = "other hosts take part"
+        if before != self._members:
+            # Between other hosts reductions and mail take another time, which is learned anew.
+            over |= {part: "other hosts take part" for part in LINKS if part in self._watched}
         changes: list[FindingChange] = []
         for part, reason in over.items():
             if (finding := self._watched.pop(part).finding) is not None:
@@ -179,7 +204,7 @@ class HealthMonitor:
 
     def predict_s(self, host: str, tokens: float, squares: float, slot: int = 0) -> float | None:
         """Return what microbatches with these sums take on a host; None: not known yet."""
-        watched = self._watched.get(_Part(host, "work", slot))
+        watched = self._watched.get(StepPart(host, "work", slot))
         if watched is None or watched.series.model is None:
             return None
         return watched.series.model.predict_s(tokens, squares)
@@ -199,7 +224,7 @@ class HealthMonitor:
     def _judge_step(self, step: int, told: Mapping[str, StepTiming]) -> Iterator[FindingChange]:
         measured = [
             found
-            for part, samples, input_s in _list_samples(told, len(told) == len(self._members))
+            for part, samples, input_s in list_samples(told, len(told) == len(self._members))
             if (found := self._measure(step, part, samples, input_s)) is not None
         ]
         self._compare(measured)
@@ -215,7 +240,9 @@ class HealthMonitor:
         for host in [host for host, timing in told.items() if not timing.works]:
             yield from self._judge_idle(step, host)
 
-    def _measure(self, step: int, part: _Part, samples: list[WorkSample], input_s: float) -> _Measured | None:
+    def _measure(
+        self, step: int, part: StepPart, samples: list[WorkSample], input_s: float
+    ) -> _Measured | None:
         watched = self._watched.get(part)
         if watched is None:
             watched = self._watched[part] = _Watched(WorkSeries(self._rate), step)
@@ -258,10 +285,16 @@ class HealthMonitor:
         watched = one.watched
         if not state.streak:
             watched.usual_input_s.append(one.input_s)
-            watched.excess_s = watched.input_excess_s = 0.0
+            watched.excesses.clear()
             return
-        watched.excess_s += one.observed_s * (1 - 1 / state.ratio)
-        watched.input_excess_s += one.input_s - statistics.median(watched.usual_input_s or [0.0])
+        watched.excesses.append(
+            _Excess(
+                observed_s=one.observed_s,
+                predicted_s=one.observed_s / one.ratio,
+                excess_s=one.observed_s * (1 - 1 / state.ratio),
+                input_s=one.input_s - statistics.median(watched.usual_input_s or [0.0]),
+            )
+        )
 
     # Verdicts.
 
@@ -273,9 +306,9 @@ class HealthMonitor:
         kind = self._find_kind(one.part, watched, state)
         if kind is None:
             return None
-        compared = f"; its peers take {one.usual:.2f} times" if one.part != LINKS else ""
+        compared = f"; its peers take {one.usual:.2f} times" if one.part not in LINKS else ""
         waits = (
-            f", of which {watched.input_excess_s / state.streak:.3g} s are waits for data"
+            f", of which {_find_median(watched.excesses, 'input_s'):.3g} s are waits for data"
             if kind is FindingKind.INPUT
             else ""
         )
@@ -283,19 +316,19 @@ class HealthMonitor:
             host=one.part.host,
             device=self._find_device(one.part),
             kind=kind,
-            factor=state.mean_ratio,
+            factor=state.typical_ratio,
             since_step=state.since_step,
-            input_share=watched.input_excess_s / watched.excess_s,
+            input_share=watched.input_share,
             evidence=(
-                f"{_describe(one.part)} took {one.observed_s:.3g} s in a step instead of "
-                f"{one.observed_s / one.ratio:.3g} s as predicted, {state.mean_ratio:.2f} times on average of "
-                f"{state.streak} steps{waits}{compared}"
+                f"{one.part.describe()} took {_find_median(watched.excesses, 'observed_s'):.3g} s in a step instead "
+                f"of {_find_median(watched.excesses, 'predicted_s'):.3g} s as predicted, {state.typical_ratio:.2f} "
+                f"times as long (medians of {state.streak} steps){waits}{compared}"
             ),
         )
 
-    def _find_kind(self, part: _Part, watched: _Watched, state: SeriesState) -> FindingKind | None:
+    def _find_kind(self, part: StepPart, watched: _Watched, state: SeriesState) -> FindingKind | None:
         """Return what is slow; None: another part of the host tells more about it."""
-        if part == LINKS:
+        if part in LINKS:
             return FindingKind.LINK
         works = [w for p, w in self._watched.items() if p.host == part.host and p.name == "work"]
         if part.name == "update":
@@ -303,19 +336,21 @@ class HealthMonitor:
                 return None
             ratios = [w.series.newest_ratio for w in works]
             # A processor at half speed updates slowly, too: its microbatches will say so, a step later at most.
-            return FindingKind.MEMORY if state.mean_ratio > SUSPECT_RATIO * max(ratios, default=1.0) else None
-        if watched.input_excess_s >= MIN_INPUT_SHARE * watched.excess_s:
+            return (
+                FindingKind.MEMORY if state.typical_ratio > SUSPECT_RATIO * max(ratios, default=1.0) else None
+            )
+        if watched.input_share >= MIN_INPUT_SHARE:
             return FindingKind.INPUT
-        update = self._watched.get(_Part(part.host, "update"))
+        update = self._watched.get(StepPart(part.host, "update"))
         # An update of milliseconds is easily several times as long for once.
         is_memory = (
             update is not None
             and update.excess_s >= MIN_TOTAL_EXCESS_S
-            and update.series.newest_ratio > SUSPECT_RATIO * state.mean_ratio
+            and update.series.newest_ratio > SUSPECT_RATIO * state.typical_ratio
         )
         return FindingKind.MEMORY if is_memory else FindingKind.COMPUTE
 
-    def _find_device(self, part: _Part) -> int | None:
+    def _find_device(self, part: StepPart) -> int | None:
         slots = [p.slot for p in self._watched if p.host == part.host and p.name == part.name]
         return part.slot if len(slots) > 1 else None
 
@@ -347,7 +382,7 @@ class HealthMonitor:
             factor=own_s / peer_s,
             since_step=since_step,
             evidence=(
-                f"{when} {_describe(one.part)} took {own_s:.3g} s for what takes the median of its peers {peer_s:.3g} s"
+                f"{when} {one.part.describe()} took {own_s:.3g} s for what takes the median of its peers {peer_s:.3g} s"
             ),
         )
 
@@ -359,12 +394,12 @@ class HealthMonitor:
             if watched.series.model is None and any(True for _ in self._list_peer_models(part)):
                 samples = watched.series.fit_early()
                 if samples:
-                    mean = [_make_mean_sample(samples)]
+                    mean = [make_mean_sample(samples)]
                     watched.finding = self._judge_fit(step, _Measured(part, watched, mean, 0.0, 1.0))
                 if watched.finding is not None:
                     yield FindingOpened(watched.finding)
 
-    def _list_peer_models(self, part: _Part) -> list[DurationModel]:
+    def _list_peer_models(self, part: StepPart) -> list[DurationModel]:
         """Return the fits of others that do the same work and are not known to be slow, SMALL_GROUP at most."""
         group = self._groups.get(part.host)
         models = (
@@ -379,30 +414,9 @@ class HealthMonitor:
         return list(itertools.islice(models, SMALL_GROUP))
 
 
-def _list_samples(
-    told: Mapping[str, StepTiming], are_all: bool
-) -> Iterator[tuple[_Part, list[WorkSample], float]]:
-    """Yield each part of a step with its samples, and how long it waited for data.
-
-    Args:
-        told: by host.
-        are_all: these are all hosts; else the last one to come to the reduction is not known.
-    """
-    for host, timing in told.items():
-        if timing.is_disturbed:
-            continue
-        by_slot: dict[int, list[ReplicaWork]] = {}
-        for work in timing.works:
-            if work.seconds > MIN_DURATION_S:
-                by_slot.setdefault(work.slot, []).append(work)
-        for slot, works in by_slot.items():
-            yield _Part(host, "work", slot), list(map(_make_sample, works)), sum(w.input_s for w in works)
-        if timing.update_s > MIN_DURATION_S:
-            yield _Part(host, "update"), [_make_plain_sample(timing.update_s)], 0.0
-    # The last host to come to the reduction waits for no other: what it takes is the reduction's own.
-    shortest_s = min(timing.wait_s for timing in told.values())
-    if are_all and shortest_s > MIN_DURATION_S and not any(t.is_disturbed for t in told.values()):
-        yield LINKS, [_make_plain_sample(shortest_s)], 0.0
+def _find_median(excesses: Collection[_Excess], name: str) -> float:
+    """Return the median of an attribute; 0 of none."""
+    return statistics.median(getattr(one, name) for one in excesses) if excesses else 0.0
 
 
 def _list_other_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[float]:
@@ -412,31 +426,3 @@ def _list_other_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[fl
         for other in measured
         if other is not one and other.part.name == one.part.name and other.watched.finding is None
     ]
-
-
-def _make_plain_sample(seconds: float) -> WorkSample:
-    """Return a sample of what depends on no lengths."""
-    return WorkSample(tokens=1, squares=0, seconds=seconds)
-
-
-def _make_mean_sample(samples: Sequence[WorkSample]) -> WorkSample:
-    """Return a sample of a mean step."""
-    tokens, squares, seconds = (
-        sum(of_sample) / len(samples)
-        for of_sample in zip(*((s.tokens, s.squares, s.seconds) for s in samples), strict=True)
-    )
-    return WorkSample(tokens=tokens, squares=squares, seconds=seconds)
-
-
-def _make_sample(work: ReplicaWork) -> WorkSample:
-    return WorkSample(tokens=work.tokens, squares=work.squares, seconds=work.seconds)
-
-
-def _describe(part: _Part) -> str:
-    match part.name:
-        case "work":
-            return "its microbatches"
-        case "update":
-            return "its update of the state"
-        case _:
-            return "the reduction, when all hosts had come to it,"

@@ -31,6 +31,8 @@ MIN_EARLY_STEPS: Final = 4
 """Of a fit before the warm-up is over."""
 MAX_SAMPLES: Final = 256
 """Kept for fits."""
+MAX_STREAK_SAMPLES: Final = 256
+"""Of suspicious steps in a row, the last ones, from which it follows what they take longer."""
 MAX_REFIT_INTERVAL: Final = 128
 MIN_SPREAD: Final = 0.01
 """Of residuals, so that exact times (a test, a simulation) do not make everything a change."""
@@ -64,15 +66,16 @@ class SeriesState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratio: observed over predicted, over the median of peers.
-        mean_ratio: the mean of these (of logarithms) in the suspicious steps in a row; else of this step.
+        typical_ratio: the median of these in the suspicious steps in a row, which one long step does not change; else
+            that of this step.
         is_slow: the criteria are met.
         is_healthy: the ratio has been within 10 % for long enough.
-        streak: how many steps in a row are suspicious.
+        streak: how many steps in a row are suspicious, `MAX_STREAK_SAMPLES` at most.
         since_step: the first of these.
     """
 
     ratio: float
-    mean_ratio: float
+    typical_ratio: float
     is_slow: bool
     is_healthy: bool
     streak: int
@@ -97,8 +100,8 @@ class WorkSeries:
         self._num_steps = 0
         self._next_fit = WARM_UP_STEPS
         self._detector: ChangePointDetector | None = None
-        self._streak: list[float] = []
-        """Logarithms of the ratios of the suspicious steps in a row."""
+        self._streak: collections.deque[float] = collections.deque(maxlen=MAX_STREAK_SAMPLES)
+        """Logarithms of the ratios of the suspicious steps in a row, the newest of them."""
         self._since_step = 0
         self._num_healthy = 0
 
@@ -166,10 +169,10 @@ class WorkSeries:
         if measured < (SHIFT if is_found else SUSPECT_RATIO):
             self._learn(samples)
         self._num_healthy = self._num_healthy + 1 if ratio < SHIFT else 0
-        mean = math.fsum(self._streak) / len(self._streak) if self._streak else value
+        typical = statistics.median(self._streak) if self._streak else value
         return SeriesState(
             ratio=ratio,
-            mean_ratio=math.exp(mean),
+            typical_ratio=math.exp(typical),
             is_slow=len(self._streak) >= limit
             and change.probability > CHANGE_PROBABILITY
             and change.mean > math.log(SHIFT),

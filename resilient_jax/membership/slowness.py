@@ -32,10 +32,8 @@ from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, co
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.slow_hosts import SlowDevice, SlowHost, SlownessRecord
+from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, SlowDevice, SlowHost, SlownessRecord
 
-COMMON_CAUSE_STEPS: Final = 64
-"""Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
 MAX_DEVICES: Final = 64

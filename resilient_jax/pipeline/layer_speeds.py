@@ -3,10 +3,13 @@
 What a block takes on a sound host follows from what the tasks of all hosts take now, each as long as its blocks cost
 together and as many times as long as the host is slow. From that any other cut of the model is priced, as the longest
 path of the schedule that it would have.
+
+A slow link is in no task's time. What it costs is how much longer steps take since it is slow, beyond what slow tasks
+explain; no other division of layers helps against it.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -24,6 +27,7 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
 
+FindGrowth = Callable[[int], float]
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
 LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
@@ -56,6 +60,8 @@ def estimate_pipeline_slowdown(
     findings: Sequence[Finding],
     present: HostSpeeds,
     measured: TaskSeconds,
+    *,
+    find_growth: FindGrowth = lambda since_step: 1.0,
 ) -> Slowdown | None:
     """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
 
@@ -65,9 +71,14 @@ def estimate_pipeline_slowdown(
         findings: the hosts that are slow; one each.
         present: the speeds by which layers are divided.
         measured: what tasks take on every host.
+        find_growth: returns how many times as long steps take as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
-    if not (factors or present) or any(not measured.get(host) for host in shape.hosts):
+    growths = {
+        HostName(one.host): find_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
+    }
+    links = {host: growth for host, growth in growths.items() if growth > 1}
+    if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
     base = find_block_seconds(_divide(shape, present), shape.block_costs, measured, factors)
@@ -76,24 +87,46 @@ def estimate_pipeline_slowdown(
         hosts = tuple(host for host in shape.hosts if host != without)
         return _price_cut(msgspec.structs.replace(shape, hosts=hosts), speeds, base, slow)
 
-    full_s, kept_s = price((), {}), price(present, factors)
+    full_s, tasks_s = price((), {}), price(present, factors)
+    # Some of it is that of slow tasks, if these became slow at the same time.
+    of_links = {host: max(1.0, growth * full_s / tasks_s) for host, growth in links.items()}
+
+    def find_speed(seconds: float, healed: HostName | None = None) -> float:
+        """Return the speed with tasks that take so long, and with slow links but for that of a host."""
+        rest = [found for host, found in of_links.items() if host != healed]
+        return full_s / (seconds * max(rest, default=1.0))
+
     slowdown = Slowdown(
         generation=generation,
-        kept=full_s / kept_s,
-        redivided=full_s / price(wanted, factors) if wanted != present else 0.0,
+        kept=find_speed(tasks_s),
+        redivided=find_speed(price(wanted, factors)) if wanted != present else 0.0,
         speeds=wanted,
     )
-    if not factors:
+    candidates = sorted({*factors, *links})
+    if not candidates:
         return slowdown
-    slowest = max(factors, key=lambda host: (factors[host], host))
-    left = {host: factor for host, factor in factors.items() if host != slowest}
-    speeds = tuple(one for one in present if one[0] != slowest)
+
+    def price_without(host: HostName, *, is_replaced: bool) -> float:
+        """Return the speed with a sound host in the place of one, or without it."""
+        left = {name: factor for name, factor in factors.items() if name != host}
+        speeds = tuple(one for one in present if one[0] != host)
+        return find_speed(price(speeds, left, None if is_replaced else host), host)
+
+    # Of equal ones the one that is slower by itself: with even shares no one alone may help.
+    slowest = max(
+        candidates,
+        key=lambda host: (
+            price_without(host, is_replaced=True),
+            factors.get(host, of_links.get(host, 1.0)),
+            host,
+        ),
+    )
     can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
     return msgspec.structs.replace(
         slowdown,
         host=slowest,
-        replaced=full_s / price(speeds, left),
-        without=full_s / price(speeds, left, slowest) if can_do_without else 0.0,
+        replaced=price_without(slowest, is_replaced=True),
+        without=price_without(slowest, is_replaced=False) if can_do_without else 0.0,
         devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
         why_all_devices="a stage of a pipeline computes on all devices of its host",
     )

@@ -109,6 +109,7 @@ class PipelineWorker:
         step: the next one to be committed.
         unit_holders: the hosts that had each unit when the hosts last agreed on a step.
         timings: of the tasks of this host.
+        received: what has come by mail.
         reports: what all hosts said of their tasks in the last step; empty where they said nothing.
         block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
     """
@@ -148,6 +149,7 @@ class PipelineWorker:
         self._sums = BlockSums(host, list_sum_pieces(cut, units), config.num_microbatches, config.reduction)
         self._runner = StageRunner(host, cut, self._log, self._sums)
         self.timings = self._runner.timings
+        self.received = service.received
         self.reports: Mapping[HostName, StageReport] = {}
         self.block_seconds: BlockSeconds = take_equal_time
         self._units = units

@@ -67,7 +67,16 @@ class StepMail:
             PeerUnreachable: the sender is lost, or late.
             MessageError: other arrays came.
         """
-        return unpack_arrays(self._take(sender, key), shapes, f"{key} from {sender}")
+        return unpack_arrays(self.take_bytes(sender, key), shapes, f"{key} from {sender}")
+
+    def take_bytes(self, sender: HostName, key: MailKey) -> memoryview:
+        """Wait for bytes.
+
+        Raises:
+            PeerUnreachable: the sender is lost, or late.
+        """
+        deadline_s = time.monotonic() + self.wait_timeout_s
+        return self.service.take(key, sender=sender, deadline_s=deadline_s, check=self.check).data
 
     def try_take_arrays(
         self, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
@@ -88,7 +97,7 @@ class StepMail:
             MessageError: it does not decode.
         """
         decoder: Any = msgspec.msgpack.Decoder(kind)
-        return decode_message(decoder, self._take(sender, key), f"{key} from {sender}")
+        return decode_message(decoder, self.take_bytes(sender, key), f"{key} from {sender}")
 
     def exchange_messages(
         self, hosts: Sequence[HostName], own: HostName, kind: MailKind, message: MessageT, number: int = 0
@@ -111,7 +120,3 @@ class StepMail:
             else self.take_message(host, self.make_key(kind, index, number), type(message))
             for index, host in enumerate(hosts)
         }
-
-    def _take(self, sender: HostName, key: MailKey) -> memoryview:
-        deadline_s = time.monotonic() + self.wait_timeout_s
-        return self.service.take(key, sender=sender, deadline_s=deadline_s, check=self.check).data

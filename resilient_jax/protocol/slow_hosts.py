@@ -1,5 +1,7 @@
 """Hosts that are slow, as the first worker of a generation reports them, and what the leader has made of it."""
 
+from typing import Final
+
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
@@ -7,6 +9,9 @@ from resilient_jax.protocol.recovery_records import HostFailures, RecoveryDecisi
 
 HostSpeeds = tuple[tuple[HostName, float], ...]
 """Hosts that are slower than their peers, each with its speed as a part of theirs, by name."""
+
+COMMON_CAUSE_STEPS: Final = 64
+"""Hosts that became slow so few steps apart, and in the same way, have a cause in common."""
 
 
 class SlowHost(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,8 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
         update_s: from there until the updated state is computed.
         is_disturbed: the times are not those of an ordinary step: programs were compiled or loaded, a step was repeated
             or finished after a failure.
+        received_bytes: of boundary values and sums that came by mail since the step before, in a pipeline.
+        received_s: how long these were under way: for each from its first byte to its last, as its receiver saw them.
     """
 
     step: int
@@ -47,3 +49,5 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     wait_s: float = 0.0
     update_s: float = 0.0
     is_disturbed: bool = False
+    received_bytes: float = 0.0
+    received_s: float = 0.0

@@ -32,8 +32,7 @@ class LinkMeasurement:
     """
 
     def __init__(self, grid: HostGrid, rounds: Sequence[Pairs], raise_if_ended: Callable[[], None]) -> None:
-        is_cpu = grid.local_mesh.devices.flat[0].platform == "cpu"
-        size = (CPU_BYTES if is_cpu else ACCELERATOR_BYTES) // np.dtype(np.int32).itemsize
+        size = find_exchange_bytes(grid.local_mesh.devices.flat[0].platform) // np.dtype(np.int32).itemsize
         self._has_partner = [any(grid.host_index in pair for pair in pairs) for pairs in rounds]
         self._raise_if_ended = raise_if_ended
         self._rows = grid.pack([np.zeros(size, np.int32)])
@@ -58,6 +57,11 @@ class LinkMeasurement:
             seconds = time.monotonic() - began_s
         self._raise_if_ended()
         return seconds
+
+
+def find_exchange_bytes(platform: str) -> int:
+    """Return what a host sends in an exchange, by the platform of its devices."""
+    return CPU_BYTES if platform == "cpu" else ACCELERATOR_BYTES
 
 
 def _compile_exchange(grid: HostGrid, pairs: Pairs, rows: jax.Array) -> Any:  # noqa: ANN401 - a compiled function

@@ -25,17 +25,15 @@ from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.link_speed import LinkMeasurement
 from resilient_jax.step.row_exchange import exchange_rows
 
 logger = logging.getLogger(__name__)
 
-WORDS_PER_STEP: Final = 7
+WORDS_PER_STEP: Final = 9
 WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
 """Of what one host tells: the timings of all steps since the last exchange, and what is to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
-LinkPreparation = Callable[[Sequence[Pairs]], LinkMeasurement]
 SlowdownEstimate = Callable[[Sequence[Finding]], Slowdown | None]
 """What hosts that are slow, one finding for each, cost a step."""
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
@@ -47,6 +45,17 @@ class Measurement(enum.IntEnum):
     NOTHING = 0
     DEVICES = 1
     LINKS = 2
+
+
+class PreparedLinks(Protocol):
+    """A measurement of links that is prepared: nothing of it fails for want of memory any more."""
+
+    def run(self) -> list[float]:
+        """Return by round what an exchange with this host's partner takes, in seconds; 0 where it has none."""
+        ...
+
+
+LinkPreparation = Callable[[Sequence[Pairs]], PreparedLinks]
 
 
 class SlownessJudge(Protocol):
@@ -75,7 +84,7 @@ class SlownessJudge(Protocol):
     def conclude_links(
         self, spec: AccumulationSpec, rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
     ) -> None:
-        """Say which link is slow, by what exchanges took, by host and round; see `LinkMeasurement.run`."""
+        """Say which link is slow, by what exchanges took, by host and round; see `PreparedLinks.run`."""
         ...
 
     def estimate_by(self, estimate: SlowdownEstimate) -> None:
@@ -140,6 +149,14 @@ class SlowHostWatch:
         if timings and timings[-1].step == spec.step:
             timings[-1] = msgspec.structs.replace(timings[-1], wait_s=seconds)
 
+    def add_received(self, spec: AccumulationSpec, num_bytes: int, seconds: float) -> None:
+        """Note what came by mail, and how long that was under way, before the end of the microbatches noted last."""
+        timings = self._timings.get(spec.name)
+        if timings and timings[-1].step == spec.step:
+            timings[-1] = msgspec.structs.replace(
+                timings[-1], received_bytes=float(num_bytes), received_s=seconds
+            )
+
     def take_row(self, spec: AccumulationSpec) -> np.ndarray:
         """Return int32[WATCH_WORDS], what this host tells the others before an accumulation."""
         due = Measurement.NOTHING if self._judge is None else self._judge.choose_measurement(spec)
@@ -158,7 +175,7 @@ class SlowHostWatch:
             spec: of the accumulation that begins.
             rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
             hosts: exchange integers.
-            prepare_links: makes a `LinkMeasurement` of these hosts; None where reductions are not watched.
+            prepare_links: prepares a measurement of the links of these hosts; None where links are not watched.
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
@@ -173,7 +190,7 @@ class SlowHostWatch:
                 if self._judge is not None:
                     self._judge.conclude(spec, [DeviceSeconds.decode(row) for row in found])
             case Measurement.LINKS:
-                assert prepare_links is not None, "links are suspected because of reductions only"
+                assert prepare_links is not None, "only watched links are suspected"
                 rounds = pair_hosts(hosts.num_hosts)
                 found = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
                 if self._judge is not None:
@@ -191,7 +208,7 @@ class SlowHostWatch:
 
 
 def _measure_links(
-    prepare: Callable[[], LinkMeasurement], num_rounds: int, hosts: HostCollectives
+    prepare: Callable[[], PreparedLinks], num_rounds: int, hosts: HostCollectives
 ) -> list[list[float]]:
     """Return what exchanges took, by host and round; zeros if a host cannot take part in them."""
     try:
@@ -247,7 +264,8 @@ def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
     row = np.zeros((EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP), np.int32)
     for place, timing in enumerate(timings):
         work = timing.works[0] if timing.works else _NO_WORK
-        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s, timing.wait_s], np.float32)
+        of_links = [timing.wait_s, timing.received_bytes, timing.received_s]
+        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s, *of_links], np.float32)
         # Counted from 1: a row of zeros is no step.
         row[place] = [timing.step + 1, work.microbatches, *numbers.view(np.int32)]
     return row.reshape(-1)
@@ -262,7 +280,11 @@ def decode_timings(row: np.ndarray) -> list[StepTiming]:
             step=int(number) - 1,
             works=(ReplicaWork(0, int(microbatches), *work),) if microbatches else (),
             wait_s=wait_s,
+            received_bytes=received_bytes,
+            received_s=received_s,
         )
-        for (number, microbatches), (*work, wait_s) in zip(words[:, :2], numbers, strict=True)
+        for (number, microbatches), (*work, wait_s, received_bytes, received_s) in zip(
+            words[:, :2], numbers, strict=True
+        )
         if number
     ]

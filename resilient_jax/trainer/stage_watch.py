@@ -1,23 +1,28 @@
 """What the hosts of a pipeline take for their tasks: told to each other, judged, and used to divide a step.
 
-Every few steps each host tells the others, beside its rows of the commit table, what its tasks took. Before the next
-step the first host judges which hosts are slow, all of them measure their devices if it asked for that, and each
-computes the same division of the steps that follow.
+Every few steps each host tells the others, beside its rows of the commit table, what its tasks took, and how long the
+mail that it received was under way. Before the next step the first host judges which hosts are slow, all of them
+measure their devices or links if it asked for that, and each computes the same division of the steps that follow.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Final
 
+import jax
 import msgspec
 import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import Finding
+from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
+from resilient_jax.pipeline.link_exchanges import MailExchanges
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
+from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.protocol.slow_hosts import Slowdown
@@ -25,6 +30,7 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.link_speed import find_exchange_bytes
 from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
@@ -71,6 +77,10 @@ class StageWatch:
         self._num_steps = 0
         self._num_sums = 0
         """Of vectors, in the present step."""
+        self._durations = StepDurations()
+        self._begun: tuple[int, float] | None = None
+        """The step under way, and the monotonic time of its begin."""
+        worker.received.take()  # what came before is of no step of this generation
         if self._slow_hosts is not None:
             blocks = placement.describe_blocks()
             self._slow_hosts.set_groups(WORK_NAME, {str(host): blocks[host] for host in world.hosts})
@@ -79,8 +89,15 @@ class StageWatch:
         """Act on what the hosts told each other in the step before, if they did. Every host must call this.
 
         Raises:
-            PeerUnreachable: a host is lost, or late, while devices are measured.
+            PeerUnreachable: a host is lost, or late, while devices or links are measured.
         """
+        if self._begun is not None:
+            begun_step, begun_s = self._begun
+            self._durations.add(begun_step, time.monotonic() - begun_s)
+        self._look(step)
+        self._begun = step, time.monotonic()
+
+    def _look(self, step: int) -> None:
         hosts, reports = self._placement.world.hosts, self._worker.reports
         self._worker.reports = {}
         if len(reports) < len(hosts) or len(hosts) == 1:
@@ -89,7 +106,7 @@ class StageWatch:
             rows = np.stack([np.frombuffer(reports[host].timings, np.int32) for host in hosts])
             self._num_sums = 0
             collectives = HostCollectives(self._placement.world.host_index, len(hosts), self._add_up)
-            self._slow_hosts.look(self._describe_step(step - 1), rows, collectives)
+            self._slow_hosts.look(self._describe_step(step - 1), rows, collectives, self._prepare_links)
             measured = {host: report.task_seconds for host, report in reports.items()}
             self._slow_hosts.estimate_by(functools.partial(self._estimate_slowdown, measured))
         if self._chooser is not None:
@@ -106,6 +123,8 @@ class StageWatch:
                 for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
             ]
             self._slow_hosts.add(self._describe_step(step), [len(work.microbatches)], work.seconds, inputs)
+            received = self._worker.received.take()
+            self._slow_hosts.add_received(self._describe_step(step), received.num_bytes, received.seconds)
         self._num_steps += 1
         if self._num_steps <= UNUSUAL_ACCUMULATIONS:
             self._worker.timings.clear()
@@ -128,7 +147,19 @@ class StageWatch:
             is_balanced=self._chooser is not None,
         )
         speeds = tuple(sorted(placement.world.step_services.layer_speeds.items()))
-        return estimate_pipeline_slowdown(placement.world.generation, shape, findings, speeds, measured)
+        return estimate_pipeline_slowdown(
+            placement.world.generation,
+            shape,
+            findings,
+            speeds,
+            measured,
+            find_growth=self._durations.find_growth,
+        )
+
+    def _prepare_links(self, rounds: Sequence[Pairs]) -> MailExchanges:
+        world = self._placement.world
+        size = find_exchange_bytes(jax.local_devices()[0].platform)
+        return MailExchanges(self._worker.make_mail(), world.hosts, world.host_index, rounds, size)
 
     def _describe_step(self, step: int) -> AccumulationSpec:
         return AccumulationSpec(

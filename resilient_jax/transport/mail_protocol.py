@@ -59,6 +59,8 @@ class MailKind(enum.StrEnum):
     """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
     ROWS = "rows"
     """What a host says about its sums before it updates its state."""
+    LINKS = "links"
+    """Bytes without a meaning, of a measurement of links."""
     DEVICES = "devices"
     """What a host has measured of its devices, at the same time as the others."""
     PROGRESS = "progress"
@@ -256,8 +258,8 @@ def send_mail(connection: socket.socket, mail: Mail) -> None:
     send_all(connection, mail.data, deadline_s)
 
 
-def receive_mail(connection: socket.socket, sender: HostName) -> Mail:
-    """Return the next mail, in memory of its own.
+def receive_mail(connection: socket.socket, sender: HostName) -> tuple[Mail, float]:
+    """Return the next mail, in memory of its own, and the seconds from when its header was here to its last byte.
 
     Raises:
         MessageError: what comes is no mail.
@@ -269,9 +271,11 @@ def receive_mail(connection: socket.socket, sender: HostName) -> Mail:
         raise MessageError(
             f"a mail of {sender} announces {header.length} bytes, expected {MAX_MAIL_BYTES} at most"
         )
+    began_s = time.monotonic()
     data = memoryview(_allocate(header.length))
     receive_into(connection, data, deadline_s)
-    return Mail(key=header.key, data=data, dtype=header.dtype, shape=header.shape)
+    seconds = time.monotonic() - began_s
+    return Mail(key=header.key, data=data, dtype=header.dtype, shape=header.shape), seconds
 
 
 def _allocate(size: int) -> bytearray:

@@ -21,6 +21,7 @@ from resilient_jax.transport.mail_protocol import Mail, MailKey, admit, configur
 from resilient_jax.transport.mail_sender import MailSender
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.transport.outgoing_connection import CONNECT_TIMEOUT_S, Connector
+from resilient_jax.transport.received_mail import ReceivedMailCounter
 
 OnPeerLost = Callable[[HostName, ResilientJaxError], None]
 """Called once for each peer that is lost in a generation, on a thread of the service, which it must not close."""
@@ -33,6 +34,7 @@ class MailService:
 
     Attributes:
         box: what has arrived.
+        received: how much has arrived, and how long that was under way.
         address: of this host's mailbox, for its peers.
     """
 
@@ -58,6 +60,7 @@ class MailService:
             OSError: the address is not of this machine.
         """
         self.box = Mailbox()
+        self.received = ReceivedMailCounter()
         self._own_name = own_name
         self._credentials = credentials
         self._on_peer_lost = on_peer_lost
@@ -169,7 +172,9 @@ class MailService:
         try:
             send_frame(connection, welcome, deadline_s)
             while True:
-                self.box.put(receive_mail(connection, hello.sender))
+                mail, seconds = receive_mail(connection, hello.sender)
+                self.received.add(mail, seconds)
+                self.box.put(mail)
         except (OSError, EOFError, MessageError) as error:
             with self._lock:
                 # An older connection, or that of an older process, says nothing about the peer as it is now.

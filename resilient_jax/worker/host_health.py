@@ -7,6 +7,7 @@ being wrong with it.
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +19,15 @@ from resilient_jax.clock import Clock
 from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import (
-    UNCONFIRMED_LIMIT,
     compare_devices,
     confirm_finding,
     confirm_link,
     is_confirmed_still,
     name_slow_devices,
 )
+from resilient_jax.health.confirmed_findings import ConfirmedFindings, ReportChange
 from resilient_jax.health.finding import Finding, FindingKind
-from resilient_jax.health.link_comparison import Pairs
+from resilient_jax.health.link_comparison import Pairs, keep_fastest
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
@@ -43,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 SlowHosts = tuple[tuple[SlowHost, ...], Slowdown | None]
 """Hosts that are slow, and what they cost once that has lasted."""
-FIRST_LINKS_INTERVAL_STEPS: Final = 128
-"""Links are measured for the first time in such a step. A host that compiles the programs for it is late to stop if
-another one dies just then, so not soon after each change."""
+LINKS_INTERVAL_STEPS: Final = 128
+"""Links are measured in such a step while nothing is wrong, after each time twice as late. A host that compiles the
+programs for it is late to stop if another one dies just then, so not soon after each change."""
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices or links are measured."""
 
@@ -59,13 +60,13 @@ class HealthRecord:
         lock: of all that follows, which the judging thread changes, too.
         monitors: by the name of an accumulation, whose microbatches are compared with each other only.
         groups: by the same, of hosts that do the same work; none: all of them do.
-        unconfirmed: of open findings, how many measurements in a row have shown nothing.
-        reported: of open findings that are confirmed, what was reported.
-        carried: of these, the ones about work that a host no longer has: measurements of devices say when they end.
+        findings: what measurements have made of the monitors' findings.
         hosts: of the generation.
-        usual_links: by host and round, what exchanges took while nothing was wrong; None: not measured yet.
+        fastest_links: by host and round, the least that exchanges took; None: not measured yet.
+        next_links_step: the step from which on links are measured while nothing is wrong.
         judge: of the generation.
         next_measurement_s: the monotonic time before which nothing is measured.
+        paid_s: the monotonic time by which all measurements together have taken a small part of it.
         next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
         thread: judges, beside the training.
     """
@@ -74,14 +75,14 @@ class HealthRecord:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     monitors: dict[str, HealthMonitor] = dataclasses.field(default_factory=dict)
     groups: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    unconfirmed: dict[Finding, int] = dataclasses.field(default_factory=dict)
-    reported: dict[Finding, Finding] = dataclasses.field(default_factory=dict)
-    carried: set[Finding] = dataclasses.field(default_factory=set)
+    findings: ConfirmedFindings = dataclasses.field(default_factory=ConfirmedFindings)
     hosts: tuple[HostName, ...] = ()
-    usual_links: Sequence[Sequence[float]] | None = None
+    fastest_links: Sequence[Sequence[float]] | None = None
+    next_links_step: int = 0
     judge: "HostHealth | None" = None
     next_measurement_s: float = 0.0
     next_measurement_step: int = 0
+    paid_s: float = 0.0
     thread: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: start_thread_pool(1, "resilient-jax-health")
     )
@@ -103,8 +104,7 @@ def _take_over(record: HealthRecord, known: HostSpeeds, hosts: Sequence[HostName
             found = Finding(
                 host=host, kind=FindingKind.COMPUTE, factor=1 / speed, since_step=0, evidence=evidence
             )
-            record.reported[found] = found
-            record.carried.add(found)
+            record.findings.carry(found)
 
 
 class HostHealth:
@@ -148,10 +148,10 @@ class HostHealth:
                 _take_over(record, known, self._hosts)
             record.judge = self
             if record.hosts != self._hosts:
-                record.hosts, record.usual_links = self._hosts, None
+                record.hosts, record.fastest_links, record.next_links_step = self._hosts, None, 0
             for monitor in record.monitors.values():
                 self._note(monitor.set_members(self._hosts, step=0))
-            for finding in [one for one in record.carried if one.host not in self._hosts]:
+            for finding in [one for one in record.findings.carried if one.host not in self._hosts]:
                 self._end(finding, "the host takes no part any more")
             self._report()
 
@@ -166,11 +166,12 @@ class HostHealth:
             self._record.groups[name] = dict(groups)
             monitor = self._record.monitors.pop(name, None)
             for finding in monitor.findings if monitor is not None else ():
-                self._record.unconfirmed.pop(finding, None)
-                if finding not in self._record.reported:
+                self._record.findings.forget(finding)
+                reported = self._record.findings.reported.get(finding)
+                if reported is None:
                     continue
-                if self._record.reported[finding].kind in (FindingKind.COMPUTE, FindingKind.MEMORY):
-                    self._record.carried.add(finding)
+                if reported.kind in (FindingKind.COMPUTE, FindingKind.MEMORY):
+                    self._record.findings.carry(finding)
                 else:
                     self._end(finding, "the host has other layers now")
             self._report()
@@ -199,15 +200,14 @@ class HostHealth:
 
     def _choose(self, name: str, step: int) -> Measurement:
         # A slow host first: a link may seem to be slow because the host at its end is.
-        if self._list_suspicions(name):
-            return Measurement.DEVICES
-        if self._find_link_suspicion(name) is not None:
-            return Measurement.LINKS
+        unsettled = self._list_unsettled(name)
+        if unsettled:
+            return Measurement.DEVICES if any(one.host for one in unsettled) else Measurement.LINKS
         monitor = self._record.monitors.get(name)
-        is_first_due = self._record.usual_links is None and step % FIRST_LINKS_INTERVAL_STEPS == 0
-        if is_first_due and monitor is not None and monitor.knows_links:
+        is_due = step >= self._record.next_links_step and step % LINKS_INTERVAL_STEPS == 0
+        if is_due and monitor is not None and monitor.knows_links:
             return Measurement.LINKS  # while nothing is wrong, to compare with
-        return Measurement.DEVICES if self._record.carried else Measurement.NOTHING
+        return Measurement.DEVICES if self._record.findings.carried else Measurement.NOTHING
 
     def begin_measurement(self) -> None:
         """Note that all hosts begin to measure now."""
@@ -222,21 +222,22 @@ class HostHealth:
             seconds = tuple(
                 zip(*((one.compute_s, one.memory_s, one.disk_s) for one in measured), strict=True)
             )
-            for finding in self._list_suspicions(spec.name):
+            for finding in self._list_unsettled(spec.name):
                 if finding.host not in self._hosts:
                     continue
                 place = self._hosts.index(finding.host)
                 ratios = compare_devices(place, *seconds)
-                num_unconfirmed = self._record.unconfirmed.get(finding, 0)
-                confirmed = confirm_finding(finding, ratios, num_unconfirmed)
+                num_refuted = self._record.findings.count_refuted(finding)
+                confirmed = confirm_finding(finding, ratios, num_refuted)
                 if confirmed is not None:
                     speeds = measured[place].compute_speeds, measured[place].memory_speeds
                     confirmed = name_slow_devices(confirmed, *speeds)
                 self._settle(spec, finding, confirmed)
-            for finding in tuple(self._record.carried):
+            for finding in tuple(self._record.findings.carried):
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 if not is_confirmed_still(finding, ratios):
                     self._end(finding, "its devices are as fast as those of its peers")
+            self._allow_second_measurement(spec.name)
             self._report()
 
     def conclude_links(
@@ -244,39 +245,48 @@ class HostHealth:
     ) -> None:
         """Report whose link is slow, by what exchanges between hosts took; none if all links are alike."""
         with self._record.lock:
-            usual, finding = self._record.usual_links, self._find_link_suspicion(spec.name)
-            if finding is None:
+            before = self._record.fastest_links
+            found = [finding for finding in self._list_unsettled(spec.name) if not finding.host]
+            self._note_measurement(spec)
+            if not found:
                 # It must not delay the first measurement of a suspicion.
                 self._record.next_measurement_s = 0.0
-                if any(map(any, seconds)):  # else a host could not take part, and it is tried again
-                    self._record.usual_links = seconds
-            else:
-                self._note_measurement(spec)
+            for finding in found:
                 # Suspected before there was anything to compare with: nobody can be named.
                 confirmed = (
-                    None if usual is None else confirm_link(finding, self._hosts, rounds, seconds, usual)
+                    None if before is None else confirm_link(finding, self._hosts, rounds, seconds, before)
                 )
                 self._settle(spec, finding, confirmed)
+            if any(map(any, seconds)):  # else a host could not take part, and it is tried again
+                self._record.fastest_links = keep_fastest(before, seconds)
+                if not found:
+                    # Again: this one may have met a busy moment, and no link would seem to be slow after it.
+                    self._record.next_links_step = 2 * spec.step
+            self._allow_second_measurement(spec.name)
             self._report()
 
     def _note_measurement(self, spec: AccumulationSpec) -> None:
         """Set when the next measurement may be."""
         now_s = self._clock.monotonic_s()
-        self._record.next_measurement_s = now_s + (now_s - self._asked_s) / MEASURING_SHARE
+        seconds = now_s - self._asked_s
+        self._record.paid_s = max(self._record.paid_s, now_s) + seconds / MEASURING_SHARE
+        self._record.next_measurement_s = self._record.paid_s
         self._record.next_measurement_step = spec.step + 2 * EXCHANGE_INTERVAL_STEPS
 
     def _settle(self, spec: AccumulationSpec, finding: Finding, confirmed: Finding | None) -> None:
-        """Report a suspicion as it was confirmed; None: it was not."""
-        if confirmed is None:
-            self._record.unconfirmed[finding] = self._record.unconfirmed.get(finding, 0) + 1
-            return
-        self._record.unconfirmed.pop(finding, None)
-        for carried in [one for one in self._record.carried if one.host == finding.host]:
-            self._record.carried.discard(carried)
-            before = self._record.reported.pop(carried)
-            # Compared with its own past, which was slow, it seems to be less slow than it is.
-            confirmed = msgspec.structs.replace(confirmed, factor=max(confirmed.factor, before.factor))
-        self._record.reported[finding] = confirmed
+        """Report what a measurement has made of a finding; None: it has not confirmed it."""
+        findings = self._record.findings
+        match findings.note(finding, confirmed):
+            case ReportChange.NOTHING_NEW:
+                return
+            case ReportChange.WITHDRAWN:
+                self._end(finding, "a second measurement does not show it")
+                return
+            case ReportChange.NAMED:
+                assert confirmed is not None, "else nothing would be named"
+        # Compared with its own past, which was slow, it seems to be less slow than it is.
+        factor = max(confirmed.factor, findings.replace_carried(finding.host))
+        confirmed = findings.reported[finding] = msgspec.structs.replace(confirmed, factor=factor)
         self._record_event(
             EventKind.HOST_SLOW,
             step=spec.step,
@@ -293,7 +303,7 @@ class HostHealth:
 
     def _estimate(self, estimate: SlowdownEstimate) -> None:
         with self._record.lock:
-            findings = tuple(self._record.reported.values())
+            findings = tuple(self._record.findings.reported.values())
         try:
             found = estimate(findings)
         except Exception:  # which nobody waits for
@@ -325,7 +335,7 @@ class HostHealth:
                     found = estimate_slowdown(
                         self._record.generation,
                         self._hosts,
-                        tuple(self._record.reported.values()),
+                        tuple(self._record.findings.reported.values()),
                         timings,
                         spec.num_microbatches,
                         is_balanced=spec.balance_by_speed,
@@ -336,36 +346,29 @@ class HostHealth:
             except Exception:  # which nobody waits for
                 logger.exception("the timings of steps could not be judged; training goes on")
 
-    def _list_suspicions(self, name: str) -> list[Finding]:
-        """Return the open findings about hosts that are not reported."""
-        return [finding for finding in self._list_unreported(name) if finding.host]
-
-    def _find_link_suspicion(self, name: str) -> Finding | None:
-        """Return the open finding about links, if it is worth another measurement."""
-        for finding in self._list_unreported(name):
-            # What slows all links alike, or a busy machine, would be measured for ever.
-            if not finding.host and self._record.unconfirmed.get(finding, 0) < UNCONFIRMED_LIMIT:
-                return finding
-        return None
-
-    def _list_unreported(self, name: str) -> list[Finding]:
+    def _list_unsettled(self, name: str) -> list[Finding]:
+        """Return the open findings that are to be measured."""
         monitor = self._record.monitors.get(name)
         findings = monitor.findings if monitor is not None else ()
-        return [finding for finding in findings if finding not in self._record.reported]
+        return [finding for finding in findings if not self._record.findings.is_settled(finding)]
+
+    def _allow_second_measurement(self, name: str) -> None:
+        """Measure again soon what was named by one measurement: what is done about it waits for that."""
+        if any(finding in self._record.findings.reported for finding in self._list_unsettled(name)):
+            self._record.next_measurement_s = 0.0
 
     def _note(self, changes: Iterable[FindingChange]) -> None:
         """Forget findings that are over, and report that of those that were reported."""
         for change in changes:
             if not isinstance(change, FindingClosed):
                 continue
-            self._record.unconfirmed.pop(change.finding, None)
-            if change.finding in self._record.reported:
+            self._record.findings.forget(change.finding)
+            if change.finding in self._record.findings.reported:
                 self._end(change.finding, change.reason)
 
     def _end(self, finding: Finding, why: str) -> None:
         """Report that a host that was reported is no longer slow."""
-        self._record.carried.discard(finding)
-        reported = self._record.reported.pop(finding)
+        reported = self._record.findings.withdraw(finding)
         self._record_event(EventKind.HOST_SLOW_ENDED, slow=reported.host, part=reported.kind, why=why)
 
     def _report(self) -> None:
@@ -378,9 +381,16 @@ class HostHealth:
                 since_step=finding.since_step,
                 devices=finding.slow_devices,
             )
-            for finding in self._record.reported.values()
+            for finding in self._record.findings.reported.values()
         )
         slowdown = self._slowdown.reported
         if slowdown is not None and slowdown.host and all(one.host != slowdown.host for one in found):
             self._slowdown.clear()
-        self._report_slow_hosts((found, self._slowdown.reported))
+            slowdown = None
+        if slowdown is not None and not self._may_act_on(slowdown.host):
+            slowdown = None
+        self._report_slow_hosts((found, slowdown))
+
+    def _may_act_on(self, host: HostName) -> bool:
+        open_findings = itertools.chain.from_iterable(m.findings for m in self._record.monitors.values())
+        return self._record.findings.may_act_on(host, open_findings)

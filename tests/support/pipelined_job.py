@@ -59,34 +59,49 @@ class PipelinedJob(ShardedJob):
 
     def check_steps(self) -> None:
         """Check that every unit has the bits of an undisturbed run after every step, on all hosts that have it."""
-        found: dict[int, dict[str, set[str]]] = {}
-        for process, rows in self.logs().items():
-            for number in {row["generation"] for row in rows}:
-                steps = [row["step"] for row in rows if row["generation"] == number]
-                assert steps == list(range(steps[0], steps[0] + len(steps))), (process, steps)
-            for row in rows:
-                by_unit = found.setdefault(row["step"], {})
-                for unit, digest in row["digests"].items():
-                    by_unit.setdefault(unit, set()).add(digest)
-        total = max(found) + 1
-        assert sorted(found) == list(range(total)), "a step is missing"
-        alone, digests = run_alone(self.work, total, self.axes)
-        for row in alone:
-            by_unit = found[row["step"]]
-            assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
-            for unit, digest in row["digests"].items():
-                assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
-        assert find_digests(self.job.read_output()) == digests, "other parameters in the result"
-        self._check_evaluations()
+        check_units(self.work, self.job.read_output(), self.axes)
 
-    def _check_evaluations(self) -> None:
-        """Check that every evaluation found what that of the undisturbed run did, on all hosts, each time."""
-        found: dict[int, set[str]] = {}
-        for row in read_evaluations(self.work):
-            found.setdefault(row.pop("step"), set()).add(str(row))
-        alone = {row.pop("step"): {str(row)} for row in read_evaluations(self.work / "undisturbed")}
-        assert alone
-        assert found == alone
+
+def check_units(
+    work: Path, output: str, axes: Mapping[str, int] = NO_AXES, words: Sequence[str] = ()
+) -> None:
+    """Check that every unit has the bits of an undisturbed run after every step, on all hosts that have it.
+
+    Args:
+        work: folder of the job.
+        output: what it has printed.
+        axes: of the devices of each host.
+        words: of the script, which change what it computes.
+    """
+    found: dict[int, dict[str, set[str]]] = {}
+    for process, rows in read_logs(work).items():
+        for number in {row["generation"] for row in rows}:
+            steps = [row["step"] for row in rows if row["generation"] == number]
+            assert steps == list(range(steps[0], steps[0] + len(steps))), (process, steps)
+        for row in rows:
+            by_unit = found.setdefault(row["step"], {})
+            for unit, digest in row["digests"].items():
+                by_unit.setdefault(unit, set()).add(digest)
+    total = max(found) + 1
+    assert sorted(found) == list(range(total)), "a step is missing"
+    alone, digests = run_alone(work, total, axes, words)
+    for row in alone:
+        by_unit = found[row["step"]]
+        assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
+        for unit, digest in row["digests"].items():
+            assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
+    assert find_digests(output) == digests, "other parameters in the result"
+    _check_evaluations(work)
+
+
+def _check_evaluations(work: Path) -> None:
+    """Check that every evaluation found what that of the undisturbed run did, on all hosts, each time."""
+    found: dict[int, set[str]] = {}
+    for row in read_evaluations(work):
+        found.setdefault(row.pop("step"), set()).add(str(row))
+    alone = {row.pop("step"): {str(row)} for row in read_evaluations(work / "undisturbed")}
+    assert alone
+    assert found == alone
 
 
 def read_evaluations(work: Path) -> list[dict]:
@@ -100,7 +115,9 @@ def find_digests(output: str) -> set[str]:
     return set(re.findall(r"\bdigest ([0-9a-f]{64})", output))
 
 
-def run_alone(work: Path, total: int, axes: Mapping[str, int] = NO_AXES) -> tuple[list[dict], set[str]]:
+def run_alone(
+    work: Path, total: int, axes: Mapping[str, int] = NO_AXES, words: Sequence[str] = ()
+) -> tuple[list[dict], set[str]]:
     """Return the log of the same job on one undisturbed host with devices of these axes, and its result's digest."""
     alone = work / "undisturbed"
     alone.mkdir()
@@ -108,7 +125,7 @@ def run_alone(work: Path, total: int, axes: Mapping[str, int] = NO_AXES) -> tupl
     devices = math.prod(axes.values())
     done = subprocess.run(
         [
-            *(sys.executable, str(SCRIPT), str(alone), "1", "pace=0"),
+            *(sys.executable, str(SCRIPT), str(alone), "1", "pace=0", *words),
             *(f"{axis}={size}" for axis, size in axes.items()),
         ],
         timeout=ALONE_TIMEOUT_S,

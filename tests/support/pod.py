@@ -38,7 +38,15 @@ class Pod:
     """
 
     def __init__(
-        self, work: Path, store: str | None, sites: Sequence[HostSite], num_hosts: int | None = None
+        self,
+        work: Path,
+        store: str | None,
+        sites: Sequence[HostSite],
+        num_hosts: int | None = None,
+        *,
+        script: Path = SCRIPT,
+        words: Sequence[str] = (),
+        config: str = CONFIG_WITHOUT_STANDBYS,
     ) -> None:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
@@ -46,7 +54,9 @@ class Pod:
         self._store = store or f"{sites[0].address}:{free_port()}"
         self._sites = {f"host-{index}": site for index, site in enumerate(sites)}
         self._num_hosts = num_hosts or len(sites)
-        (work / "job.toml").write_text(CONFIG_WITHOUT_STANDBYS)
+        self._script = script
+        self._words = tuple(words)
+        (work / "job.toml").write_text(config)
 
     def __enter__(self) -> "Pod":
         for host in list(self._sites)[: self._num_hosts]:
@@ -74,7 +84,7 @@ class Pod:
         flags = [word for pair in options.items() for word in pair]
         flags += ["--serve-store"] if host == self._serving else []
         self.agents[host] = HandStartedAgent(
-            [*flags, str(SCRIPT), str(self.work), *words],
+            [*flags, str(self._script), str(self.work), *self._words, *words],
             self.work / f"{host}.out",
             prefix=site.command_prefix,
         )
@@ -113,10 +123,14 @@ class Pod:
 
     def finish(self, words: Sequence[str] = ()) -> None:
         """Let the job end; check that every step was done once, as in an undisturbed run with these words."""
+        self.end()
+        check_steps(self.work, words)
+
+    def end(self) -> None:
+        """Let the job end."""
         (self.work / "stop").write_text(str(self.step() + 20))
         codes = {host: agent.wait(RECOVERY_S) for host, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self.output()}"
-        check_steps(self.work, words)
 
 
 def may_build_networks() -> str | None:

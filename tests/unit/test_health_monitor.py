@@ -1,6 +1,7 @@
 """What the monitor finds, and what it does not: one host, all hosts, input, memory, links, noise, marked steps."""
 
 import random
+import re
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -234,6 +235,43 @@ def test_milliseconds_are_nothing_to_tell():
         return scale_work(timing, 0.002 * (2.0 if host == "host-2" and step >= SLOW_FROM else 1.0))
 
     assert watch(change)[0] == []
+
+
+def test_one_long_reduction_among_small_noisy_ones_is_no_finding():
+    """Where standbys start on the same machine: reductions of 4 ms take a little longer, and one of them a second."""
+
+    def change(_host: str, step: int, timing: StepTiming) -> StepTiming:
+        wait = 0.013 * (1.0 if step < SLOW_FROM else 250.0 if step == SLOW_FROM + 2 else 1.8)
+        return scale(timing, wait=wait)
+
+    assert watch(change)[0] == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reductions_of_milliseconds_on_a_busy_machine_are_no_finding(seed: int):
+    chance = random.Random(seed)
+    bursts = {
+        step: chance.uniform(1.5, 5) for start in range(40, 400, 60) for step in range(start, start + 12)
+    }
+
+    def change(_host: str, step: int, timing: StepTiming) -> StepTiming:
+        return scale(timing, wait=0.013 * bursts.get(step, 1.0))
+
+    assert watch(change, steps=range(400))[0] == []
+
+
+def test_the_evidence_is_true_of_the_steps_that_it_names():
+    def change(_host: str, step: int, timing: StepTiming) -> StepTiming:
+        return scale(timing, wait=20.0 if step == SLOW_FROM else 3.0 if step > SLOW_FROM else 1.0)
+
+    finding = the_finding(watch(change, steps=range(SLOW_FROM + 3))[0])
+    numbers = re.search(
+        r"took (\S+) s in a step instead of (\S+) s as predicted, (\S+) times as long", finding.evidence
+    )
+    assert numbers is not None
+    took_s, predicted_s, factor = map(float, numbers.groups())
+    assert factor == pytest.approx(took_s / predicted_s, rel=0.01)
+    assert factor == pytest.approx(finding.factor, rel=0.01)
 
 
 def test_in_a_noisy_job_more_steps_are_needed_and_the_host_is_found():

@@ -3,8 +3,16 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from resilient_jax.health.link_comparison import MAX_ROUNDS, Pairs, find_slow_link, pair_hosts
+from resilient_jax.health.link_comparison import (
+    MAX_ROUNDS,
+    Pairs,
+    find_slow_link,
+    keep_fastest,
+    pair_hosts,
+)
 
 USUAL_S = 0.001
 
@@ -101,3 +109,32 @@ def test_what_one_end_waited_for_besides_is_not_the_links() -> None:
     seconds = measure(rounds, 4, {})
     seconds[1] = [9.0] * len(rounds)  # its processor was busy: its partners were ready at once
     assert find_slow_link(rounds, seconds, measure(rounds, 4, {}), 1.5) is None
+
+
+def test_links_that_are_all_faster_than_before_are_not_slow_though_one_is_less_so() -> None:
+    """Links were measured first while standbys started on the same machine, and host-2 least of all in that moment."""
+    rounds = pair_hosts(3)
+    before = measure(rounds, 3, dict.fromkeys(itertools.combinations(range(3), 2), 5 * USUAL_S))
+    now = measure(rounds, 3, dict.fromkeys([(0, 2), (1, 2)], 4 * USUAL_S))
+    assert find_slow_link(rounds, now, before, 1.5) is None
+
+
+@given(st.integers(2, 9), st.data())
+def test_what_is_no_slower_than_it_ever_was_is_not_slow(hosts: int, data: st.DataObject) -> None:
+    rounds = pair_hosts(hosts)
+    pairs = [pair for of_round in rounds for pair in of_round]
+    times = st.floats(1e-5, 1.0)
+    now = {pair: data.draw(times) for pair in pairs}
+    before = {pair: now[pair] * data.draw(st.floats(1.0, 100.0)) for pair in pairs}
+    measured = measure(rounds, hosts, now)
+    assert find_slow_link(rounds, measured, measure(rounds, hosts, before), 1.5) is None
+    # The least of both is what it takes now: a busy moment in the past is forgotten.
+    assert keep_fastest(measure(rounds, hosts, before), measured) == measured
+    slow = {pair: 4 * seconds for pair, seconds in now.items() if 1 in pair}
+    found = find_slow_link(rounds, measure(rounds, hosts, {**now, **slow}), measured, 1.5)
+    assert hosts == 2 or (found is not None and found.host == 1)
+
+
+def test_the_fastest_measurement_of_each_exchange_is_kept() -> None:
+    assert keep_fastest(None, [[1.0, 0.0]]) == [[1.0, 0.0]]
+    assert keep_fastest([[0.0, 2.0], [1.0, 0.0]], [[1.0, 3.0], [2.0, 0.0]]) == [[1.0, 2.0], [1.0, 0.0]]

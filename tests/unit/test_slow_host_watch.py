@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -384,7 +386,7 @@ def test_a_slow_link_is_named_after_one_measurement(
     assert (detail["slow"], detail["part"]) == ("host-2" if len(slow) > 1 else "host-1", "link")
     assert detail["factor"] == pytest.approx(3.0, abs=0.3)
     assert f"with {peer} takes 4.0 times as long as before, other pairs 1.0 times" in str(detail["why"])
-    assert len(job.rounds) == 2, "before, and now"
+    assert len(job.rounds) == 3, "before, and twice now"
     assert not job.measured
     assert control.shown[0].describe().startswith("slow (link): 3.")
     job.reduction_s /= 3
@@ -400,6 +402,92 @@ def test_what_slows_all_links_names_no_host_and_is_not_measured_for_ever(
     job.run(range(144, 1000))
     assert not control.found
     assert len(job.rounds) == 3
+
+
+def slow_links_of(host: int) -> list[tuple[int, int]]:
+    return [(min(host, peer), max(host, peer)) for peer in range(HOSTS) if peer != host]
+
+
+def slow_down_all_links(job: Job, factor: float) -> None:
+    every_pair = itertools.combinations(range(HOSTS), 2)
+    job.links = collections.defaultdict(lambda: EXCHANGE_S, dict.fromkeys(every_pair, factor * EXCHANGE_S))
+
+
+def test_links_that_were_first_measured_in_a_busy_moment_name_nobody_and_are_learned_anew(
+    job: Job, control: RecordingControl
+) -> None:
+    slow_down_all_links(job, 5.0)
+    job.run(range(64, 144))
+    slow_down_all_links(job, 1.0)
+    # Its exchanges were faster than before, those of the others more so.
+    job.links.update(dict.fromkeys(slow_links_of(2), 4 * EXCHANGE_S))
+    job.reduction_s *= 5
+    job.run(range(144, 240))
+    assert len(job.rounds) == 3
+    assert not control.found
+    job.reduction_s /= 5
+    slow_down_all_links(job, 1.0)
+    job.run(range(240, 400))
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys(slow_links_of(2), 4 * EXCHANGE_S))
+    job.run(range(400, 480))
+    assert [detail["slow"] for _, detail in control.found] == ["host-2"]
+
+
+def test_links_are_measured_now_and_then_while_nothing_is_wrong(job: Job) -> None:
+    job.run(range(64, 1100))
+    assert len(job.rounds) == 4, "in steps 128, 256, 512 and 1024"
+
+
+def test_a_link_that_only_one_measurement_shows_is_not_acted_on(job: Job, control: RecordingControl) -> None:
+    job.run(range(64, 144))
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys(slow_links_of(2), 4 * EXCHANGE_S))
+    acted: list[Slowdown] = []
+    for first in range(144, 400, 16):
+        job.run(range(first, first + 16))
+        if control.found:
+            slow_down_all_links(job, 1.0)
+        if control.slowdown is not None:
+            acted.append(control.slowdown)
+    assert [kind for kind, _ in control.found] == [EventKind.HOST_SLOW, EventKind.HOST_SLOW_ENDED]
+    assert control.found[1][1]["why"] == "a second measurement does not show it"
+    assert not acted
+    assert not control.shown
+
+
+def test_what_a_slow_link_costs_is_told_after_the_second_measurement(
+    job: Job, control: RecordingControl
+) -> None:
+    job.run(range(64, 144))
+    job.reduction_s *= 3
+    job.links.update(dict.fromkeys(slow_links_of(2), 4 * EXCHANGE_S))
+    told: list[tuple[bool, int]] = []
+    for first in range(144, 300, 16):
+        job.run(range(first, first + 16))
+        told.append((control.slowdown is not None, len(job.rounds)))
+    assert (True, 3) in told
+    assert all(num_measured >= 3 for is_told, num_measured in told if is_told)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_busy_machine_has_no_link_that_something_is_done_about(
+    job: Job, control: RecordingControl, seed: int
+) -> None:
+    """Now and then all reductions take long for a while, and what exchanges take varies by an order of magnitude."""
+    chance = random.Random(seed)
+    job.reduction_s = 0.004
+
+    def measure() -> float:
+        return EXCHANGE_S * math.exp(abs(chance.gauss(0, 1)))
+
+    job.run(range(64, 120))
+    for first in range(128, 1664, 16):
+        job.links = collections.defaultdict(measure)
+        job.reduction_s = 0.004 * (chance.uniform(3, 20) if chance.random() < 0.3 else 1.0)
+        job.run(range(first, first + 16))
+        assert control.slowdown is None
+    assert job.rounds
 
 
 def test_reductions_of_fewer_hosts_are_learned_anew(
@@ -456,3 +544,20 @@ def test_measurements_take_a_hundredth_of_the_time(
     job.run(range(64, 400))
     # 336 steps of 0.2 s are 67 s: after a measurement of a second the next one is not due.
     assert not control.found
+
+
+@pytest.mark.parametrize("second", range(80, 124, 4))
+def test_two_hosts_that_slow_down_one_after_the_other_are_both_named_before_one_is_acted_on(
+    job: Job, control: RecordingControl, second: int
+) -> None:
+    """A rack is throttled host by host. What is known when it is told what the first costs shows the common cause."""
+    for first in range(64, 320, 2):
+        for host, step in {"host-1": 66, "host-2": second}.items():
+            if step == first:
+                job.seconds[host] *= 2
+                job.devices[host] = HALF_SPEED
+        job.run(range(first, first + 2))
+        if control.slowdown is not None:
+            break
+    assert control.slowdown is not None
+    assert {one.host for one in control.shown} == {"host-1", "host-2"}

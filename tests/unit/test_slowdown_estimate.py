@@ -274,6 +274,40 @@ def test_blocks_of_unequal_cost_are_priced_by_what_they_take():
     assert (found.kept, found.redivided) == (pytest.approx(found.redivided), pytest.approx(found.kept))
 
 
+def test_a_slow_link_of_a_pipeline_costs_what_steps_take_longer_and_other_layers_do_not_help():
+    shape = make_shape()
+    found = estimate_pipeline_slowdown(
+        NUMBER,
+        shape,
+        [find("b", 5.0, FindingKind.LINK)],
+        (),
+        measure(shape),
+        find_growth=lambda since_step: 2.0,
+    )
+    assert found is not None
+    assert (found.host, found.speeds, found.redivided) == ("b", (), 0.0)
+    assert (found.kept, found.replaced) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert found.without == 0.0, "all four have a stage of their own"
+
+
+def test_a_slow_link_beside_a_slow_stage_costs_what_that_does_not_explain():
+    shape = make_shape()
+    findings = [find("b", 5.0, FindingKind.LINK), find("c", 2.0)]
+    found = estimate_pipeline_slowdown(
+        NUMBER, shape, findings, (), measure(shape, c=2.0), find_growth=lambda since_step: 8.0
+    )
+    assert found is not None
+    assert found.host == "b", "its link costs more than the stage of c"
+    assert found.kept == pytest.approx(1 / 8)
+    assert found.replaced > 2 * found.kept
+    assert dict(found.speeds) == {"c": 0.5}
+
+
+def test_the_cost_of_a_slow_link_is_not_known_where_no_steps_came_before_it():
+    shape = make_shape()
+    assert estimate_pipeline(shape, find("b", 5.0, FindingKind.LINK)) is None
+
+
 def test_what_the_script_or_the_input_does_moves_no_layers():
     for kind in (FindingKind.OTHER, FindingKind.INPUT, FindingKind.LINK):
         assert estimate_pipeline(make_shape(), find("b", 2.5, kind), b=2.5) is None

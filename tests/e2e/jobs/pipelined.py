@@ -1,7 +1,7 @@
 """A tiny job of the trainer whose model is split over hosts.
 
-Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [tensor=N] [fsdp=N]. The last two are
-axes of the devices of each host. The job reads the order `stop` in
+Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [rows=N] [tensor=N] [fsdp=N]. The last
+two are axes of the devices of each host, and rows are of a microbatch. The job reads the order `stop` in
 WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
 that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
@@ -37,7 +37,8 @@ DIM_NAMES = rj.LogicalAxisRules(
 )
 NEVER = 10**9
 EVALUATION_STEPS, EVALUATED = 10, 6
-LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
+LAYERS, WIDTH, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 8, 24, 6
+ROWS = int(WORDS.get("rows", 2))
 
 
 class Layer(nnx.Module):

@@ -1,0 +1,73 @@
+"""A pipeline whose links become slow: which one is named, and no bit changes. Each host has a network of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import wait_until
+from pipelined_job import PATIENCE_S, SCRIPT, check_units
+from pod import Pod, may_build_networks
+from tiny_job import CONFIG_WITHOUT_STANDBYS
+
+from resilient_jax.chaos.network import Network
+from resilient_jax.events import EventKind
+from resilient_jax.health.finding import FindingKind
+
+HOSTS = 3
+ROWS = 64
+"""Of a microbatch: what a stage sends for it are 32 KiB then."""
+SLOW_MBIT_PER_S = 8.0
+"""These 32 KiB take 33 ms then, six times in a step."""
+MEASURED_STEPS = 132
+"""What links take is measured in step 128, while nothing is wrong."""
+SLOW = "host-1"
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
+    found = Network(HOSTS)
+    try:
+        found.build()
+        yield found
+    finally:
+        found.remove()
+
+
+@pytest.mark.timeout(600)
+def test_a_slow_link_of_a_pipeline_is_named_and_no_bit_changes(network: Network, tmp_path: Path) -> None:
+    words = [str(HOSTS), "pace=0", f"rows={ROWS}"]
+    config = f"{CONFIG_WITHOUT_STANDBYS}snapshot_parity = 1\n"
+    with Pod(tmp_path, None, network.sites(), script=SCRIPT, words=words, config=config) as pod:
+        wait_until("links to compare with", lambda: pod.step() >= MEASURED_STEPS, PATIENCE_S)
+        assert list_slow(pod) == [], "nothing is wrong yet"
+        lift = network.throttle_link(SLOW, SLOW_MBIT_PER_S)
+        try:
+            wait_until("a slow host", lambda: list_slow(pod) != [], PATIENCE_S)
+            wait_until("a slow host in the report", lambda: is_shown(pod), PATIENCE_S)
+        finally:
+            lift()
+        assert list_slow(pod) == [(SLOW, FindingKind.LINK)]
+        pod.end()
+        assert set(list_slow(pod)) == {(SLOW, FindingKind.LINK)}
+        check_units(tmp_path, "\n".join(agent.output() for agent in pod.agents.values()), words=words[2:])
+
+
+def list_slow(pod: Pod) -> list[tuple[str, str]]:
+    """Return who was named as slow, and what of it."""
+    return [
+        (str(e.detail["slow"]), str(e.detail["part"])) for e in pod.events() if e.kind is EventKind.HOST_SLOW
+    ]
+
+
+def is_shown(pod: Pod) -> bool:
+    """Return whether a worker reports the slow link, which `status` then shows."""
+    report = pod.report()
+    shown = [
+        slow
+        for host in (report.hosts if report is not None else ())
+        if host.worker is not None
+        for slow in host.worker.report.slow_hosts
+    ]
+    return any((slow.host, slow.kind) == (SLOW, FindingKind.LINK) for slow in shown)
