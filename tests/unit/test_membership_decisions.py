@@ -9,6 +9,7 @@ from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
+    LossCause,
     RecoveryAction,
     RecoveryDecision,
     TimedChange,
@@ -142,7 +143,10 @@ def test_a_job_measures_its_changes_and_passes_them_on():
     job.restart("c", incarnation=2)
     job.take_seat("c")
     history = job.generation.history
-    assert (history.failures, [(f.host, f.count) for f in history.host_failures]) == (1, [("c", 1)])
+    assert history.failures == 1
+    assert [(one.host, one.cause, one.count) for one in history.host_losses] == [("c", LossCause.WORKER, 1)]
+    assert history.host_losses[0].return_s == pytest.approx(5.5)
+    assert history.away == ()
     assert history.step_s == pytest.approx(1.0)
     assert {time.change: time.mean_s for time in history.times} == {
         TimedChange.SHRINK: pytest.approx(0.5),
