@@ -1,8 +1,8 @@
 """When the next failure is expected, and when hosts that are away are back, from the history of a job. Pure.
 
 Failures of a host are a Poisson process whose rate has a Gamma prior: that of a published cluster, which weighs as much
-as `PRIOR_EXPOSURE_S` of the job's own time (`planning.recovery_score`). A host's rate is the greater of two posterior
-means, of all of the job's time and of its last hours: a host that has begun to fail is expected to fail again soon, and
+as `PRIOR_EXPOSURE_S` of the job's own time (`planning.recovery_score`). What a host's own failures add to it is the
+greater of two posterior means, over all of the job's time and over its last hours: a host that has begun to fail is expected to fail again soon, and
 one that has been quiet since is trusted again. Rates of hosts add up. A host that leaves after a notice has not failed:
 it is expected to leave again, and to come back, by its own record.
 
@@ -71,17 +71,13 @@ def estimate_rate(history: JobHistory, hosts: Collection[HostName], *, with_noti
     # weights e^(-age / tau) the exposure T is tau (1 - e^(-T / tau)).
     exposure_s = PRIOR_EXPOSURE_S + history.observed_s
     recent_exposure_s = PRIOR_EXPOSURE_S - RECENT_S * math.expm1(-history.observed_s / RECENT_S)
-    rates = [
-        max(
-            (PRIOR_FAILURES_PER_HOST + moments[host]) / exposure_s,
-            (PRIOR_FAILURES_PER_HOST + recent[host]) / recent_exposure_s,
-        )
-        for host in moments
-    ]
+    own = math.fsum(
+        max(moments[host] / exposure_s, recent[host] / recent_exposure_s) for host in sorted(moments)
+    )
     num_others = len(hosts) - len(moments)
     # Failures that are too many to be recorded by host are those of any of the others.
     forgotten = max(history.failures - recorded, 0.0) if num_others else 0.0
-    return math.fsum(rates) + (num_others * PRIOR_FAILURES_PER_HOST + forgotten) / exposure_s
+    return own + (len(hosts) * PRIOR_FAILURES_PER_HOST + forgotten) / exposure_s
 
 
 def expect_return_s(history: JobHistory, host: HostName, prior_s: float) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
@@ -13,6 +13,7 @@ from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
+    PRIOR_S,
     Admission,
     Choice,
     Loss,
@@ -263,3 +264,90 @@ def test_the_rate_of_failures_grows_with_hosts_and_failures_and_falls_with_quiet
 def test_after_hours_a_job_is_judged_by_its_own_failures():
     assert 1 / estimate_failure_rate(4, 0, 0.0) == pytest.approx(6337.5 / 4 * HOUR_S)
     assert 1 / estimate_failure_rate(4, 100, 1000 * HOUR_S) == pytest.approx(10 * HOUR_S, rel=0.01)
+
+
+def play_wait(loss: Loss, prices: Prices, num_awaited: int) -> float:
+    """Return the work until the next failure if the first hosts are waited for: moment by moment, no phases."""
+    usual = max(prices.seconds[TimedChange.REFORM], 0.0)
+    join_s = prices.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
+    moments = 20_000
+    step_s = prices.next_failure_s / moments
+    waits_s = loss.awaited[num_awaited - 1] if num_awaited else 0.0
+    busy_until_s = waits_s + (max(join_s, usual) if num_awaited else usual)
+    hosts, work, left = loss.ready + num_awaited, 0.0, list(loss.awaited[num_awaited:])
+    for moment in range(moments):
+        now_s = (moment + 0.5) * step_s
+        if now_s < busy_until_s:
+            continue
+        if left and left[0] <= now_s:
+            left.pop(0)
+            hosts, busy_until_s = hosts + 1, now_s + join_s
+            continue
+        work += hosts / loss.places * step_s
+    return work
+
+
+@given(
+    returns=st.lists(st.sampled_from((2.0, 5.0, 20.0, 70.0)), min_size=1, max_size=3, unique=True),
+    reform_s=st.floats(1.0, 40.0),
+    horizon_s=st.floats(300.0, 3000.0),
+    places=st.integers(5, 32),
+)
+@settings(max_examples=40)
+def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, reform_s, horizon_s, places):
+    """Brute force over how many of the hosts that are expected back are waited for."""
+    loss = Loss(
+        places=places,
+        ready=places - len(returns),
+        awaited=tuple(sorted(returns)),
+        is_in_place=False,
+        can_join_in_place=False,
+    )
+    seconds = {**PRIOR_S, TimedChange.REFORM: reform_s}
+    prices = Prices(seconds=seconds, next_failure_s=horizon_s)
+    choice = choose_after_loss(loss, prices)
+    works = [play_wait(loss, prices, number) for number in range(len(returns) + 1)]
+    chosen = works[choice.num_awaited]
+    # What is lost by the best, and the margin of the choice.
+    lost_s = horizon_s - max(works)
+    assert max(works) - chosen <= max(HYSTERESIS * (horizon_s - chosen), MIN_SAVED_S) + 0.01 * horizon_s, (
+        lost_s
+    )
+
+
+def test_a_flapping_host_is_admitted_later_than_a_sound_one_and_again_once_it_has_been_quiet():
+    admission = Admission(places=2048, training=2047, joining=1, can_join_in_place=False)
+    history = JobHistory(observed_s=200 * HOUR_S)
+    hosts = name_hosts(2048, "flapping", "sound")
+    history = lose(history, "sound")
+    for _ in range(6):
+        history = lose(msgspec.structs.replace(history, observed_s=history.observed_s + 600.0), "flapping")
+    sound = choose_admission(admission, price_job(history, hosts - names("flapping"), names("sound")))
+    flapping = choose_admission(admission, price_job(history, hosts - names("sound"), names("flapping")))
+    assert (sound.action, flapping.action) == (RecoveryAction.JOIN, RecoveryAction.POSTPONE)
+    # A leader looks again each minute: it changes its mind once.
+    actions, before = [], flapping.action
+    for minute in range(0, 24 * 60, 10):
+        later = msgspec.structs.replace(history, observed_s=history.observed_s + 60.0 * minute)
+        prices = price_job(later, hosts - names("sound"), names("flapping"))
+        before = choose_admission(dataclasses.replace(admission, before=before), prices).action
+        actions.append(before)
+    assert actions[0] is RecoveryAction.POSTPONE
+    assert actions[-1] is RecoveryAction.JOIN
+    assert actions == sorted(actions, key=lambda action: action is RecoveryAction.JOIN)
+
+
+def test_a_host_that_is_preempted_all_the_time_is_admitted_later_though_it_never_fails():
+    admission = Admission(places=4096, training=4095, joining=1)
+    history = JobHistory(observed_s=HOUR_S)
+    for _ in range(20):
+        history = lose(
+            msgspec.structs.replace(history, observed_s=history.observed_s + 60.0),
+            "spot",
+            cause=LossCause.NOTICE,
+        )
+    hosts = name_hosts(4096, "spot", "sound")
+    spot = choose_admission(admission, price_job(history, hosts - names("sound"), names("spot")))
+    sound = choose_admission(admission, price_job(history, hosts - names("spot"), names("sound")))
+    assert (spot.action, sound.action) == (RecoveryAction.POSTPONE, RecoveryAction.JOIN)
+    assert spot.next_failure_s == pytest.approx(sound.next_failure_s)
