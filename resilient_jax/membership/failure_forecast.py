@@ -2,9 +2,9 @@
 
 Failures of a host are a Poisson process whose rate has a Gamma prior: that of a published cluster, which weighs as much
 as `PRIOR_EXPOSURE_S` of the job's own time (`planning.recovery_score`). What a host's own failures add to it is the
-greater of two posterior means, over all of the job's time and over its last hours: a host that has begun to fail is expected to fail again soon, and
-one that has been quiet since is trusted again. Rates of hosts add up. A host that leaves after a notice has not failed:
-it is expected to leave again, and to come back, by its own record.
+greater of two posterior means, over all of the job's time and over its last hours: a host that has begun to fail is
+expected to fail again soon, and one that has been quiet since is trusted again. Rates of hosts add up. A host that
+leaves after a notice has not failed: it is expected to leave again, and to come back, by its own record.
 
 The time until a host is back is the mean of its own returns after the same cause; before it has had any, of its returns
 after other causes, then of other hosts' after the same cause, then of all.
