@@ -141,8 +141,14 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
             generation.snapshot is not None and not generation.is_state_in_parts
         )
         change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
+        decision = generation.decision
         if generation.slowness.divided_in == generation.number and not is_restored:
             change = TimedChange.REDIVIDE
+        elif decision is not None and (decision.action, decision.number) == (
+            RecoveryAction.KEEP_STAGES,
+            generation.number,
+        ):
+            change = TimedChange.KEEP_STAGES
         history = add_time(history, change, seconds)
     memory = dataclasses.replace(
         memory,

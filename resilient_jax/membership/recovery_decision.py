@@ -8,6 +8,8 @@ the policy is asked again, without the hosts that were awaited in vain.
 from collections.abc import Collection, Iterable
 from typing import Final
 
+import msgspec
+
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
@@ -24,6 +26,7 @@ from resilient_jax.membership.failure_forecast import (
     expect_return_s,
     list_expected,
 )
+from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
 from resilient_jax.membership.recovery_policy import (
     PRIOR_S,
     Admission,
@@ -91,12 +94,23 @@ def decide_after_loss(
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
+        stage=find_stage_loss(kept, joiners, awaited),
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     lost = (one.host for one in generation.history.away if one.number == generation.number)
-    return _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+    if choice.action is RecoveryAction.KEEP_STAGES:
+        return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
+    return decision
+
+
+def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
+    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts."""
+    decision = state.generation.decision
+    is_kept = decision is not None and decision.action is RecoveryAction.KEEP_STAGES
+    return () if is_kept and not is_wait_over(state, now) else list_absent(state.generation)
 
 
 def decide_admission(

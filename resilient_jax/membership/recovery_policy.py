@@ -31,9 +31,11 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryOption,
     TimedChange,
 )
+from resilient_jax.protocol.state_records import StageLoss
 
 PRIOR_S: Final[Mapping[TimedChange, float]] = {
     TimedChange.SHRINK: 0.2,
+    TimedChange.KEEP_STAGES: 0.2,
     TimedChange.GROW: 0.6,
     TimedChange.REFORM: 3.0,
     TimedChange.RESTORE: 3.0,
@@ -65,6 +67,7 @@ class Loss:
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
+        stage: what the loss makes of a pipeline, if one host was lost and that is known.
     """
 
     places: int
@@ -75,6 +78,7 @@ class Loss:
     can_join_in_place: bool = True
     needs_restore: bool = False
     may_wait: bool = True
+    stage: StageLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +111,13 @@ class Prices:
     Attributes:
         seconds: of each change: the job's own measurement, or the prior.
         next_failure_s: the expected time to the next failure.
+        measured: of which changes the job has measured the time.
         joiner_losses: how often hosts that join now are expected to be lost, or to leave, until then.
     """
 
     seconds: Mapping[TimedChange, float]
     next_failure_s: float
+    measured: frozenset[TimedChange] = frozenset()
     joiner_losses: float = 0.0
 
 
@@ -149,6 +155,7 @@ def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collect
     return Prices(
         seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
         next_failure_s=next_failure_s,
+        measured=frozenset(measured),
         joiner_losses=next_failure_s * estimate_rate(history, joining, with_notices=True) if joining else 0.0,
     )
 
@@ -173,9 +180,10 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     )
     reachable = min(loss.ready + len(loss.awaited), loss.places)
     chosen = choose_option(options, usual, prices, reachable / loss.places)
-    wait_s = PATIENCE * last.return_s if chosen is RecoveryAction.WAIT and last is not None else 0.0
+    waits_for = last if chosen in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES) else None
+    wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
-    return dataclasses.replace(choice, num_awaited=last.count if wait_s and last is not None else 0)
+    return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,12 +235,14 @@ def _list_phases(
 
 _CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
     RecoveryAction.SHRINK: TimedChange.SHRINK,
+    RecoveryAction.KEEP_STAGES: TimedChange.KEEP_STAGES,
     RecoveryAction.REPLACE: TimedChange.GROW,
     RecoveryAction.REFORM: TimedChange.REFORM,
     RecoveryAction.RESTORE: TimedChange.RESTORE,
 }
 _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.SHRINK: "goes on in place",
+    RecoveryAction.KEEP_STAGES: "keeps the stage of the lost host for it",
     RecoveryAction.REPLACE: "goes on in place with hosts in their seats",
     RecoveryAction.REFORM: "goes on in a new world",
     RecoveryAction.RESTORE: "goes on from an older state",
@@ -258,9 +268,18 @@ def _find_usual(loss: Loss) -> RecoveryAction:
 def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
     # A shrink leaves out hosts that are ready in their seats.
     ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
-    first = Phase(pause_s=prices.seconds[_CHANGE_OF[action]], speed=ready / loss.places)
+    pause_s, speed = prices.seconds[_CHANGE_OF[action]], ready / loss.places
+    join_s = _find_join_s(loss, prices)
+    if loss.stage is not None and action is RecoveryAction.KEEP_STAGES:
+        speed = (ready + 1) / loss.places * loss.stage.kept
+    elif loss.stage is not None and action is RecoveryAction.SHRINK:
+        speed = (ready + 1) / loss.places * loss.stage.cut
+        # Measured pauses have the moves in them.
+        pause_s += 0.0 if TimedChange.SHRINK in prices.measured else loss.stage.move_s
+        join_s += 0.0 if TimedChange.GROW in prices.measured else loss.stage.move_s
+    first = Phase(pause_s=pause_s, speed=speed)
     later = _group_returns(loss.awaited)
-    phases = _list_phases(first, ready, later, join_s=_find_join_s(loss, prices), places=loss.places)
+    phases = _list_phases(first, ready, later, join_s=join_s, places=loss.places)
     return make_option(action, phases, ready, prices, why_not)
 
 
@@ -293,6 +312,8 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
             return "a host that comes back joins in place"
         case RecoveryAction.WAIT:
             return "" if loss.may_wait else "the rules wait no longer in this change"
+        case RecoveryAction.KEEP_STAGES:
+            return _explain_stage_refusal(usual, loss)
         case RecoveryAction.RESTORE:
             return "the hosts have a newer state"
         case RecoveryAction.REFORM if usual is not RecoveryAction.RESTORE:
@@ -304,6 +325,17 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
         case _:
             is_lost = usual is RecoveryAction.RESTORE
             return "no host has the newest state" if is_lost else "the hosts cannot go on in place"
+
+
+def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
+    """Return why the stage of a lost host cannot be kept for it; empty if it can."""
+    if loss.stage is None:
+        return "no stage of a pipeline is to be kept"
+    if usual is not RecoveryAction.SHRINK or not loss.can_join_in_place:
+        return "a host that comes back would not find its world"
+    if not loss.awaited:
+        return "no host is on its way back"
+    return "" if loss.stage.kept else "no other replica is complete"
 
 
 def choose_admission(admission: Admission, prices: Prices) -> Choice:

@@ -13,6 +13,9 @@ class RecoveryAction(enum.StrEnum):
     # after a loss
     SHRINK = "shrink"
     """Go on in place with the hosts that are left."""
+    KEEP_STAGES = "keep_stages"
+    """Go on in place without moving blocks of a pipeline: the stage of the lost host is kept for it, and its replica
+    computes nothing until it is back."""
     REPLACE = "replace"
     """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
     REFORM = "reform"
@@ -74,6 +77,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         awaited: the hosts that are waited for.
         wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
+        stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
     """
 
     action: RecoveryAction
@@ -85,6 +89,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     awaited: tuple[HostName, ...] = ()
     wait_s: float = 0.0
     slow: HostName = HostName("")
+    stage_hosts: tuple[HostName, ...] = ()
 
 
 class TimedChange(enum.StrEnum):
@@ -92,6 +97,8 @@ class TimedChange(enum.StrEnum):
 
     SHRINK = "shrink"
     """From the loss of a host to the end of the next step, less a step, in place with those that are left."""
+    KEEP_STAGES = "keep_stages"
+    """The same with the stage of the lost host kept for it."""
     GROW = "grow"
     """The same for a change in place with hosts that join."""
     REFORM = "reform"

@@ -479,6 +479,7 @@ def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generat
         trusted_step=generation.trusted_step,
         state_loss=generation.state_loss,
         layer_speeds=generation.slowness.speeds,
+        stage_hosts=generation.stage_hosts,
         events=events,
     )
 
