@@ -54,8 +54,6 @@ from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.worker.world import World
 
 LOSS_METRIC = "loss"
-PRIOR_BYTES_PER_S = 1e9
-"""At which a host gets blocks, until that was measured: a network of 10 Gb/s; ours gave 3 GB/s on one machine."""
 MIN_MEASURED_BYTES = 2**20
 """With fewer bytes the time is that of messages."""
 FAILPOINTS = {
@@ -117,7 +115,7 @@ class PipelinedSteps:
         self.abstract_state = state
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
-        self._bytes_per_s = PRIOR_BYTES_PER_S
+        self._bytes_per_s = options.state_bytes_per_s
         self._num_exchanges = 0
         """How often the hosts of this generation have sent each other units."""
         self._has_agreed = self._has_resumed = False
