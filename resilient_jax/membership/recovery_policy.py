@@ -182,6 +182,8 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     chosen = choose_option(options, usual, prices, reachable / loss.places)
     waits_for = last if chosen in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES) else None
     wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
+    if chosen is RecoveryAction.KEEP_STAGES:
+        wait_s = max(wait_s, _find_break_even_s(loss, prices))
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
     return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
 
@@ -274,13 +276,34 @@ def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_no
         speed = (ready + 1) / loss.places * loss.stage.kept
     elif loss.stage is not None and action is RecoveryAction.SHRINK:
         speed = (ready + 1) / loss.places * loss.stage.cut
-        # Measured pauses have the moves in them.
-        pause_s += 0.0 if TimedChange.SHRINK in prices.measured else loss.stage.move_s
-        join_s += 0.0 if TimedChange.GROW in prices.measured else loss.stage.move_s
+        pause_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
+        join_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
     first = Phase(pause_s=pause_s, speed=speed)
     later = _group_returns(loss.awaited)
     phases = _list_phases(first, ready, later, join_s=join_s, places=loss.places)
     return make_option(action, phases, ready, prices, why_not)
+
+
+def _find_move_s(change: TimedChange, stage: StageLoss, prices: Prices) -> float:
+    """Return how much longer a change is because blocks move; 0 if it was measured, and has that in it."""
+    return 0.0 if change in prices.measured else stage.move_s
+
+
+def _find_break_even_s(loss: Loss, prices: Prices) -> float:
+    """Return when a kept stage has cost as much as moves would, in seconds; until the next failure at most.
+
+    To move blocks then costs no more than twice what would have been best, whenever the host is back: the rule of those
+    who rent skis until the rent is their price.
+    """
+    assert loss.stage is not None, "else no stage is kept"
+    # T = (longer pause, now and at the return) / (speed lost)
+    slower = (loss.ready + 1) / loss.places * (loss.stage.cut - loss.stage.kept)
+    seconds = prices.seconds
+    longer_s = seconds[TimedChange.SHRINK] - seconds[TimedChange.KEEP_STAGES]
+    longer_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
+    longer_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+    most_s = prices.next_failure_s
+    return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
 
 
 def _price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:

@@ -1,6 +1,8 @@
 """What the loss of a host would make of a pipeline: against the schedule played task by task, and over layouts."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.recovery_policy import PRIOR_S, Loss, Prices, choose_after_loss
@@ -136,3 +138,24 @@ def test_a_host_that_is_not_expected_back_has_no_stage_kept():
     assert choice.action is RecoveryAction.SHRINK
     (kept,) = [one for one in choice.options if one.action is RecoveryAction.KEEP_STAGES]
     assert (kept.why_not, kept.score > 0) == ("no host is on its way back", True)
+
+
+@given(
+    move_s=st.floats(1.0, 60.0),
+    difference=st.floats(0.02, 0.3),
+    returned_s=st.floats(1.0, 20_000.0),
+    next_failure_s=st.floats(1e4, 1e6),
+)
+def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_least_at_most(
+    move_s: float, difference: float, returned_s: float, next_failure_s: float
+):
+    """The host is expected in a second, and comes back whenever it likes."""
+    stage = StageLoss(host=HostName("a"), kept=0.95 - difference, cut=0.95, move_s=move_s)
+    loss = Loss(places=32, ready=31, awaited=(1.0,), stage=stage)
+    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
+    if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
+        return
+    moves_s, wait_s = 2 * move_s, choice.wait_s
+    kept_s = min(returned_s, wait_s) * difference + (moves_s if returned_s > wait_s else 0.0)
+    # Of the speed that a cut has; PATIENCE for the first return is on top.
+    assert kept_s <= 2 * min(moves_s, returned_s * difference) + 2.0
