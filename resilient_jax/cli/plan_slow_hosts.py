@@ -7,7 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
-from resilient_jax.membership.recovery_policy import Choice, SlowTraining, choose_for_slow_host, price_job
+from resilient_jax.ids import HostName
+from resilient_jax.membership.recovery_policy import Choice, price_job
+from resilient_jax.membership.slow_host_policy import SlowTraining, choose_for_slow_host
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_slowness import (
     PossibleSlowness,
@@ -58,7 +60,7 @@ def decide_slow_hosts(
         has_spare: whether a host spares.
     """
     places = len(topology.hosts)
-    prices = price_job(JobHistory(), places)
+    prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])
     decisions = []
     for slow in list_possible_slowness(topology):
         devices = slow.host.living_devices

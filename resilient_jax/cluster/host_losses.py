@@ -7,13 +7,20 @@ so that the count outlives leaders.
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.stored_records import ENCODER, decode_host_losses
-from resilient_jax.ids import HostName, Revision
+from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.facts import MembershipState, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
 from resilient_jax.protocol.quarantine import HostLosses
 from resilient_jax.protocol.records import GenerationPhase
-from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key
-from resilient_jax.store.interface import Compare, CompareOperator, CompareTarget, PutOp
+from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key, make_losses_prefix
+from resilient_jax.store.interface import (
+    Compare,
+    CompareOperator,
+    CompareTarget,
+    DeleteOp,
+    PutOp,
+    Store,
+)
 
 
 class SingleLosses:
@@ -88,3 +95,12 @@ async def note_host_loss(context: AgentContext, host: HostName, leader_token: Re
     leads = Compare(make_leader_key(job), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)
     record = HostLosses(host=host, lost_wall_s=(*recent, now_s))
     await store.transaction([leads], [PutOp(key, ENCODER.encode(record), lease)])
+
+
+async def forget_host_losses(store: Store, job: JobName) -> None:
+    """Delete the counts of a job that is over: another one of the same name begins without them.
+
+    Raises:
+        PeerError: the store did not answer.
+    """
+    await store.transaction([], [DeleteOp(make_losses_prefix(job), is_prefix=True)])

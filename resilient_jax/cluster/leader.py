@@ -15,7 +15,12 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
 from resilient_jax.cluster.device_quarantine import quarantine_device
-from resilient_jax.cluster.host_losses import SingleLosses, is_loss_counted, note_host_loss
+from resilient_jax.cluster.host_losses import (
+    SingleLosses,
+    forget_host_losses,
+    is_loss_counted,
+    note_host_loss,
+)
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
@@ -376,6 +381,7 @@ class _Term:
             self._record_state_loss(generation, generation.state_loss)
         if is_over:
             await self._let_records_expire(lease)
+            await forget_host_losses(self._store, self._leader._job)
 
     async def _let_records_expire(self, lease: LeaseId) -> None:
         """Have the records that the job's hosts share end with a lease; host statuses have leases of their own."""

@@ -11,6 +11,7 @@ from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.quarantine import QuarantineRecord
 from resilient_jax.protocol.store_keys import (
     make_leader_key,
+    make_losses_key,
     make_quarantine_key,
     make_quarantine_prefix,
 )
@@ -92,11 +93,11 @@ async def read_quarantine(store: Store, job: JobName) -> tuple[QuarantineRecord,
 
 
 async def clear_quarantine(store: Store, job: JobName, host: HostName) -> bool:
-    """End a host's quarantine; return whether it was in one."""
+    """End a host's quarantine, and forget how often it was lost; return whether it was in one."""
     key = make_quarantine_key(job, host)
     if await store.get(key) is None:
         return False
-    await store.transaction([], [DeleteOp(key)])
+    await store.transaction([], [DeleteOp(key), DeleteOp(make_losses_key(job, host))])
     return True
 
 

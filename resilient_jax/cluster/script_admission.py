@@ -13,7 +13,7 @@ from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, de
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import ScriptRefused
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import ScriptRecord
+from resilient_jax.protocol.job_records import ScriptRecord
 from resilient_jax.protocol.store_keys import make_hosts_prefix, make_script_key
 from resilient_jax.store.interface import (
     PutOp,

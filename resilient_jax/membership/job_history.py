@@ -5,7 +5,7 @@ the next leader begins with it. What a leader has not seen from the beginning it
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -18,23 +18,20 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     is_joiner,
 )
+from resilient_jax.membership.failure_forecast import MAX_RECORDS, add_return, average, count_losses
 from resilient_jax.membership.leader_memory import LeaderMemory
+from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.recovery_records import (
-    HostFailures,
     JobHistory,
+    LossCause,
     MeasuredTime,
     RecoveryAction,
     TimedChange,
 )
 
-MAX_WEIGHT: Final = 8
-"""A mean follows a change of the machine after about so many measurements."""
 MAX_QUIESCE_S: Final = 5.0
 """Until all members are idle, as by default (`quiesce_timeout_s`). What lasts longer is a wait for hosts."""
-MAX_HOSTS: Final = 64
-"""The hosts whose failures are counted one by one: those that failed last. The record stays small in a large job."""
-
 _TIMED: Final = {
     WorldChange.SHRINK: TimedChange.SHRINK,
     WorldChange.GROW: TimedChange.GROW,
@@ -54,24 +51,27 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
     if after.number > before.number:
         history = _note_step_time(state, history, now)
         memory = dataclasses.replace(memory, steady_since_s=None)
+        noticed = (m.host for m in before.members if has_notice(state, m.host))
+        memory = dataclasses.replace(memory, noticed=frozenset(noticed))
         if after.phase is GenerationPhase.QUIESCE:
             lost = [
                 m.host
                 for m in before.members
                 if find_worker(state, m) is None or (after.keeps_workers and m not in after.members)
             ]
-            history = count_failures(history, [host for host in lost if not _is_planned(before, host)])
             stalled = memory.stalled_since_s if memory.stalled_since_s is not None else now
-            lost_since = {**memory.lost_since_s, **dict.fromkeys(lost, now)}
-            memory = dataclasses.replace(
-                memory,
-                stalled_since_s=stalled,
-                lost_since_s=dict(list(lost_since.items())[-MAX_HOSTS:]),
-            )
+            memory = dataclasses.replace(memory, stalled_since_s=stalled)
+            failed = [host for host in lost if host != after.taken_out and not _is_planned(before, host)]
+            causes = find_loss_causes(state, failed)
+            history, memory = _note_losses(history, memory, causes, after, now)
     elif before.phase is GenerationPhase.BOUNDARY:
         memory = dataclasses.replace(memory, stalled_since_s=now)
     elif after.phase is GenerationPhase.FORM and _has_waited(before, memory, now):
         memory = dataclasses.replace(memory, stalled_since_s=None)
+    if after.phase is GenerationPhase.FORM and before.phase is not GenerationPhase.FORM:
+        history, memory = _note_losses(history, memory, find_left(state, after), after, now)
+        away = tuple(one for one in history.away if after.find_member(one.host) is None)
+        history = msgspec.structs.replace(history, away=away)
     return dataclasses.replace(
         state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
     )
@@ -108,26 +108,25 @@ def note_progress(state: MembershipState, now: float) -> MembershipState:
     return _note_returns(state, now)
 
 
-def count_failures(history: JobHistory, lost: Iterable[HostName]) -> JobHistory:
-    """Return the history after the loss of members at one moment; unchanged if there are none."""
-    counts = {failures.host: failures.count for failures in history.host_failures}
-    names = list(lost)
-    for host in names:
-        counts[host] = counts.pop(host, 0) + 1  # to the end: the newest last
-    if not names:
-        return history
-    newest = [HostFailures(host, count) for host, count in counts.items()][-MAX_HOSTS:]
-    return msgspec.structs.replace(history, failures=history.failures + 1, host_failures=tuple(newest))
+def _note_losses(
+    history: JobHistory,
+    memory: LeaderMemory,
+    lost: Mapping[HostName, LossCause],
+    after: Generation,
+    now: float,
+) -> tuple[JobHistory, LeaderMemory]:
+    """Return both with members that were lost, or left, at one moment."""
+    since = {**memory.lost_since_s, **{host: (now, cause) for host, cause in lost.items()}}
+    memory = dataclasses.replace(memory, lost_since_s=dict(list(since.items())[-MAX_RECORDS:]))
+    return count_losses(history, lost, after.number), memory
 
 
 def add_time(history: JobHistory, change: TimedChange, seconds: float) -> JobHistory:
     """Return the history with one more measurement."""
     old = next((time for time in history.times if time.change is change), MeasuredTime(change, 0.0, 0))
-    # m += (x - m) / min(n, MAX_WEIGHT): the mean at first, then an exponential one.
-    count = old.count + 1
-    mean_s = old.mean_s + (seconds - old.mean_s) / min(count, MAX_WEIGHT)
+    new = MeasuredTime(change, average(old.mean_s, old.count, seconds), old.count + 1)
     others = tuple(time for time in history.times if time.change is not change)
-    return msgspec.structs.replace(history, times=(*others, MeasuredTime(change, mean_s, count)))
+    return msgspec.structs.replace(history, times=(*others, new))
 
 
 def _note_step_time(state: MembershipState, history: JobHistory, now: float) -> JobHistory:
@@ -153,14 +152,25 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
             generation.snapshot is not None and not generation.is_state_in_parts
         )
         change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
+        decision = generation.decision
         if generation.slowness.divided_in == generation.number and not is_restored:
             change = TimedChange.REDIVIDE
+        elif decision is not None and (decision.action, decision.number) == (
+            RecoveryAction.KEEP_STAGES,
+            generation.number,
+        ):
+            change = TimedChange.KEEP_STAGES
         history = add_time(history, change, seconds)
     memory = dataclasses.replace(
         memory,
         stalled_since_s=None,
         steady_since_s=now,
         steady_step=find_newest_step(state),
+        devices={
+            member.host: status.devices
+            for member in generation.members
+            if (status := state.hosts.get(member.host)) is not None and status.devices
+        },
         unwritten=history,
     )
     return dataclasses.replace(state, memory=memory)
@@ -170,13 +180,14 @@ def _note_returns(state: MembershipState, now: float) -> MembershipState:
     """Return the state with the times of the hosts that are ready to join again; members have returned, too."""
     generation, memory = state.generation, state.memory
     history, waiting = _get_history(state), dict(memory.lost_since_s)
-    for host, since_s in memory.lost_since_s.items():
+    for host, (since_s, cause) in memory.lost_since_s.items():
         status = state.hosts.get(host)
         if generation.find_member(host) is not None:
             del waiting[host]
         elif status is not None and is_joiner(generation, status, None):
             del waiting[host]
             history = add_time(history, TimedChange.RETURN, now - since_s)
+            history = add_return(history, host, cause, now - since_s)
     if len(waiting) == len(memory.lost_since_s):
         return state
     memory = dataclasses.replace(memory, lost_since_s=waiting, unwritten=history)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.recovery_records import JobHistory
+from resilient_jax.protocol.recovery_records import JobHistory, LossCause
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,9 @@ class LeaderMemory:
         stalled_since_s: when the members stopped training, as long as they have not finished a step since.
         steady_since_s: when all members had finished their first step of this generation.
         steady_step: the newest step then.
-        lost_since_s: when the hosts that have not come back yet were lost.
+        lost_since_s: when the hosts that have not come back yet were lost, and the cause.
+        noticed: the members that had got a notice to leave when they were last seen.
+        devices: what the members whose worker does not use all devices said of that at their first step.
         unwritten: the history with what was measured since the last write; None: nothing was.
     """
 
@@ -26,5 +28,7 @@ class LeaderMemory:
     stalled_since_s: float | None = None
     steady_since_s: float | None = None
     steady_step: int = 0
-    lost_since_s: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
+    lost_since_s: Mapping[HostName, tuple[float, LossCause]] = dataclasses.field(default_factory=dict)
+    noticed: frozenset[HostName] = frozenset()
+    devices: Mapping[HostName, str] = dataclasses.field(default_factory=dict)
     unwritten: JobHistory | None = None

@@ -5,7 +5,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
-from resilient_jax.membership.recovery_decision import decide_admission
+from resilient_jax.membership.recovery_decision import decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
@@ -27,7 +27,7 @@ def plan_change(
         config: of the machine.
     """
     generation = state.generation
-    decision, reason = generation.decision, _find_reason_to_change(state)
+    decision, reason = generation.decision, _find_reason_to_change(state, now)
     joining = [status for status in joiners if not awaits_seat(generation, status)]
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
@@ -49,10 +49,12 @@ def plan_change(
     )
 
 
-def _find_reason_to_change(state: MembershipState) -> str | None:
+def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
     """Return why the members must change, whether hosts join or not; None: they need not."""
     staying = {status.host for status in list_staying(state)}
     leaving = [m.host for m in state.generation.members if m.host in state.hosts and m.host not in staying]
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
+    if overdue := find_overdue(state, now):
+        return f"{join_names(overdue)} did not come back: its stage is kept no longer, and layers are divided anew"
     return None if has_service(state) else "the coordination service has ended"

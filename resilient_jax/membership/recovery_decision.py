@@ -5,8 +5,10 @@ Time only ends a wait: `RecoveryDecision.wait_s` after the decision was recorded
 the policy is asked again, without the hosts that were awaited in vain.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
+
+import msgspec
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
@@ -18,7 +20,15 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     join_names,
 )
+from resilient_jax.membership.failure_forecast import (
+    count_host_losses,
+    describe_record,
+    expect_return_s,
+    list_expected,
+)
+from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
 from resilient_jax.membership.recovery_policy import (
+    PRIOR_S,
     Admission,
     Choice,
     Loss,
@@ -34,6 +44,7 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryAction,
     RecoveryDecision,
     RecoveryOption,
+    TimedChange,
 )
 
 MAX_NAMES: Final = 8
@@ -63,7 +74,7 @@ def decide_after_loss(
     """
     generation, present = state.generation, [*kept, *joiners]
     places = count_places(state, present, config.num_hosts)
-    awaited = _list_awaited(state, present)[: max(places - len(present), 0)]
+    awaited = _list_awaited(state, present, places)
     recorded = generation.decision
     has_waited = (
         recorded is not None
@@ -73,20 +84,33 @@ def decide_after_loss(
     if recorded is not None and has_waited:
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
-        awaited = [host for host in awaited if host not in recorded.awaited]
+        awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     loss = Loss(
         places=places,
         ready=len(present),
         num_seated=len(joiners),
-        awaited=len(awaited),
+        awaited=tuple(awaited.values()),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
+        stage=find_stage_loss(kept, joiners, awaited),
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
-    choice = choose_after_loss(loss, price_job(generation.history, places))
-    return _record(state, choice, (), awaited if choice.action is RecoveryAction.WAIT else ())
+    names = {*(status.host for status in present), *awaited}
+    choice = choose_after_loss(loss, price_job(generation.history, names))
+    lost = (one.host for one in generation.history.away if one.number == generation.number)
+    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+    if choice.action is RecoveryAction.KEEP_STAGES:
+        return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
+    return decision
+
+
+def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
+    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts."""
+    decision = state.generation.decision
+    is_kept = decision is not None and decision.action is RecoveryAction.KEEP_STAGES
+    return () if is_kept and not is_wait_over(state, now) else list_absent(state.generation)
 
 
 def decide_admission(
@@ -104,8 +128,7 @@ def decide_admission(
     staying = list_staying(state)
     names = tuple(sorted(status.host for status in joining))
     places = count_places(state, [*staying, *joining], config.num_hosts)
-    free = max(places - len(staying) - len(joining), 0)
-    awaited = _list_awaited(state, [*staying, *joining])[:free]
+    awaited = _list_awaited(state, [*staying, *joining], places)
     recorded = generation.decision
     is_same = (
         recorded is not None
@@ -120,20 +143,21 @@ def decide_admission(
         )
         if is_awaited and generation.losses_left and not is_wait_over(state, now):
             return None
-        awaited = [host for host in awaited if host not in recorded.awaited]
+        awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
     admission = Admission(
         places=places,
         training=len(staying),
         joining=len(joining),
-        awaited=len(awaited),
+        awaited=tuple(awaited.values()),
         can_join_in_place=can_change_in_place(state, staying, joining),
         is_last_copy=not generation.losses_left,
         before=before,
     )
-    num_hosts = len(staying) + len(joining)
-    choice = choose_admission(admission, price_job(generation.history, num_hosts, frozenset(names)))
-    return _record(state, choice, names, awaited if choice.action is RecoveryAction.GATHER else ())
+    hosts = {*(status.host for status in staying), *names}
+    choice = choose_admission(admission, price_job(generation.history, hosts, names))
+    again = (host for host in names if count_host_losses(generation.history, host) > 1)
+    return _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
 
 
 def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecision | None:
@@ -155,14 +179,28 @@ def is_wait_over(state: MembershipState, now: float) -> bool:
     return decision is not None and now - state.memory.decided_s > decision.wait_s
 
 
-def _list_awaited(state: MembershipState, present: Iterable[HostStatus]) -> list[HostName]:
-    """Return the hosts without part in this change whose agent lives, and has a worker start or a new one to start."""
-    names = {status.host for status in present}
-    return [
+def _list_awaited(
+    state: MembershipState, present: Collection[HostStatus], places: int
+) -> dict[HostName, float]:
+    """Return the hosts without part in this change that are expected back, and after how many seconds; soonest first.
+
+    Their agent lives, and has a worker start or a new one to start. Or it is gone, as it was before, and each time the
+    host has come back.
+    """
+    names, history = {status.host for status in present}, state.generation.history
+    coming = [
         host
-        for host, status in sorted(state.hosts.items())
+        for host, status in state.hosts.items()
         if host not in names and not is_draining(state, host) and _is_coming(state, status)
     ]
+    gone = [
+        host for host in list_expected(history) if host not in state.hosts and host not in state.quarantined
+    ]
+    expected = {
+        host: expect_return_s(history, host, PRIOR_S[TimedChange.RETURN]) for host in {*coming, *gone}
+    }
+    soonest = sorted(expected.items(), key=lambda one: (one[1], one[0]))
+    return dict(soonest[: max(places - len(present), 0)])
 
 
 def _is_coming(state: MembershipState, status: HostStatus) -> bool:
@@ -173,13 +211,22 @@ def _is_coming(state: MembershipState, status: HostStatus) -> bool:
 
 
 def _record(
-    state: MembershipState, choice: Choice, joining: Iterable[HostName], awaited: Iterable[HostName]
+    state: MembershipState,
+    choice: Choice,
+    joining: Iterable[HostName],
+    awaited: Iterable[HostName],
+    *,
+    about: Iterable[HostName],
 ) -> RecoveryDecision:
+    """Return the record of a choice, whose reason begins with why hosts were lost."""
     awaited = tuple(awaited)
+    causes = describe_record(state.generation.history, list(about)[:MAX_NAMES])
     return RecoveryDecision(
         action=choice.action,
         number=state.generation.number,
-        reason=choice.reason + (f"; awaited: {_describe_hosts(awaited)}" if awaited else ""),
+        reason=(f"{causes}; " if causes else "")
+        + choice.reason
+        + (f"; awaited: {_describe_hosts(awaited)}" if awaited else ""),
         options=choice.options,
         next_failure_s=choice.next_failure_s,
         joining=tuple(joining),

@@ -8,10 +8,9 @@ What is left to choose:
 - after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause;
 - while others train: that hosts which are ready join now, or together with others that are on their way, or later,
   because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
-  which they would join without a pause of their own; and a host that is lost again and again costs one each time;
-- while a host is slow: whether it stays, which costs no pause, or a spare takes its place, or the others go on without
-  it, or it goes on without those of its devices that are slow, or a pipeline gives it fewer layers. Shares by speed are
-  chosen before that, by the workers, and cost nothing.
+  which they would join without a pause of their own; and a host that is lost again and again costs one each time.
+When hosts are back, and when the next failure comes, is expected by their own records (`failure_forecast`). Of several
+hosts the first ones are waited for, as far as that pays. What is chosen for slow hosts has a policy of its own.
 
 So that decisions do not flutter, another option than the usual one, or than the one that was chosen before in the same
 situation, must lose less by `HYSTERESIS` of that, and by `MIN_SAVED_S` at least. A wait has an end: hosts that have not
@@ -19,10 +18,12 @@ come by then are not awaited again.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from resilient_jax.planning.recovery_score import HOUR_S, Phase, estimate_failure_rate, score_phases
+from resilient_jax.ids import HostName
+from resilient_jax.membership.failure_forecast import estimate_rate
+from resilient_jax.planning.recovery_score import Phase, describe_s, score_phases
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
     JobHistory,
@@ -30,10 +31,11 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryOption,
     TimedChange,
 )
-from resilient_jax.protocol.slow_hosts import Slowdown
+from resilient_jax.protocol.state_records import StageLoss
 
 PRIOR_S: Final[Mapping[TimedChange, float]] = {
     TimedChange.SHRINK: 0.2,
+    TimedChange.KEEP_STAGES: 0.2,
     TimedChange.GROW: 0.6,
     TimedChange.REFORM: 3.0,
     TimedChange.RESTORE: 3.0,
@@ -48,8 +50,6 @@ MIN_SAVED_S: Final = 0.5
 """And it must save so many seconds: the times of one kind of change differ by that much (docs/benchmarks.md)."""
 PATIENCE: Final = 1.5
 """A wait lasts so many times the expected time of what is waited for, at most."""
-MIN_SPEED_GAIN: Final = 0.05
-"""The part by which an action on a slow host must raise the speed: what hosts take is known no better."""
 RECONSIDER_S: Final = 60.0
 """How long a join is postponed until it is looked at again: the job has seen more of its failures by then."""
 
@@ -62,21 +62,23 @@ class Loss:
         places: how many hosts the job has at most.
         ready: the hosts that can go on now.
         num_seated: how many of them were no members before.
-        awaited: the hosts that are on their way back.
+        awaited: of each host that is expected back the seconds until it is ready, ascending.
         is_in_place: whether those that are ready can go on in their world.
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
+        stage: what the loss makes of a pipeline, if one host was lost and that is known.
     """
 
     places: int
     ready: int
     num_seated: int = 0
-    awaited: int = 0
+    awaited: tuple[float, ...] = ()
     is_in_place: bool = True
     can_join_in_place: bool = True
     needs_restore: bool = False
     may_wait: bool = True
+    stage: StageLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Admission:
         places: how many hosts the job has at most.
         training: the hosts that train.
         joining: the hosts that are ready to join.
-        awaited: the hosts that are on their way back.
+        awaited: of each other host that is expected back the seconds until it is ready, ascending.
         can_join_in_place: whether those that are ready have taken seats.
         is_last_copy: whether the next loss may be that of the state.
         before: what was chosen for the same hosts before; None: nothing.
@@ -96,43 +98,10 @@ class Admission:
     places: int
     training: int
     joining: int
-    awaited: int = 0
+    awaited: tuple[float, ...] = ()
     can_join_in_place: bool = True
     is_last_copy: bool = False
     before: RecoveryAction | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlowTraining:
-    """Hosts train, and slow ones among them, or a division of layers by speeds of the past, cost them time.
-
-    Attributes:
-        places: how many hosts the job has at most.
-        training: the hosts that train.
-        slowdown: what is slow, and what each action makes of it.
-        has_spare: whether a host is ready to take the place of the slow one.
-        is_spare_in_place: whether it has a seat of their world.
-        can_stay_in_place: whether all hosts that train can go on in their world.
-        can_shrink_in_place: whether they can without the slow one.
-        needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
-        refusal: why no host may be taken out now; empty: one may.
-        refusal_without: why the others may not go on with a host less; empty: they may.
-        refusal_fewer_devices: why its worker may not be started again on fewer devices; empty: it may.
-        can_return_in_place: whether the worker that is started again will have a seat in their world.
-    """
-
-    places: int
-    training: int
-    slowdown: Slowdown
-    has_spare: bool = False
-    is_spare_in_place: bool = True
-    can_stay_in_place: bool = True
-    can_shrink_in_place: bool = True
-    needs_restore: bool = False
-    refusal: str = ""
-    refusal_without: str = ""
-    refusal_fewer_devices: str = ""
-    can_return_in_place: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +111,14 @@ class Prices:
     Attributes:
         seconds: of each change: the job's own measurement, or the prior.
         next_failure_s: the expected time to the next failure.
-        joiner_share: the probability that the next failure is of a host that joins now.
+        measured: of which changes the job has measured the time.
+        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until then.
     """
 
     seconds: Mapping[TimedChange, float]
     next_failure_s: float
-    joiner_share: float = 0.0
+    measured: frozenset[TimedChange] = frozenset()
+    joiner_losses: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +131,7 @@ class Choice:
         options: all of them, the chosen one first, then by score.
         next_failure_s: the expected time to the next failure.
         wait_s: how long the action lasts, if it changes no members; else 0.
+        num_awaited: for how many of the hosts that are expected back, the first ones.
     """
 
     action: RecoveryAction
@@ -167,26 +139,24 @@ class Choice:
     options: tuple[RecoveryOption, ...]
     next_failure_s: float
     wait_s: float = 0.0
+    num_awaited: int = 0
 
 
-def price_job(history: JobHistory, num_hosts: int, joining: frozenset[str] = frozenset()) -> Prices:
+def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collection[HostName] = ()) -> Prices:
     """Return the prices for a job, from its history.
 
     Args:
         history: of the job.
-        num_hosts: of the job, those that join included.
+        hosts: that train from then on, those that join included.
         joining: the hosts that join.
     """
     measured = {time.change: time.mean_s for time in history.times}
-    of_joiners = sum(failures.count for failures in history.host_failures if failures.host in joining)
-    # Rates of independent hosts add up: of all hosts, and of those that join.
-    rate = estimate_failure_rate(num_hosts, history.failures, history.observed_s)
-    joiner_rate = estimate_failure_rate(len(joining), of_joiners, history.observed_s)
+    next_failure_s = 1 / estimate_rate(history, hosts)
     return Prices(
         seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
-        next_failure_s=1 / rate,
-        # Failures of several hosts at once are one of the job's, and one of each host's.
-        joiner_share=min(joiner_rate / rate, 1.0),
+        next_failure_s=next_failure_s,
+        measured=frozenset(measured),
+        joiner_losses=next_failure_s * estimate_rate(history, joining, with_notices=True) if joining else 0.0,
     )
 
 
@@ -195,25 +165,86 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     usual = _find_usual(loss)
     options = {
         action: _price_after_loss(action, loss, prices, _explain_refusal(action, usual, loss))
-        for action in (*_CHANGE_OF, RecoveryAction.WAIT)
+        for action in _CHANGE_OF
     }
+    waits = [
+        (_price_wait(loss, prices, num_groups, _explain_refusal(RecoveryAction.WAIT, usual, loss)), group)
+        for num_groups, group in enumerate(_group_returns(loss.awaited), 1)
+    ]
+    wait, last = max(waits, key=lambda one: one[0].score, default=(None, None))
+    options[RecoveryAction.WAIT] = wait or _price_wait(
+        loss, prices, 0, _explain_refusal(RecoveryAction.WAIT, usual, loss)
+    )
     stop = RecoveryOption(
         action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0, why_not="hosts can go on"
     )
-    reachable = min(loss.ready + loss.awaited, loss.places)
-    chosen = _choose(options, usual, prices, reachable / loss.places)
-    wait_s = PATIENCE * prices.seconds[TimedChange.RETURN] if chosen is RecoveryAction.WAIT else 0.0
-    return _make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
+    reachable = min(loss.ready + len(loss.awaited), loss.places)
+    chosen = choose_option(options, usual, prices, reachable / loss.places)
+    waits_for = last if chosen in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES) else None
+    wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
+    if chosen is RecoveryAction.KEEP_STAGES:
+        wait_s = max(wait_s, _find_break_even_s(loss, prices))
+    choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
+    return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Returns:
+    """Hosts that are expected back about the same time: when the last of them is, and how many are until then."""
+
+    return_s: float
+    count: int
+
+
+def _group_returns(awaited: Sequence[float]) -> list[_Returns]:
+    """Return the groups of hosts that would be waited for together: as long as for the first of them, at most.
+
+    >>> [(group.return_s, group.count) for group in _group_returns((4.0, 5.0, 60.0))]
+    [(5.0, 2), (60.0, 3)]
+    """
+    groups: list[_Returns] = []
+    first_s = 0.0
+    for count, return_s in enumerate(awaited, 1):
+        if groups and return_s <= PATIENCE * first_s:
+            groups[-1] = _Returns(return_s, count)
+        else:
+            first_s = return_s
+            groups.append(_Returns(return_s, count))
+    return groups
+
+
+def _list_phases(
+    first: Phase, ready: int, later: Sequence[_Returns], *, join_s: float, places: int
+) -> tuple[Phase, ...]:
+    """Return what follows a choice: other hosts join as they come back, each group with a pause.
+
+    Args:
+        first: the pause, and the speed after it.
+        ready: the hosts that train then; those that come back are counted from here.
+        later: the hosts that come back, from the moment of the choice.
+        join_s: the pause of each join.
+        places: of the job.
+    """
+    phases, now_s = [first], first.pause_s + (first.training_s or 0.0)
+    for group in later:
+        hosts = min(ready + group.count, places)
+        waits_s = max(group.return_s - now_s, 0.0)
+        phases[-1] = dataclasses.replace(phases[-1], training_s=waits_s + (phases[-1].training_s or 0.0))
+        phases.append(Phase(pause_s=join_s, speed=hosts / places))
+        now_s += waits_s + join_s
+    return tuple(phases)
 
 
 _CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
     RecoveryAction.SHRINK: TimedChange.SHRINK,
+    RecoveryAction.KEEP_STAGES: TimedChange.KEEP_STAGES,
     RecoveryAction.REPLACE: TimedChange.GROW,
     RecoveryAction.REFORM: TimedChange.REFORM,
     RecoveryAction.RESTORE: TimedChange.RESTORE,
 }
 _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.SHRINK: "goes on in place",
+    RecoveryAction.KEEP_STAGES: "keeps the stage of the lost host for it",
     RecoveryAction.REPLACE: "goes on in place with hosts in their seats",
     RecoveryAction.REFORM: "goes on in a new world",
     RecoveryAction.RESTORE: "goes on from an older state",
@@ -238,22 +269,60 @@ def _find_usual(loss: Loss) -> RecoveryAction:
 
 
 def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
-    seconds = prices.seconds
-    later = min(loss.ready + loss.awaited, loss.places)
-    join_s = seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
-    return_s = seconds[TimedChange.RETURN]
-    if action is RecoveryAction.WAIT:
-        pause_s = return_s + max(join_s, seconds[_CHANGE_OF[_find_usual(loss)]])
-        phases = (Phase(pause_s=pause_s, speed=later / loss.places),)
-        return _make_option(action, phases, later, prices, why_not)
     # A shrink leaves out hosts that are ready in their seats.
     ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
-    pause_s = seconds[_CHANGE_OF[action]]
-    phases = (Phase(pause_s=pause_s, speed=ready / loss.places),)
-    if later > ready:
-        first = dataclasses.replace(phases[0], training_s=max(return_s - pause_s, 0.0))
-        phases = (first, Phase(pause_s=join_s, speed=later / loss.places))
-    return _make_option(action, phases, ready, prices, why_not)
+    pause_s, speed = prices.seconds[_CHANGE_OF[action]], ready / loss.places
+    join_s = _find_join_s(loss, prices)
+    if loss.stage is not None and action is RecoveryAction.KEEP_STAGES:
+        speed = (ready + 1) / loss.places * loss.stage.kept
+    elif loss.stage is not None and action is RecoveryAction.SHRINK:
+        speed = (ready + 1) / loss.places * loss.stage.cut
+        pause_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
+        join_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+    first = Phase(pause_s=pause_s, speed=speed)
+    later = _group_returns(loss.awaited)
+    phases = _list_phases(first, ready, later, join_s=join_s, places=loss.places)
+    return make_option(action, phases, ready, prices, why_not)
+
+
+def _find_move_s(change: TimedChange, stage: StageLoss, prices: Prices) -> float:
+    """Return how much longer a change is because blocks move; 0 if it was measured, and has that in it."""
+    return 0.0 if change in prices.measured else stage.move_s
+
+
+def _find_break_even_s(loss: Loss, prices: Prices) -> float:
+    """Return when a kept stage has cost as much as moves would, in seconds; until the next failure at most.
+
+    To move blocks then costs no more than twice what would have been best, whenever the host is back: the rule of those
+    who rent skis until the rent is their price.
+    """
+    assert loss.stage is not None, "else no stage is kept"
+    # T = (longer pause, now and at the return) / (speed lost)
+    slower = (loss.ready + 1) / loss.places * (loss.stage.cut - loss.stage.kept)
+    seconds = prices.seconds
+    longer_s = seconds[TimedChange.SHRINK] - seconds[TimedChange.KEEP_STAGES]
+    longer_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
+    longer_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+    most_s = prices.next_failure_s
+    return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
+
+
+def _price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
+    """Return the option of a wait for the first groups of hosts that come back."""
+    groups = _group_returns(loss.awaited)
+    last = groups[num_groups - 1] if num_groups else _Returns(prices.seconds[TimedChange.RETURN], 0)
+    join_s = _find_join_s(loss, prices)
+    ready = min(loss.ready + last.count, loss.places)
+    pause_s = last.return_s + max(join_s, prices.seconds[_CHANGE_OF[_find_usual(loss)]])
+    first = Phase(pause_s=pause_s, speed=ready / loss.places)
+    later = groups[num_groups:]
+    phases = _list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
+    return make_option(RecoveryAction.WAIT, phases, ready, prices, why_not)
+
+
+def _find_join_s(change: Loss | Admission, prices: Prices) -> float:
+    """Return the pause in which hosts join that are ready, in seconds."""
+    return prices.seconds[TimedChange.GROW if change.can_join_in_place else TimedChange.REFORM]
 
 
 def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -> str:
@@ -267,6 +336,8 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
             return "a host that comes back joins in place"
         case RecoveryAction.WAIT:
             return "" if loss.may_wait else "the rules wait no longer in this change"
+        case RecoveryAction.KEEP_STAGES:
+            return _explain_stage_refusal(usual, loss)
         case RecoveryAction.RESTORE:
             return "the hosts have a newer state"
         case RecoveryAction.REFORM if usual is not RecoveryAction.RESTORE:
@@ -280,137 +351,67 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
             return "no host has the newest state" if is_lost else "the hosts cannot go on in place"
 
 
+def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
+    """Return why the stage of a lost host cannot be kept for it; empty if it can."""
+    if loss.stage is None:
+        return "no stage of a pipeline is to be kept"
+    if usual is not RecoveryAction.SHRINK or not loss.can_join_in_place:
+        return "a host that comes back would not find its world"
+    if not loss.awaited:
+        return "no host is on its way back"
+    return "" if loss.stage.kept else "no other replica is complete"
+
+
 def choose_admission(admission: Admission, prices: Prices) -> Choice:
     """Return whether hosts that are ready join now, with others, or later."""
-    seconds, places = prices.seconds, admission.places
+    places, join_s = admission.places, _find_join_s(admission, prices)
     ready = min(admission.training + admission.joining, places)
-    later = min(ready + admission.awaited, places)
-    join_s = seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM]
-    # What a loss of one of them would cost the others: they would not have it without them.
-    risk_s = prices.joiner_share * seconds[TimedChange.SHRINK]
-    now = (Phase(pause_s=join_s, speed=ready / places),)
-    if later > ready:
-        first = dataclasses.replace(now[0], training_s=max(seconds[TimedChange.RETURN] - join_s, 0.0))
-        now = (first, Phase(pause_s=join_s, speed=later / places))
+    # What losses of the hosts that join would cost the others: they would not have them without these.
+    risk_s = prices.joiner_losses * prices.seconds[TimedChange.SHRINK]
+    groups = _group_returns(admission.awaited)
+    first = Phase(pause_s=join_s, speed=ready / places)
+    now = _list_phases(first, ready, groups, join_s=join_s, places=places)
     before = Phase(pause_s=0.0, speed=admission.training / places)
-    wait = dataclasses.replace(before, training_s=seconds[TimedChange.RETURN])
-    gather = (wait, Phase(pause_s=join_s, speed=later / places))
     refusal = "the next loss may be that of the state" if admission.is_last_copy else ""
-    no_more = "" if admission.awaited else "no other host is on its way"
+    gathers = [
+        (_price_gather(admission, prices, number, refusal, risk_s), group)
+        for number, group in enumerate(groups, 1)
+    ]
+    gather, last = max(gathers, key=lambda one: one[0].score, default=(None, None))
     options = {
         option.action: option
         for option in (
-            _make_option(RecoveryAction.JOIN, now, ready, prices, risk_s=risk_s),
-            _make_option(
-                RecoveryAction.GATHER, gather, admission.training, prices, refusal or no_more, risk_s=risk_s
-            ),
-            _make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
+            make_option(RecoveryAction.JOIN, now, ready, prices, risk_s=risk_s),
+            gather or _price_gather(admission, prices, 0, refusal or "no other host is on its way", risk_s),
+            make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
         )
     }
     usual = admission.before or RecoveryAction.JOIN
     if options[usual].why_not:
         usual = RecoveryAction.JOIN
-    chosen = _choose(options, usual, prices, later / places)
-    waits = {
-        RecoveryAction.GATHER: PATIENCE * seconds[TimedChange.RETURN],
-        RecoveryAction.POSTPONE: RECONSIDER_S,
-    }
-    return _make_choice(chosen, usual, tuple(options.values()), prices, waits.get(chosen, 0.0))
+    reachable = min(ready + len(admission.awaited), places) / places
+    chosen = choose_option(options, usual, prices, reachable)
+    gathers_s = PATIENCE * last.return_s if last is not None else 0.0
+    wait_s = {RecoveryAction.GATHER: gathers_s, RecoveryAction.POSTPONE: RECONSIDER_S}.get(chosen, 0.0)
+    choice = make_choice(chosen, usual, tuple(options.values()), prices, wait_s)
+    is_gathering = chosen is RecoveryAction.GATHER and last is not None
+    return dataclasses.replace(choice, num_awaited=last.count if is_gathering else 0)
 
 
-def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
-    """Return what to do about a host that is slow, or about layers that are divided as if one were."""
-    slowdown, share = training.slowdown, training.training / training.places
-    speeds = {
-        RecoveryAction.KEEP: slowdown.kept,
-        RecoveryAction.REPLACE: slowdown.replaced,
-        RecoveryAction.TAKE_OUT: slowdown.without,
-        RecoveryAction.FEWER_DEVICES: slowdown.fewer_devices,
-        RecoveryAction.REDIVIDE: slowdown.redivided,
-    }
-    options = {
-        action: _make_option(
-            action,
-            _list_phases(action, share * speed, training, prices),
-            training.training - (action is RecoveryAction.TAKE_OUT),
-            prices,
-            _explain_slow_refusal(action, speed, training),
-        )
-        for action, speed in speeds.items()
-    }
-    reachable = share * max(1.0, *speeds.values())
-    chosen = _choose(options, RecoveryAction.KEEP, prices, reachable)
-    return _make_choice(chosen, RecoveryAction.KEEP, tuple(options.values()), prices, 0.0)
-
-
-def _list_phases(
-    action: RecoveryAction, speed: float, training: SlowTraining, prices: Prices
-) -> tuple[Phase, ...]:
-    """Return what follows an action on a slow host, until the speed is `speed`."""
-    pause_s = _price_action(action, training, prices)
-    if action is not RecoveryAction.FEWER_DEVICES:
-        return (Phase(pause_s=pause_s, speed=speed),)
-    # Its worker ends, the others go on without it, and the next one joins them when it is ready.
-    share = training.training / training.places
-    return_s = prices.seconds[TimedChange.RETURN]
-    join_s = prices.seconds[TimedChange.GROW if training.can_return_in_place else TimedChange.REFORM]
-    meanwhile = Phase(
-        pause_s=pause_s,
-        speed=share * training.slowdown.without,
-        training_s=max(return_s - pause_s, 0.0),
-    )
-    return meanwhile, Phase(pause_s=join_s, speed=speed)
-
-
-def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
-    """Return the pause of an action on a slow host, in seconds: the first one, if there are two."""
-    seconds = prices.seconds
-    match action:
-        case RecoveryAction.KEEP:
-            return 0.0
-        case RecoveryAction.REDIVIDE:
-            return seconds[TimedChange.REDIVIDE if training.can_stay_in_place else TimedChange.REFORM]
-        case RecoveryAction.TAKE_OUT | RecoveryAction.FEWER_DEVICES:
-            pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
-        case _:
-            pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
-    # The mean of a change in which a state was read counts what else it took, so that the sum is an upper bound.
-    return pause_s + (seconds[TimedChange.RESTORE] if training.needs_restore else 0.0)
-
-
-def _explain_slow_refusal(action: RecoveryAction, speed: float, training: SlowTraining) -> str:
-    """Return why an action on a slow host is not possible, or not worth it; empty if it may be."""
-    slowdown = training.slowdown
-    takes_out = action in (RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT)
-    if action is RecoveryAction.KEEP:
-        return ""
-    if takes_out and (not slowdown.host or training.refusal):
-        return training.refusal if slowdown.host else "no host is slow"
-    if action is RecoveryAction.REPLACE and not training.has_spare:
-        return "no spare is ready"
-    if action is RecoveryAction.TAKE_OUT and training.has_spare:
-        return "a spare would take its place"
-    if action is RecoveryAction.TAKE_OUT and (training.refusal_without or not speed):
-        return training.refusal_without or "the others cannot do without it"
-    if action is RecoveryAction.FEWER_DEVICES and (why := _explain_all_devices(training)):
-        return why
-    if action is RecoveryAction.REDIVIDE and not speed:
-        return "no other division of layers is faster"
-    if speed < slowdown.kept * (1 + MIN_SPEED_GAIN):
-        return f"the speed rises by less than {MIN_SPEED_GAIN:.0%}"
-    return ""
-
-
-def _explain_all_devices(training: SlowTraining) -> str:
-    """Return why a slow host keeps all of its devices; empty: it may go on without some."""
-    slowdown = training.slowdown
-    if not slowdown.host:
-        return "no host is slow"
-    if not slowdown.devices:
-        return slowdown.why_all_devices or "no device of it is known to be slower than its other ones"
-    if not slowdown.fewer_devices:
-        return slowdown.why_all_devices or "it cannot do without a device"
-    return training.refusal_fewer_devices
+def _price_gather(
+    admission: Admission, prices: Prices, num_groups: int, why_not: str, risk_s: float
+) -> RecoveryOption:
+    """Return the option that hosts which are ready join together with the first groups of those that come back."""
+    places, join_s = admission.places, _find_join_s(admission, prices)
+    groups = _group_returns(admission.awaited)
+    last = groups[num_groups - 1] if num_groups else _Returns(prices.seconds[TimedChange.RETURN], 0)
+    present = admission.training + admission.joining
+    wait = Phase(pause_s=0.0, speed=admission.training / places, training_s=last.return_s)
+    joined = Phase(pause_s=join_s, speed=min(present + last.count, places) / places)
+    # From the join on, which is so long after the choice.
+    later = [_Returns(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
+    phases = (wait, *_list_phases(joined, present, later, join_s=join_s, places=places))
+    return make_option(RecoveryAction.GATHER, phases, admission.training, prices, why_not, risk_s=risk_s)
 
 
 def describe_option(option: RecoveryOption) -> str:
@@ -419,7 +420,7 @@ def describe_option(option: RecoveryOption) -> str:
     return f"{text} (not possible: {option.why_not})" if option.why_not else text
 
 
-def _make_option(
+def make_option(
     action: RecoveryAction,
     phases: tuple[Phase, ...],
     num_hosts: int,
@@ -440,7 +441,7 @@ def _make_option(
     )
 
 
-def _choose(
+def choose_option(
     options: Mapping[RecoveryAction, RecoveryOption], usual: RecoveryAction, prices: Prices, reachable: float
 ) -> RecoveryAction:
     """Return the best possible option, or the usual one if the best does not save enough."""
@@ -455,13 +456,22 @@ def _compute_lost_s(option: RecoveryOption, reachable: float, prices: Prices) ->
     return prices.next_failure_s * (1 - option.score / reachable)
 
 
-def _make_choice(
+def make_choice(
     chosen: RecoveryAction,
     usual: RecoveryAction,
     options: tuple[RecoveryOption, ...],
     prices: Prices,
     wait_s: float,
 ) -> Choice:
+    """Return the choice of an option, with the reason: what the next best one would lose or save.
+
+    Args:
+        chosen: the action.
+        usual: the one from which it takes more than noise to change.
+        options: all of them.
+        prices: by which they were scored.
+        wait_s: how long the action lasts, if it changes no members; else 0.
+    """
     ordered = sorted(
         options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)
     )
@@ -475,8 +485,8 @@ def _make_choice(
     else:
         # D (s - s'), in s at the speed of all hosts.
         gain_s = prices.next_failure_s * (first.score - rival.score)
-        expected = _describe_s(prices.next_failure_s)
-        text = f"{_describe_s(abs(gain_s))} of training until the next failure, expected in {expected}"
+        expected = describe_s(prices.next_failure_s)
+        text = f"{describe_s(abs(gain_s))} of training until the next failure, expected in {expected}"
         why = (
             f"to {rival.action} would lose {text}"
             if gain_s >= 0
@@ -489,10 +499,3 @@ def _make_choice(
         next_failure_s=prices.next_failure_s,
         wait_s=wait_s,
     )
-
-
-def _describe_s(seconds: float) -> str:
-    if seconds >= HOUR_S:
-        hours = seconds / HOUR_S
-        return f"{hours:.0f} h" if hours >= 100 else f"{hours:.3g} h"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -27,7 +27,8 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     list_joiners,
 )
-from resilient_jax.membership.recovery_policy import SlowTraining, choose_for_slow_host, price_job
+from resilient_jax.membership.recovery_policy import price_job
+from resilient_jax.membership.slow_host_policy import SlowTraining, choose_for_slow_host
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
@@ -116,7 +117,9 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         refusal_fewer_devices=_explain_refusal_fewer_devices(state, slowdown.host, len(rest)),
         can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
     )
-    choice = choose_for_slow_host(training, price_job(generation.history, places))
+    choice = choose_for_slow_host(
+        training, price_job(generation.history, {status.host for status in staying})
+    )
     before = generation.slowness.decision
     told = (generation.number, slowdown.host, choice.action)
     if before is not None and (before.number, before.slow, before.action) == told:

@@ -4,7 +4,7 @@ hosts, seconds of each block -> teams -> quotas -> routes
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import Team
@@ -97,6 +97,26 @@ def share_microbatches(teams: Sequence[Team], num_microbatches: int) -> list[int
     [6, 2]
     """
     return share_in_proportion([len(team) for team in teams], num_microbatches)
+
+
+def list_complete_teams(teams: Sequence[Team], absent: Collection[HostName]) -> frozenset[int]:
+    """Return the indexes of the replicas all of whose hosts are there."""
+    return frozenset(
+        number for number, team in enumerate(teams) if not any(host in absent for host, _ in team)
+    )
+
+
+def share_in_complete_teams(
+    teams: Sequence[Team], num_microbatches: int, absent: Collection[HostName] = ()
+) -> list[int]:
+    """Return how many microbatches each replica computes, where one that lacks a host computes none.
+
+    >>> share_in_complete_teams([[("a", 1), ("b", 1)], [("c", 2)]], 6, ["b"])
+    [0, 6]
+    """
+    complete = list_complete_teams(teams, absent)
+    weights = [len(team) if number in complete else 0 for number, team in enumerate(teams)]
+    return share_in_proportion(weights, num_microbatches) if complete else weights
 
 
 def share_in_proportion(weights: Sequence[int], num_microbatches: int) -> list[int]:

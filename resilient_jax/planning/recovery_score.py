@@ -19,6 +19,8 @@ DEVICES_PER_HOST: Final = 8
 """Of that cluster."""
 PRIOR_EXPOSURE_S: Final = HOUR_S
 """The job's own time that the prior weighs as much as."""
+PRIOR_FAILURES_PER_HOST: Final = DEVICES_PER_HOST / (DEVICE_HOURS_PER_FAILURE * HOUR_S) * PRIOR_EXPOSURE_S
+"""Of a host in that time, by the rate of that cluster."""
 
 
 def compute_score(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
@@ -92,5 +94,16 @@ def estimate_failure_rate(num_hosts: int, failures: int, observed_s: float) -> f
     6337.5
     """
     # Gamma(shape = prior b, rate = b) after k failures in T: mean (prior b + k) / (b + T), in 1 / s.
-    prior = num_hosts * DEVICES_PER_HOST / (DEVICE_HOURS_PER_FAILURE * HOUR_S)
-    return (prior * PRIOR_EXPOSURE_S + failures) / (PRIOR_EXPOSURE_S + observed_s)
+    return (num_hosts * PRIOR_FAILURES_PER_HOST + failures) / (PRIOR_EXPOSURE_S + observed_s)
+
+
+def describe_s(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> describe_s(0.25), describe_s(90), describe_s(5400), describe_s(1e6)
+    ('0.25 s', '90 s', '1.5 h', '278 h')
+    """
+    if seconds >= HOUR_S:
+        hours = seconds / HOUR_S
+        return f"{hours:.0f} h" if hours >= 100 else f"{hours:.3g} h"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -113,6 +113,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         next_seat: the first of them that no worker was given; the later ones are free, too.
         members: the workers that train, in order of their seats.
         max_members: how many hosts may be members, as of the last formation; the others spare.
+        stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them while
+            they are away. Empty: the members.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
@@ -156,6 +158,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     next_seat: Seat = Seat(0)
     members: tuple[Member, ...] = ()
     max_members: int = 0
+    stage_hosts: tuple[HostName, ...] = ()
     newcomers: tuple[Member, ...] = ()
     spares: tuple[HostName, ...] = ()
     service_address: str = ""
@@ -477,24 +480,3 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: HostName
     agent_id: str
     endpoint: str
-
-
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first host wrote of the job; every other host must have the same versions."""
-
-    versions: Versions
-    first_host: HostName
-
-
-class ScriptRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The script that all hosts of a job must run, as the first host with a worker described it.
-
-    Attributes:
-        host: that host.
-        agent_id: of its agent.
-        items: values and digests, by name.
-    """
-
-    host: HostName
-    agent_id: str
-    items: dict[str, str]

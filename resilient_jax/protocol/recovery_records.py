@@ -13,6 +13,9 @@ class RecoveryAction(enum.StrEnum):
     # after a loss
     SHRINK = "shrink"
     """Go on in place with the hosts that are left."""
+    KEEP_STAGES = "keep_stages"
+    """Go on in place without moving blocks of a pipeline: the stage of the lost host is kept for it, and its replica
+    computes nothing until it is back."""
     REPLACE = "replace"
     """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
     REFORM = "reform"
@@ -77,6 +80,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
         devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
+        stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
     """
 
     action: RecoveryAction
@@ -89,6 +93,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     slow: HostName = HostName("")
     devices: tuple[int, ...] = ()
+    stage_hosts: tuple[HostName, ...] = ()
 
 
 class TimedChange(enum.StrEnum):
@@ -96,6 +101,8 @@ class TimedChange(enum.StrEnum):
 
     SHRINK = "shrink"
     """From the loss of a host to the end of the next step, less a step, in place with those that are left."""
+    KEEP_STAGES = "keep_stages"
+    """The same with the stage of the lost host kept for it."""
     GROW = "grow"
     """The same for a change in place with hosts that join."""
     REFORM = "reform"
@@ -123,7 +130,7 @@ class MeasuredTime(msgspec.Struct, frozen=True):
 
 
 class HostFailures(msgspec.Struct, frozen=True):
-    """How often a host was lost, or its worker.
+    """How often something happened to a host.
 
     Attributes:
         host: the host.
@@ -134,19 +141,77 @@ class HostFailures(msgspec.Struct, frozen=True):
     count: int
 
 
+class LossCause(enum.StrEnum):
+    """Why a member was lost, or left, as far as its leader sees it."""
+
+    WORKER = "worker"
+    """Its worker ended, by its own error or by a signal."""
+    HOST = "host"
+    """Its agent or its machine is gone, without a notice."""
+    DEVICE = "device"
+    """A device failed, and the worker was ended because of it."""
+    LEFT_OUT = "left_out"
+    """It kept the others waiting, or its collectives failed."""
+    NOTICE = "notice"
+    """It left after a notice (preemption, or a drain): no failure."""
+
+
+class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a host was lost for one cause, and how soon it was back.
+
+    Attributes:
+        cause: why.
+        host: the host; empty: any host.
+        count: how often.
+        moments: the same, where of several hosts that were lost at one moment each counts a part.
+        recent: the same, where a loss counts the less the longer ago it was (`failure_forecast.RECENT_S`), at `last_s`.
+        last_s: when the last one was, in seconds of `JobHistory.observed_s`.
+        return_s: the mean time until the host was ready to join again, in which the last few count most.
+        num_returns: how often that was measured.
+    """
+
+    cause: LossCause
+    host: HostName = HostName("")
+    count: int = 0
+    moments: float = 0.0
+    recent: float = 0.0
+    last_s: float = 0.0
+    return_s: float = 0.0
+    num_returns: int = 0
+
+
+class Absence(msgspec.Struct, frozen=True, kw_only=True):
+    """A host that was lost, or has left, and is no member again yet.
+
+    Attributes:
+        host: the host.
+        cause: why it is away.
+        number: the generation without it.
+    """
+
+    host: HostName
+    cause: LossCause
+    number: GenerationNumber
+
+
 class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     """What leaders have seen of a job so far; each passes it on to the next in the generation.
 
     Attributes:
         observed_s: how long the job was watched.
-        failures: how many losses of members there were; of several members at once it is one.
-        host_failures: the same by host, the newest last.
+        failures: how many losses of members there were; of several members at once it is one. Those that left after a
+            notice are none.
+        losses: by cause, of all hosts.
+        host_losses: by host and cause, the newest last.
+        away: the hosts that are away now.
         step_s: the time of a step; 0: not known yet.
         times: of changes.
     """
 
     observed_s: float = 0.0
     failures: int = 0
-    host_failures: tuple[HostFailures, ...] = ()
+    losses: tuple[LossRecord, ...] = ()
+    host_losses: tuple[LossRecord, ...] = ()
+    away: tuple[Absence, ...] = ()
     step_s: float = 0.0
     times: tuple[MeasuredTime, ...] = ()

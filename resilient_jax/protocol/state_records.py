@@ -5,7 +5,7 @@ from typing import Self
 
 import msgspec
 
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 
 
 class StateSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,16 +20,36 @@ class StateSource(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
 
 
+class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loss of one host would make of a pipeline. Speeds are parts of the present one.
+
+    Attributes:
+        host: the host.
+        kept: the speed with its stage kept for it: its replica computes nothing; 0: the others cannot do without it.
+        cut: the speed with the model cut anew over the hosts that are left.
+        move_s: how long blocks take to move for that, and again when the host is back; in seconds.
+    """
+
+    host: HostName
+    kept: float
+    cut: float
+    move_s: float
+
+
 class StatePart(msgspec.Struct, frozen=True):
     """What one worker has in memory of a state that is divided into units, such as the blocks of a model.
 
     Attributes:
         runs: the units that it has, as ranges (first, end), ascending.
         num_units: of the state; the same on every host.
+        generation: in which this worker had it last.
+        losses: of the first two members: what the loss of each host of that generation would make of the pipeline.
     """
 
     runs: tuple[tuple[int, int], ...]
     num_units: int
+    generation: GenerationNumber = GenerationNumber(0)
+    losses: tuple[StageLoss, ...] = ()
 
     @classmethod
     def from_units(cls, units: Iterable[int], num_units: int) -> Self:

@@ -53,9 +53,14 @@ def make_replacement_key(job: JobName) -> str:
     return f"/{job}/replacement"
 
 
+def make_losses_prefix(job: JobName) -> str:
+    """Return the prefix of all `HostLosses` keys."""
+    return f"/{job}/losses/"
+
+
 def make_losses_key(job: JobName, host: HostName) -> str:
     """Return the key of one host's `HostLosses`."""
-    return f"/{job}/losses/{host}"
+    return f"{make_losses_prefix(job)}{host}"
 
 
 def make_hosts_prefix(job: JobName) -> str:

@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Final
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.sharding.stage_sharding import STAGE_AXES
+
+PRIOR_BYTES_PER_S: Final = 1e9
+"""A network of 10 Gb/s; on one machine our sockets gave 3 GB/s (docs/benchmarks.md)."""
 
 
 @refuse_unknown_options
@@ -26,6 +30,8 @@ class Pipeline:
             "whole_backward" (1F1B) keep fewer arrays. It changes no bit.
         log_bytes: host memory, in bytes, for values sent between stages: they are kept until a step is committed, to be
             sent again after a failure. What has no room is computed again.
+        state_bytes_per_s: at which a host gets blocks that others have, in bytes per second, until the job has measured
+            it. By that it is decided whether blocks move when a host is lost, or its stage is kept for it.
         gather_result: bring the trained model together in the memory of each host when training ends, as
             `FitResult.variables`; it must fit there. Else it is in the last checkpoint, and on no host as a whole.
         axis_sizes: of the devices of a host, such as {"tensor": 2}: "data" (examples are shared, weights replicated),
@@ -42,15 +48,17 @@ class Pipeline:
     num_stages: int
     schedule: PipelineSchedule | str = PipelineSchedule.ZERO_BUBBLE
     log_bytes: int = 2**30
+    state_bytes_per_s: float = PRIOR_BYTES_PER_S
     gather_result: bool = False
     axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     logical_axis_rules: LogicalAxisRules | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.num_stages < 1 or self.log_bytes < 0:
+        if self.num_stages < 1 or self.log_bytes < 0 or not self.state_bytes_per_s > 0:
             raise CallerError(
-                f"pipeline: found num_stages={self.num_stages}, log_bytes={self.log_bytes}, expected at least 1 and 0"
+                f"pipeline: found num_stages={self.num_stages}, log_bytes={self.log_bytes}, "
+                f"state_bytes_per_s={self.state_bytes_per_s}, expected at least 1, at least 0, and more than 0"
             )
         for axis, size in self.axis_sizes.items():
             if axis not in STAGE_AXES or size < 1:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from flax import nnx
 from jax.extend import core
@@ -53,6 +54,8 @@ from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.worker.world import World
 
 LOSS_METRIC = "loss"
+MIN_MEASURED_BYTES = 2**20
+"""With fewer bytes the time is that of messages."""
 FAILPOINTS = {
     TaskKind.FORWARD: FailPoint.BEFORE_MICROBATCH,
     TaskKind.BACKWARD: FailPoint.BEFORE_INPUT_GRADIENT,
@@ -112,6 +115,7 @@ class PipelinedSteps:
         self.abstract_state = state
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
+        self._bytes_per_s = options.state_bytes_per_s
         self._num_exchanges = 0
         """How often the hosts of this generation have sent each other units."""
         self._has_agreed = self._has_resumed = False
@@ -152,7 +156,12 @@ class PipelinedSteps:
         )
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
-            placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
+            placement,
+            worker,
+            self._data,
+            schedule,
+            balance_by_speed=self._balance_by_speed,
+            bytes_per_s=self._bytes_per_s,
         )
         world.record_event(
             EventKind.PIPELINE_FORMED,
@@ -206,12 +215,10 @@ class PipelinedSteps:
         early_stopping = jax.tree.map(placement.replicate, self._early_stopping[step])
         state = placement.make_state(step, worker.state.states, early_stopping)
         world.step_services.resume_from_parts(step, state)
-        world.record_event(
-            EventKind.PIPELINE_STATE_KEPT,
-            step=step,
-            received=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
-            seconds=time.monotonic() - started_s,
-        )
+        nbytes, seconds = sum(leaf.nbytes for leaf in jax.tree.leaves(received)), time.monotonic() - started_s
+        if nbytes >= MIN_MEASURED_BYTES:
+            self._bytes_per_s = nbytes / seconds
+        world.record_event(EventKind.PIPELINE_STATE_KEPT, step=step, received=nbytes, seconds=seconds)
         return state
 
     # A step.
@@ -326,7 +333,11 @@ class PipelinedSteps:
     def part(self) -> StatePart | None:
         """The units that this host could give the others, if there are any."""
         kept = self._worker.offered_units if self._worker is not None else ()
-        return StatePart.from_units(kept, len(self._require_units().units)) if kept else None
+        if not kept or self._placement is None:
+            return None
+        part = StatePart.from_units(kept, len(self._require_units().units))
+        losses = self._watch.losses if self._watch is not None else ()
+        return msgspec.structs.replace(part, generation=self._placement.world.generation, losses=losses)
 
     def move_to_host(self) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""

@@ -18,14 +18,20 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs
-from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
+from resilient_jax.pipeline.layer_speeds import (
+    PipelineShape,
+    estimate_pipeline_slowdown,
+    find_block_seconds,
+)
 from resilient_jax.pipeline.link_exchanges import MailExchanges
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
+from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
-from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
+from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.protocol.slow_hosts import Slowdown
+from resilient_jax.protocol.state_records import StageLoss
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
@@ -37,6 +43,9 @@ from resilient_jax.transport.mail_protocol import MailKind
 
 WORK_NAME: Final = "pipeline"
 """Under which tasks are judged, as the microbatches of an accumulation are under its name."""
+MAX_SIMULATED_TASKS: Final = 10_000
+"""Of a step. An estimate prices three or four of them, a second on one core: so long the others wait, twice in a
+generation."""
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -53,7 +62,11 @@ class StageWatch:
         worker: of this host; gets other times of tasks.
         data: has the lengths of documents.
         schedule: of the job.
-        balance_by_speed: whether steps are divided by what tasks take.
+        balance_by_speed: whether steps are divided by what tasks take; not while a stage is kept for an absent host.
+        bytes_per_s: at which a host gets blocks, as far as it is known.
+
+    Attributes:
+        losses: what the loss of each host would make of the pipeline; of the first two hosts, from the second step on.
     """
 
     def __init__(
@@ -64,6 +77,7 @@ class StageWatch:
         schedule: PipelineSchedule,
         *,
         balance_by_speed: bool,
+        bytes_per_s: float,
     ) -> None:
         world = placement.world
         self._placement = placement
@@ -72,8 +86,14 @@ class StageWatch:
         self._schedule = schedule
         self._slow_hosts = world.step_services.watch
         self._chooser = (
-            DivisionChooser(placement.teams, placement.quotas, schedule) if balance_by_speed else None
+            DivisionChooser(placement.teams, placement.quotas, schedule)
+            if balance_by_speed and not placement.absent
+            else None
         )
+        self.losses: tuple[StageLoss, ...] = ()
+        self._is_measured = False
+        """Whether these follow from what tasks were measured to take."""
+        self._bytes_per_s = bytes_per_s
         self._num_steps = 0
         self._num_sums = 0
         """Of vectors, in the present step."""
@@ -100,6 +120,10 @@ class StageWatch:
     def _look(self, step: int) -> None:
         hosts, reports = self._placement.world.hosts, self._worker.reports
         self._worker.reports = {}
+        is_told = len(reports) == len(hosts)
+        if self._placement.world.host in hosts[:2] and (self._num_steps == 1 or is_told > self._is_measured):
+            self.losses = self._estimate_losses({host: one.task_seconds for host, one in reports.items()})
+            self._is_measured = is_told
         if len(reports) < len(hosts) or len(hosts) == 1:
             return
         if self._slow_hosts is not None:
@@ -135,9 +159,35 @@ class StageWatch:
             timings = self._slow_hosts.take_row(self._describe_step(step)).tobytes()
         return StageReport(timings, self._worker.timings.estimate())
 
-    def _estimate_slowdown(self, measured: TaskSeconds, findings: Sequence[Finding]) -> Slowdown | None:
-        """Return what slow hosts cost, by what tasks were measured to take."""
+    def _estimate_losses(self, measured: TaskSeconds) -> tuple[StageLoss, ...]:
+        """Return what the loss of each host would make of the pipeline, by what tasks were measured to take, or by
+        their operations; nothing for a step of so many tasks that the others would wait for the estimate.
+        """
         placement = self._placement
+        num_tasks = sum(placement.quotas) * placement.num_stages * len(KINDS[self._schedule])
+        if num_tasks > MAX_SIMULATED_TASKS:
+            return ()
+        is_measured = all(measured.get(host) for host in placement.world.hosts)
+        return estimate_stage_losses(
+            StageLayout(
+                teams=tuple(placement.teams),
+                quotas=placement.quotas,
+                absent=placement.absent,
+                num_stages=placement.num_stages,
+                schedule=self._schedule,
+                block_seconds=find_block_seconds(placement.teams, placement.block_costs, measured, {})
+                if is_measured and not placement.absent
+                else make_even_seconds(placement.block_costs, self._schedule),
+                block_bytes=tuple(placement.list_block_bytes()),
+                bytes_per_s=self._bytes_per_s,
+            )
+        )
+
+    def _estimate_slowdown(self, measured: TaskSeconds, findings: Sequence[Finding]) -> Slowdown | None:
+        """Return what slow hosts cost, by what tasks were measured to take; None while a stage is kept."""
+        placement = self._placement
+        if placement.absent:
+            return None
         shape = PipelineShape(
             hosts=tuple(placement.world.hosts),
             block_costs=placement.block_costs,

@@ -5,6 +5,7 @@ others nothing (`sharding.holder_sharding`). On each holder it is sharded over t
 its stage take it (`sharding.stage_sharding`).
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -20,8 +21,9 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec, place_unit
+from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
-from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
+from resilient_jax.pipeline_schedule.teams import make_teams, share_in_complete_teams
 from resilient_jax.sharding.holder_sharding import (
     make_holder_array,
     make_holder_mesh,
@@ -45,10 +47,11 @@ class UnitPlacement:
 
     Attributes:
         world: of the generation.
-        teams: the replicas.
+        teams: the replicas, with hosts whose stages are kept for them.
+        absent: those hosts. Their replicas compute nothing; the others in them keep their blocks up to date.
         quotas: how many microbatches each replica computes in a step that begins in this generation.
         routes: of such a step.
-        holders: the hosts that have each block.
+        holders: the hosts that are there, and have each block.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
         sharding: over the devices of this host.
@@ -80,10 +83,12 @@ class UnitPlacement:
         self._devices = _list_devices(world, sharding.mesh.size)
         self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, world.local_devices))
         speeds = world.step_services.layer_speeds
-        self.teams: list[Team] = make_teams(world.hosts, block_costs, num_stages, speeds)
-        self.quotas = tuple(share_microbatches(self.teams, num_microbatches))
+        stage_hosts = world.step_services.stage_hosts
+        self.absent = frozenset(stage_hosts).difference(world.hosts)
+        self.teams: list[Team] = make_teams(stage_hosts, block_costs, num_stages, speeds)
+        self.quotas = tuple(share_in_complete_teams(self.teams, num_microbatches, self.absent))
         self.routes: Routes = make_routes(self.teams, self.quotas)
-        self.holders = find_holders(self.teams)
+        self.holders = find_living_holders(find_holders(self.teams), self.absent)
         self._states = states
         self._unit_specs = [
             find_unit_specs(unit, state, sharding)
@@ -119,7 +124,21 @@ class UnitPlacement:
     def describe(self) -> str:
         """Return the replicas for people: hosts, each with its first and last block."""
         blocks = self.describe_blocks()
-        return "; ".join(" -> ".join(f"{host} {blocks[host]}" for host, _ in team) for team in self.teams)
+        away = {host: " (away)" for host in self.absent}
+        return "; ".join(
+            " -> ".join(f"{host} {blocks[host]}{away.get(host, '')}" for host, _ in team)
+            for team in self.teams
+        )
+
+    def list_block_bytes(self) -> list[float]:
+        """Return the bytes of the state of each block; what blocks share counts in each of them."""
+        found = [0.0] * len(self.block_costs)
+        for unit, state in zip(self._states.units, self._states.abstract, strict=True):
+            for block in unit.blocks:
+                found[block] += sum(
+                    math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+                )
+        return found
 
     # The state.
 

@@ -32,6 +32,7 @@ class GenerationInfo:
         trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
+        stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
@@ -43,6 +44,7 @@ class GenerationInfo:
     trusted_step: int | None = None
     state_loss: StateLoss | None = None
     layer_speeds: HostSpeeds = ()
+    stage_hosts: tuple[HostName, ...] = ()
     events: tuple[Event, ...] = ()
 
     @property
@@ -103,5 +105,6 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         trusted_step=generation.trusted_step,
         state_loss=generation.state_loss,
         layer_speeds=generation.slowness.speeds,
+        stage_hosts=generation.stage_hosts,
         events=events,
     )

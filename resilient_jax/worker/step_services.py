@@ -24,6 +24,7 @@ class StepServices:
         host: of this worker.
         watch: finds hosts that are slow; None: nothing is found.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
+        stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
     """
 
     host: HostName
@@ -31,6 +32,7 @@ class StepServices:
     _mail: MailOpener
     watch: SlowHostWatch | None = None
     layer_speeds: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
+    stage_hosts: tuple[HostName, ...] = ()
 
     @property
     def wait_timeout_s(self) -> float:

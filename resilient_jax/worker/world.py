@@ -99,7 +99,10 @@ class World:
         self._reducer = reducer
         self._compiler = compiler
         mail = mail or make_local_opener()
-        self.step_services = StepServices(info.host, session, mail, reducer.watch, dict(info.layer_speeds))
+        stage_hosts = info.stage_hosts or info.hosts
+        self.step_services = StepServices(
+            info.host, session, mail, reducer.watch, dict(info.layer_speeds), stage_hosts
+        )
 
     # Devices and meshes.
 

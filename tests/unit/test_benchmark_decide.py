@@ -12,8 +12,10 @@ from benchmarks.decide.figures import LOSS_CASES, LossCase, lose_devices
 from benchmarks.plan.figures import SearchCase, make_topology
 from topologies import MESHES
 
+from resilient_jax.ids import HostName
 from resilient_jax.membership.recovery_policy import Admission, Loss
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
+from resilient_jax.protocol.state_records import StageLoss
 
 
 @pytest.fixture
@@ -57,31 +59,59 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
 
 
 OUTCOME = Outcome(
-    seconds={TimedChange.SHRINK: 1.0, TimedChange.GROW: 2.0, TimedChange.REFORM: 10.0},
-    returned_s=20.0,
+    seconds={
+        TimedChange.SHRINK: 1.0,
+        TimedChange.KEEP_STAGES: 1.0,
+        TimedChange.GROW: 2.0,
+        TimedChange.REFORM: 10.0,
+    },
+    returned_s=(20.0,),
     failed_s=100.0,
     wait_s=30.0,
+    num_awaited=1,
 )
 
 
 def test_what_a_choice_after_a_loss_is_worth():
-    loss = Loss(places=4, ready=3, awaited=1)
+    loss = Loss(places=4, ready=3, awaited=(20.0,))
     go_on, wait = RecoveryAction.REFORM, RecoveryAction.WAIT
     # 10 s of re-forming, 10 s with three hosts, 2 s until the fourth has joined, 78 s with all.
     assert play_loss(go_on, go_on, loss, OUTCOME) == pytest.approx(10 * 0.75 + 78)
     assert play_loss(wait, go_on, loss, OUTCOME) == pytest.approx(100 - 20 - 10)
     in_vain = dataclasses.replace(OUTCOME, wait_s=15.0)
+    # It was back during the pause, and joins after it.
     assert play_loss(wait, go_on, loss, in_vain) == pytest.approx(100 - 15 - 10 - 2)
     soon = dataclasses.replace(OUTCOME, failed_s=12.0)
     assert play_loss(go_on, go_on, loss, soon) == pytest.approx(2 * 0.75)
     assert play_loss(wait, go_on, loss, soon) == 0
 
 
+def test_what_the_two_ways_of_a_pipeline_are_worth():
+    loss = Loss(places=4, ready=3, awaited=(20.0,))
+    stage = StageLoss(host=HostName("d"), kept=0.5, cut=0.7, move_s=5.0)
+    outcome = dataclasses.replace(OUTCOME, stage=stage)
+    usual = RecoveryAction.SHRINK
+    assert play_loss(RecoveryAction.KEEP_STAGES, usual, loss, outcome) == pytest.approx(19 * 0.5 + 78)
+    assert play_loss(usual, usual, loss, outcome) == pytest.approx((20 - 6) * 0.7 + 100 - 20 - 7)
+
+
+def test_one_of_two_hosts_may_be_waited_for():
+    loss = Loss(places=4, ready=2, awaited=(20.0, 60.0))
+    both = dataclasses.replace(OUTCOME, returned_s=(20.0, 60.0), wait_s=90.0, num_awaited=2)
+    assert play_loss(RecoveryAction.WAIT, RecoveryAction.REFORM, loss, both) == pytest.approx(100 - 60 - 10)
+    one = dataclasses.replace(both, num_awaited=1)
+    expected = (60 - 20 - 10) * 0.75 + 100 - 62
+    assert play_loss(RecoveryAction.WAIT, RecoveryAction.REFORM, loss, one) == pytest.approx(expected)
+
+
 def test_what_a_choice_about_hosts_that_are_ready_is_worth():
-    admission = Admission(places=4, training=2, joining=1, awaited=1)
+    admission = Admission(places=4, training=2, joining=1, awaited=(20.0,))
     assert play_admission(RecoveryAction.JOIN, admission, OUTCOME) == pytest.approx(18 * 0.75 + 78)
     assert play_admission(RecoveryAction.GATHER, admission, OUTCOME) == pytest.approx(20 * 0.5 + 78)
     assert play_admission(RecoveryAction.POSTPONE, admission, OUTCOME) == pytest.approx(50)
+    again = dataclasses.replace(OUTCOME, left_s=8.0)  # after 10 s; then a second of shrinking
+    expected = 8 * 0.75 + 9 * 0.5 + 78 * 0.75
+    assert play_admission(RecoveryAction.JOIN, admission, again) == pytest.approx(expected)
 
 
 def test_the_policy_misses_little_and_is_not_worse_than_a_fixed_rule():

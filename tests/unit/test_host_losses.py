@@ -1,6 +1,7 @@
 """A host that is lost again and again is quarantined: which losses count, and for how long."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,16 @@ from membership_job import Job, training
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.host_losses import SingleLosses, is_loss_counted, note_host_loss
-from resilient_jax.cluster.quarantine import read_quarantine
+from resilient_jax.cluster.host_losses import (
+    SingleLosses,
+    forget_host_losses,
+    is_loss_counted,
+    note_host_loss,
+)
+from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, Revision
+from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.store_keys import make_leader_key
 from resilient_jax.store.interface import NO_LEASE, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -24,7 +30,13 @@ WINDOW_S = 100.0
 
 
 def count_losses(
-    tmp_path: Path, gaps_s: list[float], *, max_host_losses: int = 2, host: HostName = HOST, token: int = 0
+    tmp_path: Path,
+    gaps_s: list[float],
+    *,
+    max_host_losses: int = 2,
+    host: HostName = HOST,
+    token: int = 0,
+    before_last: Callable[[MemoryStore, JobName], Awaitable[object]] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Return who is in quarantine, and who was by the events, when a host was lost after each of these gaps."""
 
@@ -41,8 +53,10 @@ def count_losses(
             )
             leads = PutOp(make_leader_key(context.settings.job), b"a", NO_LEASE)
             revision = (await store.transaction([], [leads])).revision
-            for gap_s in gaps_s:
+            for number, gap_s in enumerate(gaps_s, 1):
                 clock.advance(gap_s)
+                if before_last is not None and number == len(gaps_s):
+                    await before_last(store, context.settings.job)
                 await note_host_loss(context, host, Revision(token or revision))
             found = await read_quarantine(store, context.settings.job)
         events = [event for event in log.recent if event.kind is EventKind.HOST_QUARANTINED]
@@ -57,6 +71,24 @@ def count_losses(
 )
 def test_losses_count_within_the_window(tmp_path: Path, gaps_s: list[float], is_quarantined: bool) -> None:
     assert count_losses(tmp_path, gaps_s) == (["b"] * is_quarantined,) * 2
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_job_that_is_over_leaves_no_losses_to_another_of_its_name(tmp_path: Path, is_over: bool) -> None:
+    def end(store: MemoryStore, job: JobName) -> Awaitable[object]:
+        return forget_host_losses(store, job) if is_over else asyncio.sleep(0)
+
+    expected = ([] if is_over else ["b"],) * 2
+    assert count_losses(tmp_path, [1.0] * 3, before_last=end) == expected
+
+
+def test_a_host_whose_quarantine_an_operator_ends_begins_anew(tmp_path: Path) -> None:
+    assert count_losses(
+        tmp_path, [1.0] * 4, before_last=lambda store, job: clear_quarantine(store, job, HOST)
+    ) == (
+        [],
+        ["b"],
+    )
 
 
 def test_an_agent_that_leads_no_more_quarantines_nobody(tmp_path: Path) -> None:

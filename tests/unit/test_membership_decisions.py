@@ -1,14 +1,18 @@
 """The decisions of a leader: recorded in the generation, obeyed by the rules, and carried on by another leader."""
 
+import dataclasses
+
 import msgspec
 import pytest
 from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import HostName
+from resilient_jax.membership.failure_forecast import add_return, count_losses, describe_record
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorldChange
+from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus, WorldChange
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
+    LossCause,
     RecoveryAction,
     RecoveryDecision,
     TimedChange,
@@ -142,7 +146,10 @@ def test_a_job_measures_its_changes_and_passes_them_on():
     job.restart("c", incarnation=2)
     job.take_seat("c")
     history = job.generation.history
-    assert (history.failures, [(f.host, f.count) for f in history.host_failures]) == (1, [("c", 1)])
+    assert history.failures == 1
+    assert [(one.host, one.cause, one.count) for one in history.host_losses] == [("c", LossCause.WORKER, 1)]
+    assert history.host_losses[0].return_s == pytest.approx(5.5)
+    assert history.away == ()
     assert history.step_s == pytest.approx(1.0)
     assert {time.change: time.mean_s for time in history.times} == {
         TimedChange.SHRINK: pytest.approx(0.5),
@@ -209,3 +216,132 @@ def test_the_end_of_a_job_that_has_too_few_hosts_is_a_decision():
     assert job.phase is GenerationPhase.FINISHED
     assert decided(job).action is RecoveryAction.STOP
     assert "1 of the 2 hosts that the job needs" in decided(job).reason
+
+
+def list_losses(job: Job) -> list[tuple[str, LossCause, int]]:
+    return [(one.host, one.cause, one.count) for one in job.generation.history.host_losses]
+
+
+@pytest.mark.parametrize(
+    ("break_c", "cause"),
+    [
+        (lambda job: job.worker("c", exit_code=-9), LossCause.WORKER),
+        (lambda job: job.worker("c", is_dying=True), LossCause.WORKER),
+        (lambda job: job.worker("c", is_unresponsive=True), LossCause.LEFT_OUT),
+        (lambda job: job.give(HostLeft(HostName("c"))), LossCause.HOST),
+        (lambda job: job.change("c", devices="1 of 2 devices", worker=end(job, "c")), LossCause.DEVICE),
+    ],
+)
+def test_the_cause_of_a_loss_is_recorded_and_in_the_reason(break_c, cause):
+    job = training("a", "b", "c", spare_seats=4)
+    job.wait(60.0)
+    break_c(job)
+    job.acknowledge("a", "b", step=6, holds_state=True)
+    assert list_losses(job) == [("c", cause, 1)]
+    assert [(one.host, one.cause) for one in job.generation.history.away] == [("c", cause)]
+    assert decided(job).reason.startswith(
+        describe_record(job.generation.history, [HostName("c")]) + "; the job"
+    )
+
+
+def end(job: Job, name: str) -> WorkerStatus:
+    return msgspec.structs.replace(job.worker_of(name), exit_code=-9)
+
+
+def test_a_worker_of_a_host_that_lacked_a_device_all_along_ended_by_itself():
+    job = Job("a", "b", "c", spare_seats=4)
+    job.change("c", devices="1 of 2 devices")
+    job.serve()
+    job.form()
+    job.train(5)
+    job.worker("c", exit_code=-9)
+    assert list_losses(job) == [("c", LossCause.WORKER, 1)]
+
+
+def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure():
+    job = Job("a", "b", "c", spare_seats=4)
+    job.change("c", devices="1 of 2 devices")
+    job.serve()
+    job.form()
+    job.train(5)
+    job.change("c", devices="", worker=end(job, "c"))
+    assert job.phase is GenerationPhase.QUIESCE
+    assert (list_losses(job), job.generation.history.failures) == ([], 0)
+
+
+def leave_and_come_back(job: Job, seconds: float, incarnation: int) -> None:
+    """Have c leave after a notice, its agent end, and the host be back so long afterward."""
+    job.change("c", is_draining=True)
+    stop_at_boundary(job, job.worker_of("a").report.step + 1)
+    job.form()
+    job.train(job.generation.step + 1)
+    job.give(HostLeft(HostName("c")))
+    job.wait(seconds)
+    job.restart("c", incarnation=incarnation)
+    job.take_seat("c")
+    stop_at_boundary(job, job.worker_of("a").report.step + 1)
+    job.form()
+    job.train(job.generation.step + 1)
+
+
+def test_a_host_that_leaves_after_notices_is_no_failure_and_its_returns_are_its_own():
+    job = training("a", "b", "c", spare_seats=8)
+    for number in range(2):
+        leave_and_come_back(job, 90.0, 2 + number)
+    history = job.generation.history
+    assert (list_losses(job), history.failures, history.away) == ([("c", LossCause.NOTICE, 2)], 0, ())
+    assert history.host_losses[0].return_s == pytest.approx(90.0)
+
+
+def test_a_host_that_dies_after_its_notice_was_preempted():
+    job = training("a", "b", "c", spare_seats=4)
+    job.change("c", is_draining=True)
+    assert job.phase is GenerationPhase.PAUSE
+    job.give(HostLeft(HostName("c")))
+    assert (list_losses(job), job.generation.history.failures) == ([("c", LossCause.NOTICE, 1)], 0)
+
+
+@pytest.mark.parametrize("has_returned_before", [True, False])
+def test_a_host_whose_agent_is_gone_is_awaited_if_it_came_back_before(has_returned_before):
+    job = training("a", "b", "c")
+    know(job, reform=20.0)
+    if has_returned_before:
+        history = count_losses(job.generation.history, {HostName("c"): LossCause.HOST}, job.generation.number)
+        history = add_return(history, HostName("c"), LossCause.HOST, 8.0)
+        job.state = dataclasses.replace(
+            job.state, generation=msgspec.structs.replace(job.generation, history=history)
+        )
+    job.change("a", services=())
+    job.give(HostLeft(HostName("c")))
+    job.acknowledge("a", "b", step=6, holds_state=True)
+    if not has_returned_before:
+        job.serve()
+        assert decided(job).action is RecoveryAction.REFORM
+        return
+    assert (decided(job).action, decided(job).awaited, decided(job).wait_s) == (
+        RecoveryAction.WAIT,
+        ("c",),
+        12.0,
+    )
+    job.restart("c", incarnation=2)
+    job.report("c", generation=job.generation.number)
+    job.serve()
+    assert job.members == list("abc")
+
+
+def test_of_two_hosts_the_one_that_is_soon_back_is_awaited_and_the_slow_one_is_not():
+    job = training(*"abcdefgh")
+    know(job, reform=20.0)
+    history = job.generation.history
+    for name, seconds in (("c", 2.0), ("d", 100.0)):
+        history = count_losses(history, {HostName(name): LossCause.WORKER}, job.generation.number)
+        history = add_return(history, HostName(name), LossCause.WORKER, seconds)
+    job.state = dataclasses.replace(
+        job.state, generation=msgspec.structs.replace(job.generation, history=history)
+    )
+    job.change("a", services=())
+    for name in "cd":
+        job.worker(name, exit_code=-9)
+    job.acknowledge(*"abefgh", step=6, holds_state=True)
+    decision = decided(job)
+    assert (decision.action, decision.awaited, decision.wait_s) == (RecoveryAction.WAIT, ("c",), 3.0)

@@ -2,13 +2,14 @@
 
 import msgspec
 import pytest
-from membership_job import Job, keep, sharded, snapshot, stop_at_boundary
+from membership_job import Job, change_leader, keep, sharded, snapshot, stop_at_boundary
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import GenerationPhase, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.state_records import StageLoss, StatePart
 
 NUM_UNITS = 7
 FRONT, BACK = (StatePart.from_units(units, NUM_UNITS) for units in (range(4), range(4, NUM_UNITS)))
@@ -149,3 +150,80 @@ def test_the_flag_is_gone_in_a_generation_with_another_origin():
     job.acknowledge("a", "c", step=6, part=FRONT)
     assert job.generation.snapshot is not None
     assert not job.generation.is_state_in_parts
+
+
+def estimate(job: Job, *, move_s: float = 100.0) -> StatePart:
+    """Return what a reports: the loss of any host would make blocks move for so long."""
+    losses = tuple(StageLoss(host=HostName(name), kept=0.9, cut=0.95, move_s=move_s) for name in "abcd")
+    return msgspec.structs.replace(PARTS["a"], generation=job.generation.number, losses=losses)
+
+
+def lose_stage(move_s: float = 100.0) -> Job:
+    """Return a job that has lost the worker of b, which starts again."""
+    job = sharded("abcd", spare_seats=8)
+    before = estimate(job, move_s=move_s)
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", step=6, part=before)
+    unwind(job, "c", "d")
+    return job
+
+
+def join_again(job: Job, name: str) -> None:
+    job.restart(name)
+    job.take_seat(name)
+    stop_at_boundary(job, job.worker_of("a").report.step + 1)
+
+
+def test_the_stage_of_a_lost_worker_is_kept_for_it_and_it_has_it_again():
+    job = lose_stage()
+    assert job.generation.decision is not None
+    assert job.generation.decision.action is RecoveryAction.KEEP_STAGES
+    assert (job.members, job.generation.stage_hosts) == (list("acd"), tuple("abcd"))
+    job.form()
+    job.train(7)
+    assert job.generation.stage_hosts == tuple("abcd")
+    join_again(job, "b")
+    assert sorted(job.members) == list("abcd")
+    assert job.generation.stage_hosts == tuple("abcd"), "in seats b is the last one now"
+
+
+def test_where_blocks_move_in_no_time_the_model_is_cut_anew():
+    job = lose_stage(move_s=0.0)
+    assert job.generation.decision is not None
+    assert job.generation.decision.action is RecoveryAction.SHRINK
+    assert job.generation.stage_hosts == ()
+
+
+def test_a_stage_is_kept_so_long_and_then_the_model_is_cut_anew():
+    job = lose_stage()
+    assert job.generation.decision is not None
+    job.form()
+    job.train(7)
+    job.wait(0.9 * job.generation.decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE
+    job.wait(0.2 * job.generation.decision.wait_s)
+    assert (job.phase, job.generation.reason) == (
+        GenerationPhase.PAUSE,
+        "b did not come back: its stage is kept no longer, and layers are divided anew",
+    )
+    stop_at_boundary(job, 8)
+    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acd"), ())
+
+
+def test_a_further_loss_while_a_stage_is_kept_is_decided_anew():
+    job = lose_stage()
+    job.form()
+    job.train(7)
+    job.give(HostLeft(HostName("c")))  # nothing says that it comes back
+    for name in "ad":
+        job.acknowledge(name, step=7, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
+    assert (job.members, job.generation.stage_hosts) == (list("ad"), ())
+
+
+def test_another_leader_keeps_the_stage_too():
+    job = lose_stage()
+    job.form()
+    job.train(7)
+    change_leader(job)
+    job.wait(1.0)
+    assert (job.phase, job.generation.stage_hosts) == (GenerationPhase.ACTIVE, tuple("abcd"))

@@ -14,12 +14,10 @@ from resilient_jax.membership.machine import HostChanged, QuarantineChanged
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
-    MIN_SPEED_GAIN,
     PRIOR_S,
     Prices,
-    SlowTraining,
-    choose_for_slow_host,
 )
+from resilient_jax.membership.slow_host_policy import MIN_SPEED_GAIN, SlowTraining, choose_for_slow_host
 from resilient_jax.protocol.records import (
     GenerationPhase,
     WorkerFailure,

@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_jax.ids import HostName
-from resilient_jax.membership.job_history import add_time, count_failures
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.failure_forecast import count_losses
+from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
+    PRIOR_S,
     Admission,
     Choice,
     Loss,
@@ -26,8 +29,9 @@ from resilient_jax.planning.recovery_score import (
     estimate_failure_rate,
     score_phases,
 )
-from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, TimedChange
+from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryAction, TimedChange
 
+NUMBER = GenerationNumber(2)
 TIMES = st.floats(0.05, 100.0)
 HORIZONS = st.floats(1.0, 1e6)
 
@@ -37,8 +41,26 @@ def draw_prices(draw) -> Prices:
     return Prices(
         seconds={change: draw(TIMES) for change in TimedChange},
         next_failure_s=draw(HORIZONS),
-        joiner_share=draw(st.floats(0.0, 1.0)),
+        joiner_losses=draw(st.floats(0.0, 2.0)),
     )
+
+
+def names(*hosts: str) -> set[HostName]:
+    return {HostName(host) for host in hosts}
+
+
+def name_hosts(count: int, *hosts: str) -> set[HostName]:
+    """Return so many names, these among them."""
+    return names(*hosts, *(f"host-{number}" for number in range(count - len(hosts))))
+
+
+def lose(history: JobHistory, *hosts: str, cause: LossCause = LossCause.WORKER) -> JobHistory:
+    return count_losses(history, dict.fromkeys(names(*hosts), cause), NUMBER)
+
+
+def draw_returns(draw, most: int) -> tuple[float, ...]:
+    """Draw when hosts that are awaited are back, ascending."""
+    return tuple(sorted(draw(st.lists(TIMES, max_size=min(most, 5)))))
 
 
 @st.composite
@@ -49,7 +71,7 @@ def draw_loss(draw) -> Loss:
         places=places,
         ready=ready,
         num_seated=draw(st.integers(0, ready - 1)),
-        awaited=draw(st.integers(0, places - ready)),
+        awaited=draw_returns(draw, places - ready),
         is_in_place=draw(st.booleans()),
         can_join_in_place=draw(st.booleans()),
         needs_restore=draw(st.booleans()),
@@ -66,7 +88,7 @@ def draw_admission(draw) -> Admission:
         places=places,
         training=training,
         joining=joining,
-        awaited=draw(st.integers(0, places - training - joining)),
+        awaited=draw_returns(draw, places - training - joining),
         can_join_in_place=draw(st.booleans()),
         is_last_copy=draw(st.booleans()),
         before=draw(st.sampled_from((None, RecoveryAction.POSTPONE))),
@@ -130,8 +152,7 @@ def test_a_faster_transition_never_loses(loss, prices, faster):
         RecoveryAction.REPLACE: TimedChange.GROW,
         RecoveryAction.REFORM: TimedChange.REFORM,
         RecoveryAction.RESTORE: TimedChange.RESTORE,
-        RecoveryAction.WAIT: TimedChange.RETURN,
-    }[choice.action]
+    }.get(choice.action, TimedChange.REFORM)
     seconds = {**prices.seconds, own: prices.seconds[own] * faster}
     again = choose_after_loss(loss, dataclasses.replace(prices, seconds=seconds))
     scores = {option.action: option.score for option in again.options}
@@ -140,7 +161,7 @@ def test_a_faster_transition_never_loses(loss, prices, faster):
 
 @given(admission=draw_admission(), prices=draw_prices(), longer=st.floats(1.0, 100.0))
 def test_a_longer_time_to_the_next_failure_favors_a_join_over_its_postponing(admission, prices, longer):
-    admission = dataclasses.replace(admission, awaited=0)
+    admission = dataclasses.replace(admission, awaited=())
     # A job whose pauses outlast the time between two failures trains in no case.
     shortest_s = sum(prices.seconds.values())
     prices = dataclasses.replace(prices, next_failure_s=shortest_s + prices.next_failure_s)
@@ -167,16 +188,16 @@ def test_a_choice_does_not_flutter_with_the_noise_of_measured_times(near, places
 
 def test_a_returned_host_joins_a_small_job_at_once():
     admission = Admission(places=4, training=3, joining=1)
-    history = count_failures(JobHistory(observed_s=600.0), [HostName("d")])
-    choice = choose_admission(admission, price_job(history, 4, frozenset("d")))
+    history = lose(JobHistory(observed_s=600.0), "d")
+    choice = choose_admission(admission, price_job(history, name_hosts(4, "d"), names("d")))
     assert choice.action is RecoveryAction.JOIN
     assert "to postpone would lose" in choice.reason
 
 
 def test_of_thousands_of_hosts_one_that_returns_waits_for_more_or_the_next_change():
     admission = Admission(places=4096, training=4090, joining=1, can_join_in_place=False)
-    history = count_failures(JobHistory(observed_s=HOUR_S), [HostName("d")])
-    prices = price_job(history, 4096, frozenset("d"))
+    history = lose(JobHistory(observed_s=HOUR_S), "d")
+    prices = price_job(history, name_hosts(4096, "d"), names("d"))
     choice = choose_admission(admission, prices)
     assert (choice.action, choice.wait_s) == (RecoveryAction.POSTPONE, 60.0)
     assert choose_admission(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.JOIN
@@ -188,13 +209,13 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
     admission = Admission(places=512, training=511, joining=1, can_join_in_place=False)
     before: RecoveryAction | None = None
     while now_s < HOUR_S:
-        history = JobHistory(observed_s=now_s, failures=history.failures, host_failures=history.host_failures)
-        prices = price_job(history, 512, frozenset(["flapping"]))
+        history = msgspec.structs.replace(history, observed_s=now_s)
+        prices = price_job(history, name_hosts(512, "flapping"), names("flapping"))
         choice = choose_admission(dataclasses.replace(admission, before=before), prices)
         before = choice.action
         if choice.action is RecoveryAction.JOIN:
             joins.append(now_s)
-            history, before = count_failures(history, [HostName("flapping")]), None
+            history, before = lose(history, "flapping"), None
         now_s += 15.0 if choice.action is RecoveryAction.JOIN else choice.wait_s
     assert 1 <= len(joins) <= 12
     half = HOUR_S / 4
@@ -202,30 +223,26 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
 
 
 def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
-    admission = Admission(places=8, training=6, joining=1, awaited=1, can_join_in_place=False)
-    history = add_time(
-        add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0), TimedChange.RETURN, 6.0
-    )
-    choice = choose_admission(admission, price_job(history, 8))
+    admission = Admission(places=8, training=6, joining=1, awaited=(6.0,), can_join_in_place=False)
+    history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
+    choice = choose_admission(admission, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.GATHER, 9.0)
-    quick = add_time(JobHistory(observed_s=HOUR_S), TimedChange.RETURN, 100.0)
-    assert choose_admission(admission, price_job(quick, 8)).action is RecoveryAction.JOIN
+    slow = dataclasses.replace(admission, awaited=(100.0,))
+    assert choose_admission(slow, price_job(history, name_hosts(8))).action is RecoveryAction.JOIN
 
 
 def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
-    loss = Loss(places=8, ready=7, awaited=1, is_in_place=False, can_join_in_place=False)
-    history = add_time(
-        add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0), TimedChange.RETURN, 6.0
-    )
-    choice = choose_after_loss(loss, price_job(history, 8))
+    loss = Loss(places=8, ready=7, awaited=(6.0,), is_in_place=False, can_join_in_place=False)
+    history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
+    choice = choose_after_loss(loss, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.WAIT, 9.0)
     in_place = dataclasses.replace(loss, is_in_place=True, can_join_in_place=True)
-    assert choose_after_loss(in_place, price_job(history, 8)).action is RecoveryAction.SHRINK
+    assert choose_after_loss(in_place, price_job(history, name_hosts(8))).action is RecoveryAction.SHRINK
 
 
 def test_a_join_is_not_put_off_while_the_next_loss_may_be_that_of_the_state():
     admission = Admission(places=4096, training=4095, joining=1, is_last_copy=True)
-    choice = choose_admission(admission, price_job(JobHistory(failures=100), 4096))
+    choice = choose_admission(admission, price_job(JobHistory(failures=100), name_hosts(4096)))
     assert choice.action is RecoveryAction.JOIN
     assert "the next loss may be that of the state" in describe_option(choice.options[1])
 
@@ -247,3 +264,90 @@ def test_the_rate_of_failures_grows_with_hosts_and_failures_and_falls_with_quiet
 def test_after_hours_a_job_is_judged_by_its_own_failures():
     assert 1 / estimate_failure_rate(4, 0, 0.0) == pytest.approx(6337.5 / 4 * HOUR_S)
     assert 1 / estimate_failure_rate(4, 100, 1000 * HOUR_S) == pytest.approx(10 * HOUR_S, rel=0.01)
+
+
+def play_wait(loss: Loss, prices: Prices, num_awaited: int) -> float:
+    """Return the work until the next failure if the first hosts are waited for: moment by moment, no phases."""
+    usual = max(prices.seconds[TimedChange.REFORM], 0.0)
+    join_s = prices.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
+    moments = 20_000
+    step_s = prices.next_failure_s / moments
+    waits_s = loss.awaited[num_awaited - 1] if num_awaited else 0.0
+    busy_until_s = waits_s + (max(join_s, usual) if num_awaited else usual)
+    hosts, work, left = loss.ready + num_awaited, 0.0, list(loss.awaited[num_awaited:])
+    for moment in range(moments):
+        now_s = (moment + 0.5) * step_s
+        if now_s < busy_until_s:
+            continue
+        if left and left[0] <= now_s:
+            left.pop(0)
+            hosts, busy_until_s = hosts + 1, now_s + join_s
+            continue
+        work += hosts / loss.places * step_s
+    return work
+
+
+@given(
+    returns=st.lists(st.sampled_from((2.0, 5.0, 20.0, 70.0)), min_size=1, max_size=3, unique=True),
+    reform_s=st.floats(1.0, 40.0),
+    horizon_s=st.floats(300.0, 3000.0),
+    places=st.integers(5, 32),
+)
+@settings(max_examples=40)
+def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, reform_s, horizon_s, places):
+    """Brute force over how many of the hosts that are expected back are waited for."""
+    loss = Loss(
+        places=places,
+        ready=places - len(returns),
+        awaited=tuple(sorted(returns)),
+        is_in_place=False,
+        can_join_in_place=False,
+    )
+    seconds = {**PRIOR_S, TimedChange.REFORM: reform_s}
+    prices = Prices(seconds=seconds, next_failure_s=horizon_s)
+    choice = choose_after_loss(loss, prices)
+    works = [play_wait(loss, prices, number) for number in range(len(returns) + 1)]
+    chosen = works[choice.num_awaited]
+    # What is lost by the best, and the margin of the choice.
+    lost_s = horizon_s - max(works)
+    assert max(works) - chosen <= max(HYSTERESIS * (horizon_s - chosen), MIN_SAVED_S) + 0.01 * horizon_s, (
+        lost_s
+    )
+
+
+def test_a_flapping_host_is_admitted_later_than_a_sound_one_and_again_once_it_has_been_quiet():
+    admission = Admission(places=2048, training=2047, joining=1, can_join_in_place=False)
+    history = JobHistory(observed_s=200 * HOUR_S)
+    hosts = name_hosts(2048, "flapping", "sound")
+    history = lose(history, "sound")
+    for _ in range(6):
+        history = lose(msgspec.structs.replace(history, observed_s=history.observed_s + 600.0), "flapping")
+    sound = choose_admission(admission, price_job(history, hosts - names("flapping"), names("sound")))
+    flapping = choose_admission(admission, price_job(history, hosts - names("sound"), names("flapping")))
+    assert (sound.action, flapping.action) == (RecoveryAction.JOIN, RecoveryAction.POSTPONE)
+    # A leader looks again each minute: it changes its mind once.
+    actions, before = [], flapping.action
+    for minute in range(0, 24 * 60, 10):
+        later = msgspec.structs.replace(history, observed_s=history.observed_s + 60.0 * minute)
+        prices = price_job(later, hosts - names("sound"), names("flapping"))
+        before = choose_admission(dataclasses.replace(admission, before=before), prices).action
+        actions.append(before)
+    assert actions[0] is RecoveryAction.POSTPONE
+    assert actions[-1] is RecoveryAction.JOIN
+    assert actions == sorted(actions, key=lambda action: action is RecoveryAction.JOIN)
+
+
+def test_a_host_that_is_preempted_all_the_time_is_admitted_later_though_it_never_fails():
+    admission = Admission(places=4096, training=4095, joining=1)
+    history = JobHistory(observed_s=HOUR_S)
+    for _ in range(20):
+        history = lose(
+            msgspec.structs.replace(history, observed_s=history.observed_s + 60.0),
+            "spot",
+            cause=LossCause.NOTICE,
+        )
+    hosts = name_hosts(4096, "spot", "sound")
+    spot = choose_admission(admission, price_job(history, hosts - names("sound"), names("spot")))
+    sound = choose_admission(admission, price_job(history, hosts - names("spot"), names("sound")))
+    assert (spot.action, sound.action) == (RecoveryAction.POSTPONE, RecoveryAction.JOIN)
+    assert spot.next_failure_s == pytest.approx(sound.next_failure_s)

@@ -1,19 +1,21 @@
 """Drawn changes of members: what the policy chooses, against what would have been best in hindsight.
 
-The policy knows a job's history: measured means, and how often it failed. What happens then is drawn: when the next
-failure comes, how long each change takes this time, and when the hosts that are away are back. Each option is played on
-the same draw by a simulation of its own, which shares no code with the policy's scores.
+The policy knows a job's history: measured means, and how often it failed, by host. What happens then is drawn: when the
+next failure comes, how long each change takes this time, when each host that is away is back, and whether one that
+joins is lost again. Some hosts flap, each has returns of its own, and some jobs are pipelines whose blocks would move.
+Each option is played on the same draw by a simulation of its own, which shares no code with the policy's scores.
 """
 
 import dataclasses
 import math
 import random
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.failure_forecast import add_return, count_losses, expect_return_s
 from resilient_jax.membership.recovery_policy import (
     PATIENCE,
     PRIOR_S,
@@ -26,12 +28,13 @@ from resilient_jax.membership.recovery_policy import (
 )
 from resilient_jax.planning.recovery_score import estimate_failure_rate
 from resilient_jax.protocol.recovery_records import (
-    HostFailures,
     JobHistory,
+    LossCause,
     MeasuredTime,
     RecoveryAction,
     TimedChange,
 )
+from resilient_jax.protocol.state_records import StageLoss
 
 PLACES: Final = (2, 4, 8, 64, 512, 4096)
 RATE_SPREAD: Final = 1.2
@@ -42,6 +45,12 @@ TIME_SPREAD: Final = 0.4
 """The same of one change around the job's mean."""
 MAX_OBSERVED_S: Final = 48 * 3600.0
 MAX_COUNT: Final = 8
+RETURN_SPREAD: Final = 1.0
+"""The same of the returns of one host around those of all."""
+FLAPPING: Final = 0.2
+"""Share of the hosts that are away which have failed again and again for some hours, every 20 minutes or so."""
+PIPELINED: Final = 0.3
+"""Share of single losses that are of a stage of a pipeline."""
 WAITS: Final = (RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE)
 
 
@@ -53,6 +62,7 @@ class DrawnFigures(msgspec.Struct, frozen=True, kw_only=True):
         policy_gain_at_once: work over that of going on, and joining, at once each time; less 1.
         policy_gain_waiting: the same over waiting, or gathering, whenever a host is on its way; less 1.
         waits: share of changes in which the policy waits, gathers or postpones.
+        keeps: share of changes in which it keeps the stage of a lost host for it.
         changes: how many were drawn.
     """
 
@@ -60,6 +70,7 @@ class DrawnFigures(msgspec.Struct, frozen=True, kw_only=True):
     policy_gain_at_once: float
     policy_gain_waiting: float
     waits: float
+    keeps: float
     changes: int
 
 
@@ -69,15 +80,21 @@ class Outcome:
 
     Attributes:
         seconds: of each change, this time.
-        returned_s: when all hosts that are awaited are back.
-        failed_s: when the next failure ends it.
+        returned_s: when each host that is awaited is back, in the order in which they were expected.
+        failed_s: when the next failure of another host ends it.
+        left_s: how long after it has joined the host that is ready now is lost again; infinite: it is not.
         wait_s: after which a wait is given up.
+        num_awaited: for how many of the hosts that were expected.
+        stage: what the loss makes of a pipeline; None: it is none.
     """
 
     seconds: Mapping[TimedChange, float]
-    returned_s: float
-    failed_s: float
-    wait_s: float
+    returned_s: tuple[float, ...] = ()
+    failed_s: float = math.inf
+    left_s: float = math.inf
+    wait_s: float = 0.0
+    num_awaited: int = 0
+    stage: StageLoss | None = None
 
 
 class _Course:
@@ -96,45 +113,75 @@ class _Course:
 
 
 def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome: Outcome) -> float:
-    """Return the work after a loss, if `usual` is how the hosts go on and `action` is that or `WAIT`."""
-    course = _Course(outcome.failed_s)
-    change_s = outcome.seconds[_TIMED[usual]]
+    """Return the work after a loss, if `usual` is how the hosts go on and `action` is that or another."""
+    course, places = _Course(outcome.failed_s), loss.places
     join_s = outcome.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
-    few, all_ = loss.ready / loss.places, min(loss.ready + loss.awaited, loss.places) / loss.places
-    are_back = False
+    change_s, speed = outcome.seconds[_TIMED[usual]], loss.ready / places
+    waited = list(outcome.returned_s[: outcome.num_awaited])
+    left = sorted(outcome.returned_s[outcome.num_awaited :])
     if action is RecoveryAction.WAIT:
-        are_back = outcome.returned_s <= outcome.wait_s
-        course.spend(min(outcome.returned_s, outcome.wait_s))
+        course.spend(min(max(waited), outcome.wait_s))
+        left = sorted([*left, *(one for one in waited if one > outcome.wait_s)])
+        waited = [one for one in waited if one <= outcome.wait_s]
+    else:
+        left, waited = sorted([*left, *waited]), []
+    hosts = loss.ready + len(waited)
+    if action is RecoveryAction.WAIT:
+        speed = hosts / places
+    elif outcome.stage is not None and action is RecoveryAction.KEEP_STAGES:
+        change_s, speed = outcome.seconds[TimedChange.KEEP_STAGES], (hosts + 1) / places * outcome.stage.kept
+    elif outcome.stage is not None:
+        change_s, join_s = change_s + outcome.stage.move_s, join_s + outcome.stage.move_s
+        speed = (hosts + 1) / places * outcome.stage.cut
     course.spend(change_s)
-    if not are_back and loss.awaited:
-        course.spend(outcome.returned_s - course.now_s, few)
-        course.spend(join_s)
-    course.spend(math.inf, all_ if are_back or loss.awaited else few)
+    _take_back(course, left, hosts, speed, join_s=join_s, places=places)
     return course.work
 
 
 def play_admission(action: RecoveryAction, admission: Admission, outcome: Outcome) -> float:
-    """Return the work after a choice about hosts that are ready to join."""
+    """Return the work after a choice about hosts that are ready to join; one of them may be lost again."""
     course, places = _Course(outcome.failed_s), admission.places
     join_s = outcome.seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM]
     few = admission.training / places
-    ready = min(admission.training + admission.joining, places) / places
-    all_ = min(admission.training + admission.joining + admission.awaited, places) / places
     if action is RecoveryAction.POSTPONE:
         course.spend(math.inf, few)
         return course.work
+    hosts = admission.training + admission.joining
+    left = sorted(outcome.returned_s)
     if action is RecoveryAction.GATHER:
-        course.spend(min(outcome.returned_s, outcome.wait_s), few)
-        if outcome.returned_s <= outcome.wait_s:
-            course.spend(join_s)
-            course.spend(math.inf, all_)
-            return course.work
+        waited = outcome.returned_s[: outcome.num_awaited]
+        course.spend(min(max(waited), outcome.wait_s), few)
+        back = [one for one in waited if one <= course.now_s]
+        hosts += len(back)
+        left = sorted(one for one in outcome.returned_s if one not in back)
     course.spend(join_s)
-    if admission.awaited:
-        course.spend(outcome.returned_s - course.now_s, ready)
-        course.spend(join_s)
-    course.spend(math.inf, all_)
+    leaves_s = course.now_s + outcome.left_s
+    if math.isfinite(leaves_s):
+        before = [one for one in left if one < leaves_s]
+        _take_back(course, before, hosts, hosts / places, join_s=join_s, places=places, until_s=leaves_s)
+        hosts, left = hosts + len(before) - 1, left[len(before) :]
+        course.spend(outcome.seconds[TimedChange.SHRINK])
+    _take_back(course, left, hosts, hosts / places, join_s=join_s, places=places)
     return course.work
+
+
+def _take_back(
+    course: _Course,
+    returns: list[float],
+    hosts: int,
+    speed: float,
+    *,
+    join_s: float,
+    places: int,
+    until_s: float = math.inf,
+) -> None:
+    """Train on with `hosts`, at a speed, until a moment; hosts that come back join with a pause each."""
+    for returned_s in returns:
+        course.spend(returned_s - course.now_s, speed)
+        course.spend(join_s)
+        hosts += 1
+        speed = min(hosts, places) / places
+    course.spend(until_s - course.now_s, speed)
 
 
 _TIMED: Final[Mapping[RecoveryAction, TimedChange]] = {
@@ -154,6 +201,7 @@ class _Played:
     at_once: float
     waiting: float
     is_wait: bool
+    keeps: bool
 
 
 def judge_drawn_changes(count: int, seed: int = 0) -> DrawnFigures:
@@ -168,6 +216,7 @@ def judge_drawn_changes(count: int, seed: int = 0) -> DrawnFigures:
         policy_gain_at_once=round(chosen / at_once - 1, 5),
         policy_gain_waiting=round(chosen / waiting - 1, 5),
         waits=round(sum(one.is_wait for one in played) / count, 3),
+        keeps=round(sum(one.keeps for one in played) / count, 3),
         changes=count,
     )
 
@@ -175,99 +224,165 @@ def judge_drawn_changes(count: int, seed: int = 0) -> DrawnFigures:
 def _play_loss(chance: random.Random) -> _Played:
     places = chance.choice(PLACES)
     lost = min(chance.choice((1, 1, 1, 2, 4)), places - 1)
+    stage = None
+    if lost == 1 and places >= 4 and chance.random() < PIPELINED:
+        cut = 1 - chance.uniform(1.0, 2.0) / places
+        stage = StageLoss(
+            host=_name(0),
+            kept=max(cut - abs(chance.gauss(0, 0.05)), 0.5),
+            cut=cut,
+            move_s=math.exp(chance.gauss(1.0, 1.5)),
+        )
+    job = _draw_job(chance, places, away=lost)
+    awaited = sorted(job.returns)[: chance.randrange(lost + 1)]
     loss = Loss(
         places=places,
         ready=places - lost,
-        awaited=chance.randrange(lost + 1),
-        is_in_place=chance.random() < 0.5,
-        can_join_in_place=chance.random() < 0.5,
+        awaited=tuple(expected for expected, _ in awaited),
+        is_in_place=stage is not None or chance.random() < 0.5,
+        can_join_in_place=stage is not None or chance.random() < 0.5,
+        stage=stage,
     )
-    history, outcome = _draw_job(chance, places)
-    choice = choose_after_loss(loss, price_job(history, places))
+    names = {_name(number) for number in range(lost - len(awaited), places)}
+    choice = choose_after_loss(loss, price_job(job.history, names))
     usual = RecoveryAction.SHRINK if loss.is_in_place else RecoveryAction.REFORM
-    outcome = dataclasses.replace(outcome, wait_s=_find_patience_s(history))
-    works = {
-        option.action: play_loss(option.action, usual, loss, outcome)
-        for option in choice.options
-        if not option.why_not
-    }
-    return _compare(choice, works, usual, RecoveryAction.WAIT)
+    outcome = dataclasses.replace(
+        job.outcome, returned_s=tuple(returned for _, returned in awaited), stage=stage
+    )
+    return _compare(
+        choice,
+        lambda action, one: play_loss(action, usual, loss, one),
+        outcome,
+        usual,
+        RecoveryAction.WAIT,
+        loss.awaited,
+    )
 
 
 def _play_admission(chance: random.Random) -> _Played:
     places = chance.choice(PLACES)
     away = min(chance.choice((1, 1, 1, 2, 4)), places - 1)
     joining = chance.randrange(1, away + 1)
+    job = _draw_job(chance, places, away=away)
+    # The first of the hosts that are away are ready.
+    awaited = sorted(job.returns[joining:])[: chance.randrange(away - joining + 1)]
     admission = Admission(
         places=places,
         training=places - away,
         joining=joining,
-        awaited=chance.randrange(away - joining + 1),
+        awaited=tuple(expected for expected, _ in awaited),
         can_join_in_place=chance.random() < 0.5,
     )
-    history, outcome = _draw_job(chance, places)
-    names = frozenset(f"host-{number}" for number in range(joining))
-    choice = choose_admission(admission, price_job(history, places, names))
-    outcome = dataclasses.replace(outcome, wait_s=_find_patience_s(history))
-    works = {
-        option.action: play_admission(option.action, admission, outcome)
-        for option in choice.options
-        if not option.why_not
-    }
-    return _compare(choice, works, RecoveryAction.JOIN, RecoveryAction.GATHER)
+    names = {_name(number) for number in range(joining)}
+    hosts = {*names, *(_name(number) for number in range(away, places))}
+    choice = choose_admission(admission, price_job(job.history, hosts, names))
+    outcome = dataclasses.replace(job.outcome, returned_s=tuple(returned for _, returned in awaited))
+    return _compare(
+        choice,
+        lambda action, one: play_admission(action, admission, one),
+        outcome,
+        RecoveryAction.JOIN,
+        RecoveryAction.GATHER,
+        admission.awaited,
+    )
 
 
 def _compare(
     choice: Choice,
-    works: Mapping[RecoveryAction, float],
+    play: Callable[[RecoveryAction, Outcome], float],
+    outcome: Outcome,
     at_once: RecoveryAction,
     waiting: RecoveryAction,
+    awaited: tuple[float, ...],
 ) -> _Played:
+    """Play all options; of a wait also for other numbers of hosts than the policy's."""
+    possible = {option.action for option in choice.options if not option.why_not}
+    waits = {RecoveryAction.WAIT, RecoveryAction.GATHER}
+
+    def make(number: int) -> Outcome:
+        wait_s = PATIENCE * awaited[number - 1] if number else 0.0
+        return dataclasses.replace(outcome, num_awaited=number, wait_s=wait_s)
+
+    works = {(action, 0): play(action, make(0)) for action in possible - waits}
+    works |= {
+        (action, number): play(action, make(number))
+        for action in possible & waits
+        for number in range(1, len(awaited) + 1)
+    }
+    chosen = works[choice.action, choice.num_awaited if choice.action in waits else 0]
+    all_waited = works.get((waiting, len(awaited)), works[at_once, 0])
     # A failure that comes before anybody trains leaves no option any work.
-    best = max(*works.values(), 1e-9)
     return _Played(
-        chosen=max(works[choice.action], 1e-9),
-        best=best,
-        at_once=max(works[at_once], 1e-9),
-        waiting=max(works.get(waiting, works[at_once]), 1e-9),
+        chosen=max(chosen, 1e-9),
+        best=max(*works.values(), 1e-9),
+        at_once=max(works[at_once, 0], 1e-9),
+        waiting=max(all_waited, 1e-9),
         is_wait=choice.action in WAITS,
+        keeps=choice.action is RecoveryAction.KEEP_STAGES,
     )
 
 
-def _draw_job(chance: random.Random, places: int) -> tuple[JobHistory, Outcome]:
-    """Return what a job knows, and what happens to it next."""
+class _DrawnJob(NamedTuple):
+    """What a job knows, what happens to it next, and of each host that is away when it is expected, and is, back."""
+
+    history: JobHistory
+    outcome: Outcome
+    returns: list[tuple[float, float]]
+
+
+def _draw_job(chance: random.Random, places: int, *, away: int) -> _DrawnJob:
     rate = estimate_failure_rate(places, 0, 0.0) * math.exp(chance.gauss(0, RATE_SPREAD))
     observed_s = chance.uniform(0, MAX_OBSERVED_S)
-    failures = _draw_poisson(chance, rate * observed_s)
     scale = math.exp(abs(chance.gauss(0, SCALE_SPREAD)))
     means = {change: prior_s * scale for change, prior_s in PRIOR_S.items()}
+    history = JobHistory(step_s=1.0)
+    # Losses of all hosts, in order of time: of sound ones, whichever, and of those that are away and flap.
+    losses = [
+        (chance.uniform(0, observed_s), chance.randrange(places))
+        for _ in range(min(_draw_poisson(chance, rate * observed_s), 200))
+    ]
+    flapping_s = {
+        host: math.exp(chance.gauss(math.log(1200.0), 1.0))
+        for host in range(away)
+        if chance.random() < FLAPPING
+    }
+    for host, mean_s in flapping_s.items():
+        since_s = max(observed_s - chance.uniform(0, 4 * 3600.0), 0.0)
+        count = min(_draw_poisson(chance, (observed_s - since_s) / mean_s), 20)
+        losses += [(chance.uniform(since_s, observed_s), host) for _ in range(count)]
+    returns_s = [means[TimedChange.RETURN] * math.exp(chance.gauss(0, RETURN_SPREAD)) for _ in range(away)]
+    for at_s, host in sorted(losses):
+        history = msgspec.structs.replace(history, observed_s=at_s)
+        history = count_losses(history, {_name(host): LossCause.WORKER}, GenerationNumber(1))
+        returned_s = _vary(chance, returns_s[host] if host < away else means[TimedChange.RETURN])
+        history = add_return(history, _name(host), LossCause.WORKER, returned_s)
+    history = msgspec.structs.replace(history, observed_s=observed_s)
+    history = count_losses(
+        history, {_name(host): LossCause.WORKER for host in range(away)}, GenerationNumber(2)
+    )
     times = []
     for change, mean_s in means.items():
         if count := chance.randrange(MAX_COUNT + 1):
             seen = [_vary(chance, mean_s) for _ in range(count)]
             times.append(MeasuredTime(change, math.fsum(seen) / count, count))
-    history = JobHistory(
-        observed_s=observed_s,
-        failures=failures,
-        host_failures=tuple(
-            HostFailures(HostName(f"host-{chance.randrange(places)}"), 1) for _ in range(min(failures, 64))
-        ),
-        step_s=1.0,
-        times=tuple(times),
-    )
+    history = msgspec.structs.replace(history, times=tuple(times))
     outcome = Outcome(
         seconds={change: _vary(chance, mean_s) for change, mean_s in means.items()},
-        returned_s=_vary(chance, means[TimedChange.RETURN]),
         failed_s=chance.expovariate(rate),
-        wait_s=0.0,
+        left_s=chance.expovariate(1 / flapping_s[0]) if 0 in flapping_s else math.inf,
     )
-    return history, outcome
+    returns = [
+        (
+            expect_return_s(history, _name(host), PRIOR_S[TimedChange.RETURN]),
+            _vary(chance, returns_s[host]),
+        )
+        for host in range(away)
+    ]
+    return _DrawnJob(history, outcome, returns)
 
 
-def _find_patience_s(history: JobHistory) -> float:
-    """Return how long the policy has hosts waited for at most, by what the job has measured."""
-    measured = {time.change: time.mean_s for time in history.times}
-    return PATIENCE * measured.get(TimedChange.RETURN, PRIOR_S[TimedChange.RETURN])
+def _name(number: int) -> HostName:
+    return HostName(f"host-{number}")
 
 
 def _vary(chance: random.Random, mean_s: float) -> float:

@@ -1,8 +1,8 @@
 """A tiny job of the trainer whose model is split over hosts.
 
-Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [rows=N] [tensor=N] [fsdp=N]. The last
-two are axes of the devices of each host, and rows are of a microbatch. The job reads the order `stop` in
-WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
+Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [state_bytes_per_s=N] [rows=N]
+[tensor=N] [fsdp=N]. The last two are axes of the devices of each host, and rows are of a microbatch. The job reads the
+order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
 that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
 result.
@@ -135,6 +135,7 @@ if __name__ == "__main__":
             pipeline=rj.Pipeline(
                 num_stages=STAGES,
                 log_bytes=int(WORDS.get("log_bytes", 2**20)),
+                state_bytes_per_s=float(WORDS.get("state_bytes_per_s", 1e9)),
                 axis_sizes=AXES,
                 logical_axis_rules=DIM_NAMES,
                 **options,

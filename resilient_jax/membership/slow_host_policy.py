@@ -1,0 +1,144 @@
+"""The policy for slow hosts: as `recovery_policy`, whether one stays, a spare takes its place, or others go on without.
+
+That it stays costs no pause. Or it goes on without those of its devices that are slow, or a pipeline gives it fewer
+layers. Shares by speed are chosen before that, by the workers, and cost nothing.
+"""
+
+import dataclasses
+from typing import Final
+
+from resilient_jax.membership.recovery_policy import Choice, Prices, choose_option, make_choice, make_option
+from resilient_jax.planning.recovery_score import Phase
+from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
+from resilient_jax.protocol.slow_hosts import Slowdown
+
+MIN_SPEED_GAIN: Final = 0.05
+"""The part by which an action on a slow host must raise the speed: what hosts take is known no better."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowTraining:
+    """Hosts train, and slow ones among them, or a division of layers by speeds of the past, cost them time.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        training: the hosts that train.
+        slowdown: what is slow, and what each action makes of it.
+        has_spare: whether a host is ready to take the place of the slow one.
+        is_spare_in_place: whether it has a seat of their world.
+        can_stay_in_place: whether all hosts that train can go on in their world.
+        can_shrink_in_place: whether they can without the slow one.
+        needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
+        refusal: why no host may be taken out now; empty: one may.
+        refusal_without: why the others may not go on with a host less; empty: they may.
+        refusal_fewer_devices: why its worker may not be started again on fewer devices; empty: it may.
+        can_return_in_place: whether the worker that is started again will have a seat in their world.
+    """
+
+    places: int
+    training: int
+    slowdown: Slowdown
+    has_spare: bool = False
+    is_spare_in_place: bool = True
+    can_stay_in_place: bool = True
+    can_shrink_in_place: bool = True
+    needs_restore: bool = False
+    refusal: str = ""
+    refusal_without: str = ""
+    refusal_fewer_devices: str = ""
+    can_return_in_place: bool = True
+
+
+def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
+    """Return what to do about a host that is slow, or about layers that are divided as if one were."""
+    slowdown, share = training.slowdown, training.training / training.places
+    speeds = {
+        RecoveryAction.KEEP: slowdown.kept,
+        RecoveryAction.REPLACE: slowdown.replaced,
+        RecoveryAction.TAKE_OUT: slowdown.without,
+        RecoveryAction.FEWER_DEVICES: slowdown.fewer_devices,
+        RecoveryAction.REDIVIDE: slowdown.redivided,
+    }
+    options = {
+        action: make_option(
+            action,
+            _list_phases(action, share * speed, training, prices),
+            training.training - (action is RecoveryAction.TAKE_OUT),
+            prices,
+            _explain_slow_refusal(action, speed, training),
+        )
+        for action, speed in speeds.items()
+    }
+    reachable = share * max(1.0, *speeds.values())
+    chosen = choose_option(options, RecoveryAction.KEEP, prices, reachable)
+    return make_choice(chosen, RecoveryAction.KEEP, tuple(options.values()), prices, 0.0)
+
+
+def _list_phases(
+    action: RecoveryAction, speed: float, training: SlowTraining, prices: Prices
+) -> tuple[Phase, ...]:
+    """Return what follows an action on a slow host, until the speed is `speed`."""
+    pause_s = _price_action(action, training, prices)
+    if action is not RecoveryAction.FEWER_DEVICES:
+        return (Phase(pause_s=pause_s, speed=speed),)
+    # Its worker ends, the others go on without it, and the next one joins them when it is ready.
+    share = training.training / training.places
+    return_s = prices.seconds[TimedChange.RETURN]
+    join_s = prices.seconds[TimedChange.GROW if training.can_return_in_place else TimedChange.REFORM]
+    meanwhile = Phase(
+        pause_s=pause_s,
+        speed=share * training.slowdown.without,
+        training_s=max(return_s - pause_s, 0.0),
+    )
+    return meanwhile, Phase(pause_s=join_s, speed=speed)
+
+
+def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices) -> float:
+    """Return the pause of an action on a slow host, in seconds: the first one, if there are two."""
+    seconds = prices.seconds
+    match action:
+        case RecoveryAction.KEEP:
+            return 0.0
+        case RecoveryAction.REDIVIDE:
+            return seconds[TimedChange.REDIVIDE if training.can_stay_in_place else TimedChange.REFORM]
+        case RecoveryAction.TAKE_OUT | RecoveryAction.FEWER_DEVICES:
+            pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
+        case _:
+            pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
+    # The mean of a change in which a state was read counts what else it took, so that the sum is an upper bound.
+    return pause_s + (seconds[TimedChange.RESTORE] if training.needs_restore else 0.0)
+
+
+def _explain_slow_refusal(action: RecoveryAction, speed: float, training: SlowTraining) -> str:
+    """Return why an action on a slow host is not possible, or not worth it; empty if it may be."""
+    slowdown = training.slowdown
+    takes_out = action in (RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT)
+    if action is RecoveryAction.KEEP:
+        return ""
+    if takes_out and (not slowdown.host or training.refusal):
+        return training.refusal if slowdown.host else "no host is slow"
+    if action is RecoveryAction.REPLACE and not training.has_spare:
+        return "no spare is ready"
+    if action is RecoveryAction.TAKE_OUT and training.has_spare:
+        return "a spare would take its place"
+    if action is RecoveryAction.TAKE_OUT and (training.refusal_without or not speed):
+        return training.refusal_without or "the others cannot do without it"
+    if action is RecoveryAction.FEWER_DEVICES and (why := _explain_all_devices(training)):
+        return why
+    if action is RecoveryAction.REDIVIDE and not speed:
+        return "no other division of layers is faster"
+    if speed < slowdown.kept * (1 + MIN_SPEED_GAIN):
+        return f"the speed rises by less than {MIN_SPEED_GAIN:.0%}"
+    return ""
+
+
+def _explain_all_devices(training: SlowTraining) -> str:
+    """Return why a slow host keeps all of its devices; empty: it may go on without some."""
+    slowdown = training.slowdown
+    if not slowdown.host:
+        return "no host is slow"
+    if not slowdown.devices:
+        return slowdown.why_all_devices or "no device of it is known to be slower than its other ones"
+    if not slowdown.fewer_devices:
+        return slowdown.why_all_devices or "it cannot do without a device"
+    return training.refusal_fewer_devices

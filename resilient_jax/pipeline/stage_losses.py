@@ -1,0 +1,114 @@
+"""What the loss of each host would make of a pipeline, for the leader that has to choose when one is lost. Pure.
+
+Two ways to go on: the stage is kept for the host, and its replica computes nothing until it is back, so no block moves;
+or the model is cut anew over the hosts that are left, so all of them work, and blocks move, now and when it is back.
+A third way, by which the peers of the lost stage compute its part of some microbatches of its replica in each step, is
+as fast as the first at best (docs/benchmarks.md): the peers have that work either way.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.step_division import StepDivision, TaskSeconds, price_division, spread_over_blocks
+from resilient_jax.pipeline_schedule.routes import Team
+from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, TaskKind
+from resilient_jax.pipeline_schedule.teams import list_complete_teams, make_teams, share_in_complete_teams
+from resilient_jax.protocol.state_records import StageLoss
+
+
+class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline as it is, and what the estimate needs to know of its blocks.
+
+    Attributes:
+        teams: the replicas.
+        quotas: of each of them.
+        absent: the hosts whose stages are kept for them.
+        num_stages: hosts of a replica, as the job was started with.
+        schedule: of the job.
+        block_seconds: of each block what its tasks take, in any unit of time.
+        block_bytes: of each block the bytes of its state.
+        bytes_per_s: at which a host gets blocks.
+    """
+
+    teams: tuple[Team, ...]
+    quotas: tuple[int, ...]
+    absent: frozenset[HostName]
+    num_stages: int
+    schedule: PipelineSchedule
+    block_seconds: tuple[Mapping[TaskKind, float], ...]
+    block_bytes: tuple[float, ...]
+    bytes_per_s: float
+
+
+def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
+    """Return, for each host that is there, what its loss would make of the pipeline.
+
+    Hosts are taken for equally fast, so the speed after a cut is the same whichever of them is lost.
+    """
+    hosts = [host for team in layout.teams for host, _ in team if host not in layout.absent]
+    if len(hosts) < 2:
+        return ()
+    present_s = _price(layout, layout.teams, layout.quotas)
+    num_microbatches = sum(layout.quotas)
+    costs = [sum(block.values()) for block in layout.block_seconds]
+    cuts = {
+        lost: make_teams([host for host in hosts if host != lost], costs, layout.num_stages) for lost in hosts
+    }
+    cut = cuts[hosts[-1]]
+    cut_s = _price(layout, cut, share_in_complete_teams(cut, num_microbatches))
+    held = _list_blocks(layout.teams)
+    kept: dict[tuple[int, ...], float] = {}
+    losses = []
+    for lost in hosts:
+        absent = {*layout.absent, lost}
+        complete = tuple(
+            sorted(len(layout.teams[team]) for team in list_complete_teams(layout.teams, absent))
+        )
+        if complete not in kept:  # replicas of as many hosts are alike
+            quotas = share_in_complete_teams(layout.teams, num_microbatches, absent)
+            kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
+        moved = {
+            host: sum(layout.block_bytes[block] for block in blocks - held[host])
+            for host, blocks in _list_blocks(cuts[lost]).items()
+        }
+        losses.append(
+            StageLoss(
+                host=lost,
+                kept=round(kept[complete], 4),
+                cut=round(present_s / cut_s, 4),
+                move_s=round(max(moved.values()) / layout.bytes_per_s, 4),
+            )
+        )
+    return tuple(losses)
+
+
+def make_even_seconds(
+    block_costs: Sequence[float], schedule: PipelineSchedule
+) -> tuple[Mapping[TaskKind, float], ...]:
+    """Return what tasks take, as long as none was measured: their operations, in equal parts by kind."""
+    kinds = KINDS[schedule]
+    return tuple({kind: cost / len(kinds) for kind in kinds} for cost in block_costs)
+
+
+def _price(layout: StageLayout, teams: Sequence[Team], quotas: Sequence[int]) -> float:
+    seconds: dict[HostName, dict[TaskKind, float]] = {}
+    for host, blocks in _list_blocks(teams).items():
+        total = seconds.setdefault(host, {})
+        for block in blocks:
+            for kind, one in layout.block_seconds[block].items():
+                total[kind] = total.get(kind, 0.0) + one
+    measured: TaskSeconds = seconds
+    division = StepDivision(tuple(quotas), spread_over_blocks(teams, measured))
+    return price_division(teams, division, measured, layout.schedule)
+
+
+def _list_blocks(teams: Collection[Team]) -> dict[HostName, frozenset[int]]:
+    found: dict[HostName, frozenset[int]] = {}
+    for team in teams:
+        first = 0
+        for host, count in team:
+            found[host] = frozenset(range(first, first + count))
+            first += count
+    return found

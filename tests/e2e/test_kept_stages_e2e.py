@@ -1,0 +1,58 @@
+"""A pipeline whose blocks are slow to move keeps the stage of a lost worker for it, and none of them moves."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from pipelined_job import PipelinedJob
+from tiny_job import CONFIG_WITHOUT_STANDBYS
+
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+
+HOSTS, STAGES = 4, 2
+SLOW_NETWORK = "state_bytes_per_s=1000"
+"""The model has some 100 KB: to move a stage would take a minute, twice; a worker is back in seconds."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
+    """Yield a running job; check the bits of all steps at the end."""
+    config = f'{CONFIG_WITHOUT_STANDBYS}slow_hosts = "report"\n'
+    folder = tmp_path_factory.mktemp("kept")
+    with PipelinedJob(folder, HOSTS, STAGES, parity=2, config=config, words=[SLOW_NETWORK]) as running:
+        yield running
+        running.finish()
+
+
+def list_events(job: PipelinedJob, kind: EventKind, *, after: int) -> list[Event]:
+    """Return the events of a kind, without those of generations up to `after`."""
+    return [e for e in job.job.read_events() if e.kind is kind and (e.generation or 0) > after]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("place", "host"), [(FailPoint.BEFORE_INPUT_GRADIENT, "host-1"), (FailPoint.BEFORE_REDUCE, "host-0")]
+)
+def test_a_stage_is_kept_for_a_worker_that_comes_back_and_no_block_moves_between_others(
+    job: PipelinedJob, place: FailPoint, host: str
+) -> None:
+    job.wait_protected(HOSTS)
+    before = job.wait_training(HOSTS).generation
+    assert before is not None
+    cut = [str(e.detail["cut"]) for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED][-1]
+    job.hold(place, [host])
+    job.signal(JobComponent.WORKER, host, signal.SIGKILL)
+    job.job.release()
+    job.wait_protected(HOSTS, after_generation=before.number)
+    decided = list_events(job, EventKind.RECOVERY_DECIDED, after=before.number)
+    assert [e.detail["action"] for e in decided] == ["keep_stages", "join"]
+    assert "shrink: score" in str(decided[0].detail["options"])
+    assert str(decided[0].detail["reason"]).startswith(f"{host}: its worker ended")
+    formed = {str(e.detail["cut"]) for e in list_events(job, EventKind.PIPELINE_FORMED, after=before.number)}
+    away = {text for text in formed if "(away)" in text}
+    assert len(away) == 1
+    assert {text.replace(" (away)", "") for text in formed} == {cut}
+    moved = list_events(job, EventKind.PIPELINE_STATE_KEPT, after=before.number)
+    assert {e.host for e in moved if int(str(e.detail["received"]))} == {host}, "the one that is back"
