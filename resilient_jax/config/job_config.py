@@ -76,8 +76,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     slow_hosts: Literal["act", "report"] = "act"
     """What happens about a host that stays slow, and costs more than shares by speed give back. `act`: where that pays,
-    a spare takes its place, or the others go on without it and it is quarantined, or it goes on without its slow devices
-    (as `devices_after_loss` says), or a pipeline gives it fewer layers. `report`: it is named, and nothing else."""
+    a spare takes its place, or the others go on without it and it is quarantined, or it goes on without its slow
+    devices (as `devices_after_loss` says), or a pipeline gives it fewer layers. `report`: it is named, and nothing
+    else."""
 
     restart_window_s: Seconds = 600.0
     """Seconds that a restart counts against `max_restarts`, and a loss against `max_host_losses`. Forgets old failures,
@@ -154,9 +155,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loaded."""
 
     devices_after_loss: Literal["even", "all", "host"] = "even"
-    """What a host does without a device that must not compute any more: one of its GPUs failed, it is slow and the leader
-    has taken it out, or `resilient-jax hosts drain` has. `even`: its worker is started again with as many of the others as divide the host's
-    number, four of eight, so that meshes still fit, and the rest stand by. `all`: with all others; for scripts whose
+    """What a host does without a device that must not compute any more: one of its GPUs failed, or it is slow,
+    or `resilient-jax hosts drain` has taken it out. `even`: its worker is started again with as many of the others as
+    divide the host's number, four of eight, so that meshes still fit, and the rest stand by. `all`: with all others; for scripts whose
     replicas take any number of devices, such as `ReplicaShape(per_host="devices")`. `host`: the host is quarantined."""
 
     digest_interval_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
