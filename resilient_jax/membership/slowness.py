@@ -33,7 +33,7 @@ from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, co
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, SlowDevice, SlowHost, SlownessRecord
+from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
 
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
@@ -199,7 +199,7 @@ def _note_taken_out(
 
 def _note_devices_out(slowness: SlownessRecord, host: HostName, devices: tuple[int, ...]) -> SlownessRecord:
     """Return the record with devices that are taken out now."""
-    new = tuple(SlowDevice(host, one, slowness.count_device(host, one) + 1) for one in devices)
+    new = tuple(DeviceTakenOut(host, one, slowness.count_device(host, one) + 1) for one in devices)
     others = tuple(one for one in slowness.devices if one.host != host or one.device not in devices)
     return msgspec.structs.replace(slowness, devices=(*others, *new)[-MAX_DEVICES:])
 

@@ -72,7 +72,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     why_all_devices: str = ""
 
 
-class SlowDevice(msgspec.Struct, frozen=True):
+class DeviceTakenOut(msgspec.Struct, frozen=True):
     """A device that was taken out because it was slow.
 
     Attributes:
@@ -105,7 +105,7 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
     taken_out: tuple[HostFailures, ...] = ()
     out: tuple[HostName, ...] = ()
     taken_out_as: tuple[SlowHost, ...] = ()
-    devices: tuple[SlowDevice, ...] = ()
+    devices: tuple[DeviceTakenOut, ...] = ()
 
     def count_taken_out(self, host: HostName) -> int:
         """Return how often a host was taken out because it was slow."""

@@ -7,7 +7,8 @@ all of what the reduction takes longer, for no share gives that back.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -24,6 +25,7 @@ CAUSED_BY_HOST: Final = frozenset(
     {FindingKind.COMPUTE, FindingKind.MEMORY, FindingKind.INPUT, FindingKind.LINK}
 )
 """What is slow of a host itself. What else there is may be the script, which any host in its place would run."""
+NO_SHARES: Final[Mapping[HostName, float]] = types.MappingProxyType({})
 
 
 def estimate_slowdown(
@@ -64,18 +66,18 @@ def estimate_slowdown(
     def predict_s(
         present: Sequence[HostName],
         still_slow: Mapping[HostName, Finding],
-        shares: Mapping[HostName, float] | None = None,
+        shares: Mapping[HostName, float] = NO_SHARES,
     ) -> float:
         """Return the seconds of a step of these hosts; some are slow, or have a share of the usual speed."""
         seconds = [
             max(measured[host] or usual_s * still_slow[host].factor, usual_s)
             if host in still_slow and still_slow[host].kind is not FindingKind.LINK
-            else usual_s / (shares or {}).get(host, 1.0)
+            else usual_s / shares.get(host, 1.0)
             for host in present
         ]
         # Not by speed they are shared by the number of devices.
         speeds = [
-            1 / one if is_balanced else (shares or {}).get(host, 1.0)
+            1 / one if is_balanced else shares.get(host, 1.0)
             for host, one in zip(present, seconds, strict=True)
         ]
         return _find_finish_s(num_microbatches, seconds, speeds) + _find_reduction_s(
@@ -97,13 +99,30 @@ def estimate_slowdown(
         replaced=full_s / replaced_s[slowest],
         without=full_s / predict_s(others, left) if others else 0.0,
     )
-    found = slow[slowest]
+    return _add_fewer_devices(
+        slowdown,
+        slow[slowest],
+        after_loss,
+        lambda share: full_s / predict_s(hosts, left, {slowest: share}),
+    )
+
+
+def _add_fewer_devices(
+    slowdown: Slowdown, found: Finding, after_loss: DevicesAfterLoss, find_speed: Callable[[float], float]
+) -> Slowdown:
+    """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
+
+    Args:
+        slowdown: without it.
+        found: about the slowest host.
+        after_loss: what it does with the devices that are left.
+        find_speed: gives the speed of the job if the host has this part of its usual speed.
+    """
     choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
     if choice is None:
         why = _explain_all_devices(found, after_loss)
         return msgspec.structs.replace(slowdown, devices=found.slow_devices, why_all_devices=why)
-    fewer_s = predict_s(hosts, left, {slowest: choice.speed})
-    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=full_s / fewer_s)
+    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=find_speed(choice.speed))
 
 
 def _explain_all_devices(finding: Finding, after_loss: DevicesAfterLoss) -> str:
