@@ -381,13 +381,16 @@ class _Term:
             self._record_state_loss(generation, generation.state_loss)
         if is_over:
             await self._let_records_expire(lease)
-            await forget_host_losses(self._store, self._leader._job)
 
     async def _let_records_expire(self, lease: LeaseId) -> None:
-        """Have the records that the job's hosts share end with a lease; host statuses have leases of their own."""
+        """Have the records that the job's hosts share end with a lease, and forget how often hosts were lost.
+
+        Host statuses have leases of their own.
+        """
         for key in (make_job_key(self._leader._job), make_script_key(self._leader._job)):
             if (found := await self._store.get(key)) is not None:
                 await self._store.transaction([require_unchanged(found)], [PutOp(key, found.value, lease)])
+        await forget_host_losses(self._store, self._leader._job)
 
     def _record_redundancy(self, state: MembershipState) -> None:
         redundancy = measure_redundancy(state)

@@ -161,6 +161,7 @@ class PipelinedSteps:
             self._data,
             schedule,
             balance_by_speed=self._balance_by_speed,
+            block_bytes=units.list_block_bytes(len(self._costs)),
             bytes_per_s=self._bytes_per_s,
         )
         world.record_event(

@@ -63,6 +63,7 @@ class StageWatch:
         data: has the lengths of documents.
         schedule: of the job.
         balance_by_speed: whether steps are divided by what tasks take; not while a stage is kept for an absent host.
+        block_bytes: of each block the bytes of its state.
         bytes_per_s: at which a host gets blocks, as far as it is known.
 
     Attributes:
@@ -77,6 +78,7 @@ class StageWatch:
         schedule: PipelineSchedule,
         *,
         balance_by_speed: bool,
+        block_bytes: Sequence[float],
         bytes_per_s: float,
     ) -> None:
         world = placement.world
@@ -93,7 +95,7 @@ class StageWatch:
         self.losses: tuple[StageLoss, ...] = ()
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
-        self._bytes_per_s = bytes_per_s
+        self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
         self._num_steps = 0
         self._num_sums = 0
         """Of vectors, in the present step."""
@@ -178,7 +180,7 @@ class StageWatch:
                 block_seconds=find_block_seconds(placement.teams, placement.block_costs, measured, {})
                 if is_measured and not placement.absent
                 else make_even_seconds(placement.block_costs, self._schedule),
-                block_bytes=tuple(placement.list_block_bytes()),
+                block_bytes=self._block_bytes,
                 bytes_per_s=self._bytes_per_s,
             )
         )

@@ -5,7 +5,6 @@ others nothing (`sharding.holder_sharding`). On each holder it is sharded over t
 its stage take it (`sharding.stage_sharding`).
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -129,16 +128,6 @@ class UnitPlacement:
             " -> ".join(f"{host} {blocks[host]}{away.get(host, '')}" for host, _ in team)
             for team in self.teams
         )
-
-    def list_block_bytes(self) -> list[float]:
-        """Return the bytes of the state of each block; what blocks share counts in each of them."""
-        found = [0.0] * len(self.block_costs)
-        for unit, state in zip(self._states.units, self._states.abstract, strict=True):
-            for block in unit.blocks:
-                found[block] += sum(
-                    math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
-                )
-        return found
 
     # The state.
 

@@ -5,6 +5,7 @@ the user's parameters with all other leaves left out. So a leaf of that state ha
 the whole model, where it is the same (a count), or stacked over layers as the parameters are.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,15 @@ class UnitStates:
     def find_units_of_leaf(self, path: str) -> list[int]:
         """Return the units that have a part of a leaf of a `TrainingState`; none: every host has it."""
         return self._users.get(path, [])
+
+    def list_block_bytes(self, num_blocks: int) -> list[float]:
+        """Return the bytes of the state of each block; what blocks share counts in each of them."""
+        found = [0.0] * num_blocks
+        for unit, state in zip(self.units, self.abstract, strict=True):
+            nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+            for block in unit.blocks:
+                found[block] += nbytes
+        return found
 
     def _check_separable(self) -> None:
         """Refuse an optimizer whose state, or update, of one unit is not that within the whole model."""
