@@ -155,11 +155,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loaded."""
 
     devices_after_loss: Literal["even", "all", "host"] = "even"
-    """What a host does without a device that must not compute any more: one of its GPUs failed, it is slow and the
-    leader has taken it out, or `resilient-jax hosts drain` has. `even`: its worker is started again with as many of the
-    others as divide the host's number, four of eight, so that meshes still fit, and the rest stand by. `all`: with all
-    others; for scripts whose replicas take any number of devices, such as `ReplicaShape(per_host="devices")`. `host`:
-    the host is quarantined."""
+    """What a host does without a device that must not compute any more: one of its GPUs failed, or it is slow,
+    or `resilient-jax hosts drain` has taken it out. `even`: its worker is started again with as many of the others as
+    divide the host's number, four of eight, so that meshes still fit, and the rest stand by. `all`: with all others;
+    for scripts whose replicas take any number of devices, such as `ReplicaShape(per_host="devices")`. `host`: the host
+    is quarantined."""
 
     digest_interval_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
     """Steps between two whose sums and state are recorded as digests in the run folder of the first host, by which

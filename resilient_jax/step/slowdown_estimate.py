@@ -56,12 +56,7 @@ def estimate_slowdown(
     if not candidates or not sound:
         return None
     usual_s = statistics.median(sound)
-    waits = [
-        min(found)
-        for step in zip(*timings, strict=False)
-        if (found := [timing.wait_s for timing in step if timing.wait_s > 0])
-    ]
-    reduction_s = statistics.median(waits) if waits else 0.0
+    reduction_s = _measure_reduction_s(timings)
 
     def predict_s(
         present: Sequence[HostName],
@@ -85,13 +80,10 @@ def estimate_slowdown(
         )
 
     full_s, kept_s = predict_s(hosts, {}), predict_s(hosts, slow)
-    replaced_s = {
-        host: predict_s(hosts, {name: finding for name, finding in slow.items() if name != host})
-        for host in candidates
-    }
+    replaced_s = {host: predict_s(hosts, _leave_out(slow, host)) for host in candidates}
     slowest = min(candidates, key=lambda host: replaced_s[host])
     others = [host for host in hosts if host != slowest]
-    left = {name: finding for name, finding in slow.items() if name != slowest}
+    left = _leave_out(slow, slowest)
     slowdown = Slowdown(
         generation=generation,
         host=slowest,
@@ -105,6 +97,10 @@ def estimate_slowdown(
         after_loss,
         lambda share: full_s / predict_s(hosts, left, {slowest: share}),
     )
+
+
+def _leave_out(slow: Mapping[HostName, Finding], host: HostName) -> dict[HostName, Finding]:
+    return {name: finding for name, finding in slow.items() if name != host}
 
 
 def _add_fewer_devices(
@@ -136,6 +132,16 @@ def _find_microbatch_s(told: Sequence[StepTiming]) -> float:
     """Return what a microbatch takes on a host; 0: it has computed none."""
     works = [work for timing in told for work in timing.works if work.microbatches]
     return statistics.median(work.seconds / work.microbatches for work in works) if works else 0.0
+
+
+def _measure_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
+    """Return what reductions take after the last host has come to them; 0: not known."""
+    waits = [
+        min(found)
+        for step in zip(*timings, strict=False)
+        if (found := [timing.wait_s for timing in step if timing.wait_s > 0])
+    ]
+    return statistics.median(waits) if waits else 0.0
 
 
 def _find_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
