@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import distributed, live_nodes, live_processes, world_forming
 from resilient_jax.jax_runtime.abort import abort_collectives
-from resilient_jax.jax_runtime.clique_connections import CliqueConnections
+from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
@@ -77,7 +77,11 @@ def interrupt(while_answered: int) -> None:
             world_forming.interrupt_forming()
             live_nodes.interrupt_meeting()
             if state["connection"] is not None:
-                abort_collectives(state["connection"].gloo)
+                gloo = state["connection"].gloo
+                spared = (
+                    state["cliques"].list_spared(gloo) if state["cliques"] is not None else NO_CONNECTIONS
+                )
+                abort_collectives(dataclasses.replace(gloo, spared=spared))
             if time.monotonic() - began > GIVE_UP_AFTER_S:
                 collective_thread.give_up()
         time.sleep(0.02)
@@ -131,7 +135,7 @@ def take_seat(address: str, seat: int, seats: int, members: list[int]) -> dict:
 def take_place(place: WorldSeat, timeout_s: float) -> dict:
     state["connection"] = None
     state["connection"] = distributed.connect(place, timeout_s=timeout_s, bind_host="127.0.0.1")
-    state["cliques"] = CliqueConnections()
+    state["cliques"] = CliqueConnections(place.seat)
     world_forming.limit_interruption(state["cliques"].is_current)
     state["cliques"].form_local_clique(state["connection"].gloo)
     if place.members:
@@ -147,7 +151,7 @@ def begin(members: list[int]) -> dict:
     gloo = dataclasses.replace(
         connection.gloo, peer_listeners=distributed.find_peer_listeners(seats, connection.place.seat, 10)
     )
-    gloo = dataclasses.replace(gloo, spared=state["cliques"].begin(seats))
+    state["cliques"].begin(seats)
     state["connection"] = dataclasses.replace(connection, gloo=gloo)
     return {
         "processes": jax.process_count(),
