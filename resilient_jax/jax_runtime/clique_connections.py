@@ -73,7 +73,7 @@ class CliqueConnections:
         """What there was before the present members began, except for connections of their own."""
         self._program: _Program | None = None
         self._descriptors: frozenset[str] = frozenset()
-        """The open descriptors when connections were last looked for."""
+        """The open ones when `begin_program` or `end_program` last looked for connections in this generation."""
 
     def form_local_clique(self, gloo: GlooSockets) -> None:
         """Form the clique of the local devices: right after `connect`, before any other. Costs one tiny program."""
@@ -90,7 +90,7 @@ class CliqueConnections:
         Cliques with a process that is no member any more are closed: a seat is not taken twice.
         """
         with self._lock:
-            self._members = frozenset(members)
+            self._members, self._descriptors = frozenset(members), frozenset()
             gone = [known for known in self._by_members if not known <= self._members]
             shut_connections(
                 frozenset().union(*(self._by_members.pop(known) for known in gone)) - self._local
@@ -144,7 +144,7 @@ class CliqueConnections:
                 )
             if seats == self._members:
                 return
-            # To look costs a system call for each descriptor: only if there may be new connections.
+            # To look costs several system calls for each socket: only if there may be others than before.
             if (descriptors := list_descriptors()) != self._descriptors:
                 self._found, self._descriptors = find_connections(gloo), descriptors
             self._program = _Program(seats, self._found)

@@ -97,7 +97,7 @@ def find_open_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
 
 
 def list_descriptors() -> frozenset[str]:
-    """Return the names of this process's open descriptors, of files and sockets."""
+    """Return this process's open descriptors, of files and sockets; numbers of closed ones are used again."""
     return frozenset(os.listdir("/proc/self/fd"))
 
 
