@@ -211,8 +211,9 @@ def locate_replicas(
 ) -> tuple[ReplicaLocation, ...]:
     """Return the replicas that the live hosts can form.
 
-    Replicas that span hosts keep their hosts: those that have lost none stay together, so that nothing is compiled
-    again for them, and the survivors of broken ones are regrouped, in order. Some hosts may be left over.
+    Hosts of neighboring seats are a replica, and stay together as long as none of them is lost: nothing is compiled
+    again for them. The survivors of the others, and hosts that came later, are grouped in order of their seats. Some
+    hosts may be left over.
 
     Args:
         seats: of the live hosts, ascending; after a change in place they have gaps.

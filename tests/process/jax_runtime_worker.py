@@ -63,9 +63,17 @@ def guard() -> None:
         order = json.loads(line)
         if order["do"] == "interrupt":
             threading.Thread(target=interrupt, args=(answered,), daemon=True).start()
+        elif order["do"] == "break_replica":
+            threading.Thread(target=break_replica, daemon=True).start()
         else:
             orders.put(order)
     os._exit(0)
+
+
+def break_replica() -> None:
+    """Break the cliques of the replica whose program runs off, as soon as one does."""
+    while not state["cliques"].break_program(state["connection"].gloo):
+        time.sleep(0.005)
 
 
 def interrupt(while_answered: int) -> None:
@@ -231,6 +239,20 @@ def reduce(without: int | None = None) -> dict:
     """Return the sum of 1, 2, ... over the devices of all processes but `without`."""
     devices = [device for device in jax.devices() if device.process_index != without]
     return {"total": total(array_over(devices), devices)}
+
+
+def reduce_in_replica(seats: list[int]) -> dict:
+    """Return the sum of 1, 2, ... over the devices of these seats, in a program of a replica."""
+    cliques, gloo, is_intact = state["cliques"], state["connection"].gloo, False
+    replica = frozenset(Seat(seat) for seat in seats)
+    cliques.begin_program(replica, gloo)
+    try:
+        devices = [device for device in jax.devices() if live_processes.find_seat(device) in replica]
+        found = {"total": total(array_over(devices), devices)}
+        is_intact = True
+    finally:
+        cliques.end_program(gloo, is_intact=is_intact)
+    return found
 
 
 def exchange(elements: int) -> dict:
@@ -462,6 +484,7 @@ ORDERS = {
         register_and,
         publish_and,
         reduce,
+        reduce_in_replica,
         exchange,
         keep,
         reduce_kept,
