@@ -116,17 +116,22 @@ class CliqueConnections:
             else:
                 self._broken.add(self._members)
 
-    def list_spared(self, gloo: GlooSockets) -> frozenset[GlooConnection]:
-        """Return what an abort must spare now; close what is left of replicas that have lost a process."""
-        with self._lock:
+    def abort(self, gloo: GlooSockets) -> None:
+        """Shut what the present members have, and what is left of replicas that have lost a process.
+
+        For the guard thread, as `abort_collectives`, which spares nothing.
+        """
+        with self._lock:  # so no program of a replica begins meanwhile
             self._drop_broken(gloo)
-            spared = (self._before | self._list_others()) - self._by_members.get(
-                self._members, NO_CONNECTIONS
-            )
-            if self._program is None:
-                return spared
-            # What has appeared since it began is this replica's, complete or not.
-            return spared | (find_connections(gloo) - self._program.before)
+            # What has appeared since a replica's program began is this replica's, complete or not.
+            found = find_connections(gloo) if self._program is None else self._program.before
+            shut_connections(found - self.list_spared())
+
+    def list_spared(self) -> frozenset[GlooConnection]:
+        """Return the known connections that `abort` leaves alone."""
+        with self._lock:
+            own = self._by_members.get(self._members, NO_CONNECTIONS)
+            return (self._before | self._list_others()) - own
 
     def begin_program(self, seats: Seats, gloo: GlooSockets) -> None:
         """Note that a program of a replica on several processes is about to run, on the main thread.

@@ -48,11 +48,9 @@ class GlooSockets:
     """Our listeners."""
     peer_listeners: frozenset[Endpoint] = frozenset()
     """Listeners of the other processes of the world."""
-    spared: frozenset[GlooConnection] = frozenset()
-    """Connections that an abort does not shut; see `clique_connections`."""
 
     def includes(self, here: Endpoint | None, there: Endpoint | None) -> bool:
-        """Return whether a connection with these ends is gloo's, spared or not."""
+        """Return whether a connection with these ends is gloo's."""
         return here in self.own_listeners or there in self.own_listeners | self.peer_listeners
 
 

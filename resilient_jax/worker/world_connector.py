@@ -12,7 +12,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import abort_collectives
-from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
+from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.distributed import (
     LeakCounts,
@@ -230,6 +230,11 @@ class WorldConnector:
         if self._connection is not None:
             self._cliques.end(self._connection.gloo, is_intact=is_intact and self._delay is None)
 
+    def close(self) -> None:
+        """End what meets the other hosts of this host's replicas."""
+        if self._replica_mail is not None:
+            self._replica_mail.close()
+
     def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
         """Disconnect from the world, and return what could not be freed.
 
@@ -259,11 +264,12 @@ class WorldConnector:
         gloo = connection.gloo
         # What the main thread waits for once it has unwound, such as a copy for a snapshot, is no collective.
         is_late = self._delay is not None and not self._has_unwound and self._is_late(self._delay)
-        spared = self._cliques.list_spared(gloo)
-        if is_late and spared:
-            spared = NO_CONNECTIONS
+        if is_late and self._cliques.list_spared():
             self._are_spared_broken = True
-        abort_collectives(dataclasses.replace(gloo, spared=spared))
+        if self._are_spared_broken:
+            abort_collectives(gloo)
+        else:
+            self._cliques.abort(gloo)
         if self._delay is None:  # not sooner: it takes as long as the abort
             self._delay = UnwindingDelay(time.monotonic())
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
