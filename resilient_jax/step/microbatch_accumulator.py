@@ -203,9 +203,9 @@ class MicrobatchAccumulator:
                 if limits.size:
                     exponents = find_exponents(self._spec, found)
             else:
-                # What a replica on several hosts has computed is on this host's devices, too: see `_call`.
-                local = part.total if not replica.is_on_one_host else replica.to_replica(part.total)
-                total, exponents = add_to_total(local, found, limits, donate=True)
+                # Of a replica on several hosts all is on this host's devices already: see `_call`.
+                before = replica.to_replica(part.total) if replica.is_on_one_host else part.total
+                total, exponents = add_to_total(before, found, limits, donate=True)
         return Contribution(
             total,
             part.microbatches | {index},

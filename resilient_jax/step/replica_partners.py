@@ -110,7 +110,8 @@ class ReplicaPartners:
         self._cliques = cliques
         self._mail: MailService | None = None
         self._groups: dict[Replica, _Group] = {}
-        self._prepared: list[tuple[ReplicaLocation, ...]] = []
+        self._prepared: list[Mapping[int, Replica]] = []
+        """The replicas of this host, by shape."""
         self.span_hosts = False
 
     def prepare(
@@ -129,7 +130,7 @@ class ReplicaPartners:
         if all(len(location.host_indexes) == 1 for location in locations):
             return
         self.span_hosts = True
-        if self._cliques is None or locations in self._prepared:
+        if self._cliques is None or any(replicas is prepared for prepared in self._prepared):
             return
         if self._mail is None:
             self._mail = self._open_mail()
@@ -141,7 +142,7 @@ class ReplicaPartners:
                 seats=frozenset(find_seat(device) for device in replica.mesh.devices.flat),
                 partners=tuple(index for index in indexes if index != self._host_index),
             )
-        self._prepared.append(locations)
+        self._prepared.append(replicas)
 
     def _exchange_addresses(self, all_reduce: Callable[[np.ndarray], Any]) -> dict[HostName, str]:
         assert self._mail is not None, "an address is that of a mailbox"

@@ -219,6 +219,7 @@ class Worker:
         """End the threads that would keep this process from ending, and fetch no program from other hosts again."""
         self._compiler.close()
         self._monitor.end()
+        self._connector.close()
         close_backend_gate()
 
     def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:

@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import distributed, live_nodes, live_processes, world_forming
-from resilient_jax.jax_runtime.abort import abort_collectives
-from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
+from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
@@ -85,11 +84,7 @@ def interrupt(while_answered: int) -> None:
             world_forming.interrupt_forming()
             live_nodes.interrupt_meeting()
             if state["connection"] is not None:
-                gloo = state["connection"].gloo
-                spared = (
-                    state["cliques"].list_spared(gloo) if state["cliques"] is not None else NO_CONNECTIONS
-                )
-                abort_collectives(dataclasses.replace(gloo, spared=spared))
+                state["cliques"].abort(state["connection"].gloo)
             if time.monotonic() - began > GIVE_UP_AFTER_S:
                 collective_thread.give_up()
         time.sleep(0.02)
