@@ -137,8 +137,8 @@ def take_seat(address: str, seat: int, seats: int, members: list[int]) -> dict:
 
 def take_place(place: WorldSeat, timeout_s: float) -> dict:
     state["connection"] = None
-    state["connection"] = distributed.connect(place, timeout_s=timeout_s, bind_host="127.0.0.1")
     state["cliques"] = CliqueConnections(place.seat)
+    state["connection"] = distributed.connect(place, timeout_s=timeout_s, bind_host="127.0.0.1")
     world_forming.limit_interruption(state["cliques"].is_current)
     state["cliques"].form_local_clique(state["connection"].gloo)
     if place.members:
