@@ -10,7 +10,8 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `world_forming`: an attempt to form a world, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's (no jax).
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
-- `clique_connections`: which connections an abort spares: of the local devices, and of earlier members.
+- `clique_connections`: which connections an abort spares: of the local devices, of earlier members, and of replicas
+  on several hosts that are all alive.
 - `live_nodes`: the barrier from which XLA knows the members; `stand_in`: tells the service of a death (jaxlib only).
 - `spare_seats`, `local_topology`: seats for processes that join a world later (jaxlib only; no jax).
 - `live_processes`: JAX counts the members of a generation alone.

@@ -16,7 +16,7 @@ from resilient_jax.jax_runtime.gloo import (
 
 
 def abort_collectives(gloo: GlooSockets) -> int:
-    """Shut gloo's connections down, so that a thread that waits in a collective gets an exception at once.
+    """Shut all of gloo's connections down, so that a thread that waits in a collective gets an exception at once.
 
     For the guard thread: JAX does not hold the interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
     until the main thread has unwound, because a collective that begins after the first call opens or finds
@@ -28,9 +28,7 @@ def abort_collectives(gloo: GlooSockets) -> int:
         The number of connections that were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
     """
 
-    return _shut_connections(
-        lambda here, there: gloo.includes(here, there) and (here, there) not in gloo.spared
-    )
+    return _shut_connections(gloo.includes)
 
 
 def shut_connections(connections: Collection[GlooConnection]) -> int:

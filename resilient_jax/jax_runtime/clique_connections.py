@@ -1,4 +1,4 @@
-"""Which of gloo's connections an abort must spare: those of cliques that the present generation does not use.
+"""Which of gloo's connections an abort must spare: those of cliques that lose nothing by a process's death.
 
 On CPU every clique (some devices that communicate) has TCP connections of its own, those between two devices of one
 process included. XLA caches a clique, under the ordered ids of its devices, as long as the backend lives, and an abort
@@ -9,11 +9,18 @@ breaks all cliques whose connections it shuts, for good. So it must not shut
 - those of *earlier members* who may be the members again: if a process joins and dies, the others go on as before, in
   the clique that they had. A generation's connections are those that were made in it; they are remembered by the
   members. What was shut once is remembered as broken.
+- those of *replicas over several hosts*, as long as all their processes live. The programs of a replica run one at a
+  time, between `begin_program` and `end_program`, and all connections that appear in between are the replica's: of
+  whatever cliques of its devices its programs have. A process that dies closes its connections, so a replica all of
+  whose connections are open has lost none.
 
-An abort shuts the present members' connections alone, unless the main thread does not unwind by that.
-Cliques of a *part* of the local devices do not survive an abort; the next use fails, and the world is re-formed.
+An abort shuts the connections of the present members, and of replicas that have lost one, unless the main thread does
+not unwind by that. Cliques of a *part* of the local devices do not survive an abort; the next use fails, and the world
+is re-formed. The same holds for cliques of some hosts that are not those of a replica.
 """
 
+import dataclasses
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -23,24 +30,50 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import shut_connections
-from resilient_jax.jax_runtime.gloo import GlooConnection, GlooSockets, find_connections
+from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.gloo import (
+    GlooConnection,
+    GlooSockets,
+    find_connections,
+    find_open_connections,
+    list_descriptors,
+)
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
+Seats = frozenset[Seat]
 NO_CONNECTIONS: frozenset[GlooConnection] = frozenset()
 
 
-class CliqueConnections:
-    """The connections of one world's cliques, by their members."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """A program of a replica that runs: its processes, and what was connected before."""
 
-    def __init__(self) -> None:
+    seats: Seats
+    before: frozenset[GlooConnection]
+
+
+class CliqueConnections:
+    """The connections of one world's cliques, by their members. Safe to share between the main and the guard thread.
+
+    Args:
+        seat: of this process.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._lock = threading.RLock()  # guards all that follows
         self._local = NO_CONNECTIONS
-        self._by_members: dict[frozenset[Seat], frozenset[GlooConnection]] = {}
-        self._broken: set[frozenset[Seat]] = set()
-        self._members: frozenset[Seat] = frozenset()
+        self._by_members: dict[Seats, frozenset[GlooConnection]] = {}
+        """Of members of earlier generations, and of replicas on several hosts."""
+        self._broken: set[Seats] = set()
+        self._members: Seats = frozenset()
         self._found = NO_CONNECTIONS
         """What there was before any process could begin with the next members."""
         self._before = NO_CONNECTIONS
         """What there was before the present members began, except for connections of their own."""
+        self._program: _Program | None = None
+        self._descriptors: frozenset[str] = frozenset()
+        """The open ones when `begin_program` or `end_program` last looked for connections in this generation."""
 
     def form_local_clique(self, gloo: GlooSockets) -> None:
         """Form the clique of the local devices: right after `connect`, before any other. Costs one tiny program."""
@@ -51,17 +84,19 @@ class CliqueConnections:
         _add_up(devices).block_until_ready()
         self._local = self._found = _find_self_connections(gloo) - before
 
-    def begin(self, members: Sequence[Seat]) -> frozenset[GlooConnection]:
-        """Return what an abort must spare while these are the members.
+    def begin(self, members: Sequence[Seat]) -> None:
+        """Have these members from now on.
 
         Cliques with a process that is no member any more are closed: a seat is not taken twice.
         """
-        self._members = frozenset(members)
-        gone = [known for known in self._by_members if not known <= self._members]
-        shut_connections(frozenset().union(*(self._by_members.pop(known) for known in gone)) - self._local)
-        self._broken = {broken for broken in self._broken if broken <= self._members}
-        self._before = self._found - self._by_members.get(self._members, NO_CONNECTIONS)
-        return self._before
+        with self._lock:
+            self._members, self._descriptors = frozenset(members), frozenset()
+            gone = [known for known in self._by_members if not known <= self._members]
+            shut_connections(
+                frozenset().union(*(self._by_members.pop(known) for known in gone)) - self._local
+            )
+            self._broken = {broken for broken in self._broken if broken <= self._members}
+            self._before = self._found - self._by_members.get(self._members, NO_CONNECTIONS)
 
     def end(self, gloo: GlooSockets, *, is_intact: bool) -> None:
         """Remember the connections of the members that end here.
@@ -72,20 +107,124 @@ class CliqueConnections:
             gloo: of the world.
             is_intact: nothing was aborted.
         """
-        self._found = find_connections(gloo)
-        if is_intact:
-            if own := self._found - self._before:
-                self._by_members[self._members] = own
-        else:
-            self._broken.add(self._members)
+        with self._lock:
+            self._drop_broken(gloo)
+            self._found = find_connections(gloo)
+            if is_intact:
+                if own := self._found - self._before - self._list_others():
+                    self._by_members[self._members] = own
+            else:
+                self._broken.add(self._members)
 
-    def is_current(self, seats: frozenset[Seat]) -> bool:
-        """Return whether a clique of these seats may be one that is made in this generation."""
-        return seats <= self._members and seats not in self._by_members and seats not in self._broken
+    def abort(self, gloo: GlooSockets) -> None:
+        """Shut what the present members have, and what is left of replicas that have lost a process.
+
+        For the guard thread, as `abort_collectives`, which spares nothing.
+        """
+        with self._lock:  # so no program of a replica begins meanwhile
+            self._drop_broken(gloo)
+            # What has appeared since a replica's program began is this replica's, complete or not.
+            found = find_connections(gloo) if self._program is None else self._program.before
+            shut_connections(found - self.list_spared())
+
+    def list_spared(self) -> frozenset[GlooConnection]:
+        """Return the known connections that `abort` leaves alone."""
+        with self._lock:
+            own = self._by_members.get(self._members, NO_CONNECTIONS)
+            return (self._before | self._list_others()) - own
+
+    def begin_program(self, seats: Seats, gloo: GlooSockets) -> None:
+        """Note that a program of a replica on several processes is about to run, on the main thread.
+
+        Where the replica has all members its cliques are those of the members: they are broken with these.
+
+        Raises:
+            FormingFailed: a clique of this replica was broken off earlier, and cannot be made again.
+        """
+        with self._lock:
+            if seats in self._broken:
+                raise FormingFailed(
+                    f"seat {self._seat}: the cliques of a replica of seats {sorted(seats)} were broken off earlier, "
+                    "and cannot be made again in this world"
+                )
+            if seats == self._members:
+                return
+            # To look costs several system calls for each socket: only if there may be others than before.
+            if (descriptors := list_descriptors()) != self._descriptors:
+                self._found, self._descriptors = find_connections(gloo), descriptors
+            self._program = _Program(seats, self._found)
+
+    def end_program(self, gloo: GlooSockets, *, is_intact: bool) -> None:
+        """Note that it has ended, and remember its new connections; if it has failed, break its cliques off.
+
+        At once: the replica's other processes may wait for this one in a program that it has left.
+        """
+        with self._lock:
+            program, self._program = self._program, None
+            if program is None:
+                return
+            if (descriptors := list_descriptors()) != self._descriptors:
+                self._found, self._descriptors = find_connections(gloo), descriptors
+                known = self._by_members.get(program.seats, NO_CONNECTIONS)
+                self._by_members[program.seats] = known | (self._found - program.before)
+            if not is_intact:
+                self._break(program.seats)
+
+    def break_program(self, gloo: GlooSockets) -> bool:
+        """Break off the cliques of the replica whose program runs, for the guard thread; return whether one runs."""
+        with self._lock:
+            if self._program is None:
+                return False
+            seats, before = self._program.seats, self._program.before
+            new = find_connections(gloo) - before
+            self._by_members[seats] = self._by_members.get(seats, NO_CONNECTIONS) | new
+            self._program = None
+            self._break(seats)
+            return True
+
+    @property
+    def is_in_program(self) -> bool:
+        """Whether a replica's program runs, or waits for the replica's other processes to begin it."""
+        with self._lock:
+            return self._program is not None
+
+    def is_current(self, seats: Seats) -> bool:
+        """Return whether the wait for a clique of these seats may be ended: it may be one that is being formed.
+
+        Not that of a replica whose processes all form it, and not that of others.
+        """
+        with self._lock:
+            if self._seat not in seats or (self._program is not None and seats <= self._program.seats):
+                return False
+            return seats <= self._members and seats not in self._by_members and seats not in self._broken
 
     def is_broken(self, members: Sequence[Seat]) -> bool:
         """Return whether the clique of these members cannot be used, nor made again."""
-        return frozenset(members) in self._broken
+        with self._lock:
+            return frozenset(members) in self._broken
+
+    def _list_others(self) -> frozenset[GlooConnection]:
+        """Return the known connections of cliques that are not those of the present members."""
+        others = (known for seats, known in self._by_members.items() if seats != self._members)
+        return NO_CONNECTIONS.union(*others)
+
+    def _drop_broken(self, gloo: GlooSockets) -> None:
+        """Break off the cliques of which a connection is closed by either side."""
+        others = [seats for seats in self._by_members if seats != self._members]
+        if not others:
+            return
+        is_open = find_open_connections(gloo)
+        for seats in others:
+            if not self._by_members[seats] <= is_open:
+                if self._program is not None and self._program.seats == seats:
+                    self.break_program(gloo)
+                else:
+                    self._break(seats)
+
+    def _break(self, seats: Seats) -> None:
+        self._broken.add(seats)
+        # Of a process on its own the local clique is a part.
+        shut_connections(self._by_members.pop(seats, NO_CONNECTIONS) - self._local)
 
 
 def _find_self_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:

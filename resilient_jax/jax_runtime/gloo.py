@@ -16,7 +16,8 @@ Endpoint = tuple[str, int]
 """Address and port, as `socket.getsockname` gives them, IPv4-mapped addresses as IPv4."""
 GlooConnection = tuple[Endpoint, Endpoint]
 """Our end and the other end of a connection."""
-
+TCP_ESTABLISHED: Final = 1
+"""The state of an open connection, the first byte of Linux's `struct tcp_info`."""
 
 GLOO_THREAD_NICENESS: Final = 5
 """Of the thread with which gloo receives. As long as a peer's data has arrived for a collective that this process has
@@ -47,11 +48,9 @@ class GlooSockets:
     """Our listeners."""
     peer_listeners: frozenset[Endpoint] = frozenset()
     """Listeners of the other processes of the world."""
-    spared: frozenset[GlooConnection] = frozenset()
-    """Connections that an abort does not shut; see `clique_connections`."""
 
     def includes(self, here: Endpoint | None, there: Endpoint | None) -> bool:
-        """Return whether a connection with these ends is gloo's, spared or not."""
+        """Return whether a connection with these ends is gloo's."""
         return here in self.own_listeners or there in self.own_listeners | self.peer_listeners
 
 
@@ -78,6 +77,26 @@ def find_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
             if here is not None and there is not None and gloo.includes(here, there):
                 found.add((here, there))
     return frozenset(found)
+
+
+def find_open_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
+    """Return those of gloo's connections that neither side has closed: a process that dies closes its own."""
+    found = set()
+    for descriptor in list_socket_descriptors():
+        with DuplicateSocket(descriptor) as copy:
+            if copy is None or is_listener(copy):
+                continue
+            here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
+            if here is None or there is None or not gloo.includes(here, there):
+                continue
+            if copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED:
+                found.add((here, there))
+    return frozenset(found)
+
+
+def list_descriptors() -> frozenset[str]:
+    """Return this process's open descriptors, of files and sockets; numbers of closed ones are used again."""
+    return frozenset(os.listdir("/proc/self/fd"))
 
 
 def list_socket_descriptors() -> Iterator[int]:

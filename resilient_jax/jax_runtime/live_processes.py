@@ -37,6 +37,11 @@ def set_members(seats: Sequence[Seat] | None) -> None:
         getattr(xla_bridge, name).cache_clear()
 
 
+def find_seat(device: Device) -> Seat:
+    """Return the seat of the process that has a device, whoever the members are."""
+    return Seat(_own_process_index_of_device.__get__(device))
+
+
 def list_devices_of_seat(seat: Seat) -> list[Device]:
     """Return the devices that the process of a seat has or will have, also if it is no member."""
     backend = jax.devices()[0].client

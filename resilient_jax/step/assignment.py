@@ -207,15 +207,16 @@ def count_devices_by_host(devices: Iterable[DeviceOfProcess]) -> tuple[int, ...]
 
 
 def locate_replicas(
-    process_indexes: Sequence[int], shape: ReplicaShape, device_counts: Sequence[int]
+    seats: Sequence[int], shape: ReplicaShape, device_counts: Sequence[int]
 ) -> tuple[ReplicaLocation, ...]:
     """Return the replicas that the live hosts can form.
 
-    Replicas that span hosts keep their hosts: those that have lost none stay together, so that nothing is compiled
-    again for them, and the survivors of broken ones are regrouped, in order. Some hosts may be left over.
+    Hosts of neighboring seats are a replica, and stay together as long as none of them is lost: nothing is compiled
+    again for them. The survivors of the others, and hosts that came later, are grouped in order of their seats. Some
+    hosts may be left over.
 
     Args:
-        process_indexes: of the live hosts, ascending; after a shrink they have gaps.
+        seats: of the live hosts, ascending; after a change in place they have gaps.
         shape: of a replica.
         device_counts: of each live host, in the same order.
 
@@ -236,11 +237,11 @@ def locate_replicas(
             f"replicas: found {len(usable)} live hosts, expected at least {shape.hosts}, which one replica "
             "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
         )
-    # Block = process index // (hosts of a replica), intact if all of its hosts are alive. The hosts of other blocks are
+    # Block = seat // (hosts of a replica), intact if all of its hosts are alive. The hosts of other blocks are
     # regrouped in order, and the last (their number mod hosts of a replica) are left over.
     by_block: dict[int, list[int]] = {}
     for host in usable:
-        by_block.setdefault(process_indexes[host] // shape.hosts, []).append(host)
+        by_block.setdefault(seats[host] // shape.hosts, []).append(host)
     intact = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
     rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
     regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]

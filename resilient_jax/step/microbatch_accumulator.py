@@ -21,6 +21,7 @@ from resilient_jax.step.batch_source import BatchSource, MicrobatchInput
 from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
+from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
 from resilient_jax.step.running_total import add_to_total, find_exponents, start_total
 from resilient_jax.telemetry.worker_activity import worker_activity
@@ -120,12 +121,14 @@ class MicrobatchAccumulator:
         hooks: StepHooks,
         turns: CompilationTurns,
         audits: Sequence[Audit] = (),
+        partners: ReplicaPartners | None = None,
     ) -> None:
         self._compute_fn = compute_fn
         self._spec = spec
         self._data = data
         self._hooks = hooks
         self._turns = turns
+        self._partners = partners
         self._audited = {audit.microbatch for audit in audits}
         self.digests: dict[int, Digest] = {}
         self.inputs: list[MicrobatchInput] = []
@@ -173,9 +176,9 @@ class MicrobatchAccumulator:
         # It counts as computed meanwhile: if a host dies, it is not computed again.
         place = number if number not in contributions.parts else contributions.find_free_number(number)
         contributions.parts[place] = Contribution(
-            replica.to_local(found),
+            found,
             frozenset({index}),
-            (replica.to_local(find_exponents(self._spec, found)),),
+            (find_exponents(self._spec, found),),
             is_started=False,
             is_counted=_is_counted(replica),
         )
@@ -200,16 +203,13 @@ class MicrobatchAccumulator:
                 if limits.size:
                     exponents = find_exponents(self._spec, found)
             else:
-                # Of a replica on several hosts `contributions` refer to this memory, and its programs may fail.
-                total, exponents = add_to_total(
-                    replica.to_replica(part.total), found, limits, donate=replica.is_on_one_host
-                )
-        if not replica.is_on_one_host:  # one program with collectives at a time: see jax_runtime's README
-            jax.block_until_ready(total)
+                # Of a replica on several hosts all is on this host's devices already: see `_call`.
+                before = replica.to_replica(part.total) if replica.is_on_one_host else part.total
+                total, exponents = add_to_total(before, found, limits, donate=True)
         return Contribution(
-            replica.to_local(total),
+            total,
             part.microbatches | {index},
-            (*part.exponents, replica.to_local(exponents)) if limits.size else (),
+            (*part.exponents, exponents) if limits.size else (),
             is_counted=_is_counted(replica),
         )
 
@@ -242,8 +242,17 @@ class MicrobatchAccumulator:
         with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
             if replica.is_on_one_host:
                 found = self._compute_fn(microbatch)
-            else:  # its programs have collectives
-                found = collective_thread.run(self._compute_fn, microbatch)
+            else:  # its programs have collectives; what comes after them must need no other host
+                found = replica.to_local(self._run_together(replica, microbatch))
+        return self._corrupt(found, index)
+
+    def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
+        if self._partners is None:
+            return collective_thread.run(self._compute_fn, microbatch)
+        return self._partners.run(replica, self._compute_fn, microbatch)
+
+    def _corrupt(self, found: Tree, index: int) -> Tree:
+        """Return what was computed, or what a test makes of it."""
         match self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
             case Corruption.NAN:
                 return jax.tree.map(_replace_by_nan, found)

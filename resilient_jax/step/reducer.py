@@ -27,6 +27,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.jax_runtime.live_processes import find_seat
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -62,6 +63,7 @@ from resilient_jax.step.microbatch_accumulator import (
 from resilient_jax.step.microbatch_program import describe_programs, find_digest_function
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
+from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica, build_replicas
 from resilient_jax.step.running_total import (
     NO_LIMITS,
@@ -119,6 +121,7 @@ class Reducer:
         watch: finds hosts that are slow; None: nothing is found.
 
     Attributes:
+        partners: the other hosts of this host's replicas; None: this host is alone, or rehearses.
         owners: of each microbatch of the last accumulation, the index of the host that computed it.
         lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
         watch: see above; for steps that are not made here, too.
@@ -138,6 +141,7 @@ class Reducer:
         watch: SlowHostWatch | None = None,
     ) -> None:
         self.throttle: DeviceThrottle | None = None
+        self.partners: ReplicaPartners | None = None
         self._max_microbatches = max_microbatches
         self._auditor = auditor
         self.watch = watch
@@ -172,11 +176,6 @@ class Reducer:
         """
         return self._arrange(shape)[0]
 
-    @property
-    def replicas_span_hosts(self) -> bool:
-        """Whether any accumulation used a replica on several hosts, whose programs wait for other hosts."""
-        return any(shape.hosts > 1 for shape in self._replicas)
-
     def _prepare_links(self, rounds: Sequence[Pairs]) -> LinkMeasurement:
         return LinkMeasurement(self._live.grid, rounds, self._hooks.raise_if_ended)
 
@@ -188,12 +187,15 @@ class Reducer:
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
-            locations = locate_replicas(
-                live.process_indexes, shape, [len(devices) for devices in live.devices_by_host]
-            )
+            seats = [find_seat(devices[0]) for devices in live.devices_by_host]
+            locations = locate_replicas(seats, shape, [len(devices) for devices in live.devices_by_host])
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
+
+    def _meet_partners(self, locations: tuple[ReplicaLocation, ...], replicas: dict[int, Replica]) -> None:
+        if self.partners is not None:
+            self.partners.prepare(locations, replicas, self.all_reduce)
 
     def all_reduce(self, tree: Tree) -> Tree:
         """Return the sum over hosts of each leaf, exact where these are floats."""
@@ -238,6 +240,7 @@ class Reducer:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._arrange(replica_shape)
+        self._meet_partners(locations, replicas)
         # On other numbers of devices a program has other shapes.
         are_alike = len({location.devices for location in locations}) == 1
         typical = next(iter(replicas.values()), None) if are_alike else None
@@ -266,7 +269,9 @@ class Reducer:
             _announce_reads(data, spec, assignment, replicas, speeds)
         audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._collectives)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
-        accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
+        accumulator = MicrobatchAccumulator(
+            compute, spec, data, self._hooks, self._turns, audits, self.partners
+        )
         self._compute(accumulator, contributions, replicas, assignment, agree)
         if audits:
             self._audit(audits, accumulator, spec, assignment, replicas)

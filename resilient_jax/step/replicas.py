@@ -102,8 +102,8 @@ class Replica:
         """Return this host's copy of arrays that are replicated over the mesh."""
         return jax.tree.map(self._leaf_to_local, tree)
 
-    def _leaf_to_local(self, leaf: jax.Array) -> jax.Array:
-        if leaf.is_fully_addressable:
+    def _leaf_to_local(self, leaf: Any) -> Any:  # noqa: ANN401 - any array, or a number
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             return leaf
         if not leaf.is_fully_replicated:
             raise CallerError(

@@ -73,6 +73,8 @@ class MailKind(enum.StrEnum):
     """Says that the input of a block was taken, in an evaluation: the next one may be sent."""
     RESULTS = "results"
     """What a host has of the loss and the metrics of an evaluation."""
+    READY = "ready"
+    """Says whether a host begins the next program of a replica on several hosts."""
     DIGESTS = "digests"
     """The digests of the weights that a host has."""
 
@@ -82,13 +84,13 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     Attributes:
         generation: of the routes in which the value is sent; the only part that a second copy does not share.
-        step: of the state from which the value was computed.
+        step: of the state from which the value was computed; of readiness, the number of the replicas' shape.
         kind: what the value is.
         microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
             of rows, progress, results and digests, the number of the host that says it; of state, the number of the
-            exchange in the generation.
+            exchange in the generation; of readiness, that of the program.
         block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
-            of the unit.
+            of the unit; of readiness, the number of the host that says it.
     """
 
     generation: int

@@ -34,12 +34,15 @@ class UnwindingDelay:
         threads = (threading.main_thread().native_id, collective_thread.native_id)
         self._threads = BlockedTime(now_s, frozenset(thread for thread in threads if thread is not None))
 
-    def is_too_long(self, now_s: float) -> bool:
-        """Return whether the main thread should have unwound."""
+    def measure_s(self, now_s: float) -> float:
+        """Return the seconds since the interruption, or since the last compilation."""
         if is_compiling(threading.main_thread().ident) or collective_thread.is_compiling:
             self._begin(now_s)
-            return False
-        if now_s - self._since_s <= UNWINDING_GRACE_S:  # to measure has a price
+        return now_s - self._since_s
+
+    def is_too_long(self, now_s: float) -> bool:
+        """Return whether the main thread should have unwound."""
+        if self.measure_s(now_s) <= UNWINDING_GRACE_S:  # to look at threads has a price
             return False
         is_process_blocked = self._process.measure_s(now_s) > UNWINDING_GRACE_S
         return is_process_blocked or self._threads.measure_s(now_s) > MAX_UNWINDING_S

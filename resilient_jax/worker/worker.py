@@ -112,7 +112,6 @@ class Worker:
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
         self._digest_log = open_digest_log(settings.digest_log, settings.host, self._record_lost_digests)
-        self._replicas_span_hosts = False
         self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
@@ -203,9 +202,7 @@ class Worker:
             copied = self._snapshotter.end_generation(
                 is_needed=not is_done and not self._committed.holds_state
             )
-            if self._connector.is_broken or (self._replicas_span_hosts and not is_done):
-                # A clique that the next generation needs is broken, the local one or that of a replica on several
-                # hosts: no shrink in place.
+            if self._connector.is_broken:
                 self._agent.report_world_left()
             # Last of all: after this report the leader may order this worker into the next world.
             self._agent.report_idle(
@@ -222,6 +219,7 @@ class Worker:
         """End the threads that would keep this process from ending, and fetch no program from other hosts again."""
         self._compiler.close()
         self._monitor.end()
+        self._connector.close()
         close_backend_gate()
 
     def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:
@@ -235,12 +233,12 @@ class Worker:
                 keeps_workers=order.generation.keeps_workers,
                 base=order.generation.snapshot.id if order.generation.snapshot is not None else None,
             )
-            world, reducer = self._make_world(order)
+            world = self._make_world(order)
             try:
                 train_fn(world)
             finally:
+                self._connector.leave_replicas()  # first: their other hosts may wait for this one
                 self._compiler.cancel()
-                self._replicas_span_hosts = reducer.replicas_span_hosts
             return True, None
         except CorruptionFound as found:
             # Also if this host is interrupted by now: its report is what others must not go on without.
@@ -387,7 +385,7 @@ class Worker:
             leaked_clients=leaks.clients,
         )
 
-    def _make_world(self, order: FormWorld) -> tuple[World, Reducer]:
+    def _make_world(self, order: FormWorld) -> World:
         info = describe_generation(order, tuple(self._events))
         observers: list[Observer] = [
             ReductionPrecompiler(self._compiler),
@@ -436,8 +434,8 @@ class Worker:
             watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices, numbers, throttle).measure),
         )
         reducer.throttle = throttle
-        world = World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
-        return world, reducer
+        reducer.partners = self._connector.meet_partners(info, self._mail, self._agent.raise_if_ended)
+        return World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
 
     def _hit_failpoint(self, place: FailPoint, step: int = ANY_STEP) -> None:
         if self._failpoints is not None:

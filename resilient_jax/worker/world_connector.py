@@ -12,7 +12,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.abort import abort_collectives
-from resilient_jax.jax_runtime.clique_connections import NO_CONNECTIONS, CliqueConnections
+from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.distributed import (
     LeakCounts,
@@ -22,7 +22,6 @@ from resilient_jax.jax_runtime.distributed import (
     find_peer_listeners,
 )
 from resilient_jax.jax_runtime.failures import FormingFailed
-from resilient_jax.jax_runtime.gloo import GlooConnection
 from resilient_jax.jax_runtime.live_nodes import end_waiting_threads, interrupt_meeting, meet_members
 from resilient_jax.jax_runtime.live_processes import set_members
 from resilient_jax.jax_runtime.world_forming import (
@@ -33,9 +32,16 @@ from resilient_jax.jax_runtime.world_forming import (
 )
 from resilient_jax.protocol.records import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
+from resilient_jax.step.replica_partners import ReplicaPartners
+from resilient_jax.transport.mail_service import MailService
 from resilient_jax.worker.expected_members import list_others
+from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.unwinding_delay import UnwindingDelay
 
+REPLICA_PATIENCE_S: Final = 2.0
+"""For a program that all hosts of a replica have begun, from the interruption on. Less than `quiesce_timeout_s`, which
+leaves a worker out."""
 LISTENER_TIMEOUT_S: Final = 2.0
 """A worker publishes where it listens before it asks to join, so this is the service's time to answer."""
 
@@ -47,7 +53,7 @@ class WorldConnector:
         self._settings = settings
         self._record_event = record_event
         self._connection: WorldConnection | None = None
-        self._cliques = CliqueConnections()
+        self._cliques = CliqueConnections(Seat(0))
         self._known_seats: frozenset[Seat] = frozenset()
         """Those of which it is known where they listen."""
         self._delay: UnwindingDelay | None = None
@@ -58,6 +64,9 @@ class WorldConnector:
         """Whether the main thread has left the user's function in this generation."""
         self._has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
+        self._partners: ReplicaPartners | None = None
+        self._replica_mail: MailService | None = None
+        """For all generations: peers that stay keep their connections."""
         self._trains_on_cpu = False
         """Whether collectives are gloo's; gloo is there for JAX's CPU devices, too, where training is on others."""
 
@@ -70,13 +79,20 @@ class WorldConnector:
     def is_broken(self) -> bool:
         """Whether a change in place is impossible.
 
-        The local clique is broken, a collective was given up, or the service was found dead.
+        The local clique is broken, a collective was given up, the service was found dead, or a replica spans hosts
+        whose cliques do not outlive a failure elsewhere: those of gloo do.
         """
-        return self._are_spared_broken or self._has_given_up or is_detached()
+        has_replicas = self._partners is not None and self._partners.span_hosts
+        return (
+            self._are_spared_broken
+            or self._has_given_up
+            or is_detached()
+            or (has_replicas and not self._trains_on_cpu)
+        )
 
     def prepare(self) -> None:
         """Forget that the previous generation was interrupted."""
-        self._delay, self._has_unwound = None, False
+        self._delay, self._has_unwound, self._partners = None, False, None
 
     def form_world(self, order: FormWorld) -> None:
         """Connect to the order's world, together with all other members.
@@ -114,14 +130,14 @@ class WorldConnector:
         self._known_seats = frozenset((order.seat,))
         seats = (*(member.seat for member in list_others(order)), order.seat)
         set_members(seats)
-        self._spare(self._cliques.begin(seats))
+        self._cliques.begin(seats)
 
     def _connect(self, place: WorldSeat) -> None:
         connection = connect(
             place, timeout_s=self._settings.forming_timeout_s, bind_host=self._settings.address
         )
         self._connection = connection  # so that an interruption reaches the forming of the local clique
-        self._cliques = CliqueConnections()
+        self._cliques = CliqueConnections(place.seat)
         limit_interruption(self._cliques.is_current)
         self._are_spared_broken = self._has_given_up = False
         self._check_devices()
@@ -163,7 +179,46 @@ class WorldConnector:
             self._known_seats |= frozenset(unknown)
         if generation.change is not WorldChange.REFORM:  # else they met when they formed the world
             self._meet(seats)
-        self._spare(self._cliques.begin(seats))
+        self._cliques.begin(seats)
+
+    def meet_partners(
+        self, info: GenerationInfo, mail: MailOpener, raise_if_ended: Callable[[], None]
+    ) -> ReplicaPartners:
+        """Return the other hosts of this host's replicas, in a generation that has begun."""
+
+        def open_mail() -> MailService:
+            self._replica_mail = self._replica_mail or mail.open(info.host)
+            return self._replica_mail
+
+        self._partners = ReplicaPartners(
+            info.number,
+            info.hosts,
+            int(info.process_index),
+            open_mail=open_mail,
+            wait_timeout_s=mail.wait_timeout_s,
+            raise_if_ended=raise_if_ended,
+            cliques=self if self._trains_on_cpu else None,
+        )
+        return self._partners
+
+    def leave_replicas(self) -> None:
+        """Tell the other hosts of this host's replicas that it begins no program with them any more."""
+        if self._partners is not None:
+            self._partners.leave()
+
+    def begin_program(self, seats: frozenset[Seat]) -> None:
+        """Note that this process is about to run a program of a replica on several hosts, of these seats.
+
+        Raises:
+            FormingFailed: the replica's clique is broken.
+        """
+        assert self._connection is not None, "replicas communicate in a world"
+        self._cliques.begin_program(seats, self._connection.gloo)
+
+    def end_program(self, *, is_intact: bool) -> None:
+        """Note that it has; break the replica's cliques off if they are not intact, for its other hosts, too."""
+        assert self._connection is not None, "replicas communicate in a world"
+        self._cliques.end_program(self._connection.gloo, is_intact=is_intact)
 
     def end_generation(self, *, is_intact: bool) -> None:
         """Note which connections the members had; before this worker reports that it is idle.
@@ -174,6 +229,11 @@ class WorldConnector:
         self._has_unwound = True
         if self._connection is not None:
             self._cliques.end(self._connection.gloo, is_intact=is_intact and self._delay is None)
+
+    def close(self) -> None:
+        """End what meets the other hosts of this host's replicas."""
+        if self._replica_mail is not None:
+            self._replica_mail.close()
 
     def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
         """Disconnect from the world, and return what could not be freed.
@@ -190,7 +250,9 @@ class WorldConnector:
         """Break the main thread out of forming or of a collective; for the guard thread, which repeats it.
 
         The clique of the local devices is spared at first, because it survives a change in place, and so are those
-        of earlier members. But if one device's part of a program failed, another device may wait for it in one of
+        of earlier members, and of replicas whose hosts all live: such a replica's hosts finish together what they have
+        begun together. If they have not for `REPLICA_PATIENCE_S`, one is stopped or cut off, and the replica is broken
+        off. But if one device's part of a program failed, another device may wait for it in one of
         them; and gloo may wait for a connection that it has closed. So they are broken, too, and the collective is
         given up, when the main thread has not unwound soon; the next world must then be a new one.
         """
@@ -201,25 +263,27 @@ class WorldConnector:
             return
         gloo = connection.gloo
         # What the main thread waits for once it has unwound, such as a copy for a snapshot, is no collective.
-        is_late = (
-            self._delay is not None and not self._has_unwound and self._delay.is_too_long(time.monotonic())
-        )
-        if is_late and gloo.spared:
-            gloo = dataclasses.replace(gloo, spared=NO_CONNECTIONS)
+        is_late = self._delay is not None and not self._has_unwound and self._is_late(self._delay)
+        if is_late and self._cliques.list_spared():
             self._are_spared_broken = True
-        abort_collectives(gloo)
+        if self._are_spared_broken:
+            abort_collectives(gloo)
+        else:
+            self._cliques.abort(gloo)
         if self._delay is None:  # not sooner: it takes as long as the abort
             self._delay = UnwindingDelay(time.monotonic())
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
         if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
             self._has_given_up = True
 
-    def _spare(self, connections: frozenset[GlooConnection]) -> None:
-        connection = self._connection
-        assert connection is not None, "only a world has connections"
-        self._connection = dataclasses.replace(
-            connection, gloo=dataclasses.replace(connection.gloo, spared=connections)
-        )
+    def _is_late(self, delay: UnwindingDelay) -> bool:
+        if not self._cliques.is_in_program:
+            return delay.is_too_long(time.monotonic())
+        assert self._connection is not None, "replicas communicate in a world"
+        if delay.measure_s(time.monotonic()) > REPLICA_PATIENCE_S:
+            self._cliques.break_program(self._connection.gloo)
+            self._delay = None
+        return False
 
     def _check_devices(self) -> None:
         # JAX takes the next platform of the list without a word where CUDA's plugin is not installed.

@@ -19,8 +19,10 @@ from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.step.assignment import ReplicaShape, locate_replicas
 
 pytestmark = pytest.mark.timeout(600)
 HOSTS = 4
@@ -103,14 +105,19 @@ def live_through(tiny: TinyJob, place: str, death: str, hosts_of_replica: int = 
 def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
     """Return the last microbatch that a host's replica computes in a step of the present generation.
 
-    All hosts are alive, so the first ones are the first replica. Its first host is the owner of its microbatches.
+    The first host of a replica is the owner of its microbatches.
 
     The log of a step is written after the step is reported, so the newest row may still be of a generation without it.
     And the first step of a generation may have been begun in the one before, by other hosts.
     """
     report = tiny.wait_training(HOSTS)
+    assert report.generation is not None
     hosts, begun = members(report), newest_step(report)
-    owner = hosts[hosts.index(host) // hosts_of_replica * hosts_of_replica]
+    seats = [member.seat for member in report.generation.members]
+    replicas = locate_replicas(seats, ReplicaShape(hosts=hosts_of_replica), [1] * len(seats))
+    index_of_host = hosts.index(host)
+    first = next(found.host_indexes[0] for found in replicas if index_of_host in found.host_indexes)
+    owner = hosts[first]
     end_s = time.monotonic() + RECOVERY_S
     while True:
         rows = [row for rows in tiny.logs().values() for row in rows]
@@ -125,10 +132,19 @@ def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
         time.sleep(0.02)
 
 
-def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -> None:
+def list_changes(tiny: TinyJob) -> list[str]:
+    """Return how each generation after the first was formed, as each of its members says."""
+    formed = [event for event in tiny.job.read_events() if event.kind == EventKind.WORLD_FORMED]
+    first = min(event.generation or 0 for event in formed)
+    return [str(event.detail["change"]) for event in formed if event.generation != first]
+
+
+def test_the_death_of_one_host_of_a_replica_of_two_is_survived_in_place(tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS, options=ONE_DEVICE, words=["hosts=2"]) as tiny:
         for place in PLACES:
             live_through(tiny, place, "one worker", hosts_of_replica=2)
+        changes = list_changes(tiny)
+        assert set(changes) == {"shrink", "grow"}, changes
         live_through(tiny, "in the reduction", "a worker and the coordination service")
         tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
 

@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import distributed, live_nodes, live_processes, world_forming
-from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
@@ -63,9 +62,17 @@ def guard() -> None:
         order = json.loads(line)
         if order["do"] == "interrupt":
             threading.Thread(target=interrupt, args=(answered,), daemon=True).start()
+        elif order["do"] == "break_replica":
+            threading.Thread(target=break_replica, daemon=True).start()
         else:
             orders.put(order)
     os._exit(0)
+
+
+def break_replica() -> None:
+    """Break the cliques of the replica whose program runs off, as soon as one does."""
+    while not state["cliques"].break_program(state["connection"].gloo):
+        time.sleep(0.005)
 
 
 def interrupt(while_answered: int) -> None:
@@ -77,7 +84,7 @@ def interrupt(while_answered: int) -> None:
             world_forming.interrupt_forming()
             live_nodes.interrupt_meeting()
             if state["connection"] is not None:
-                abort_collectives(state["connection"].gloo)
+                state["cliques"].abort(state["connection"].gloo)
             if time.monotonic() - began > GIVE_UP_AFTER_S:
                 collective_thread.give_up()
         time.sleep(0.02)
@@ -130,8 +137,8 @@ def take_seat(address: str, seat: int, seats: int, members: list[int]) -> dict:
 
 def take_place(place: WorldSeat, timeout_s: float) -> dict:
     state["connection"] = None
+    state["cliques"] = CliqueConnections(place.seat)
     state["connection"] = distributed.connect(place, timeout_s=timeout_s, bind_host="127.0.0.1")
-    state["cliques"] = CliqueConnections()
     world_forming.limit_interruption(state["cliques"].is_current)
     state["cliques"].form_local_clique(state["connection"].gloo)
     if place.members:
@@ -147,7 +154,7 @@ def begin(members: list[int]) -> dict:
     gloo = dataclasses.replace(
         connection.gloo, peer_listeners=distributed.find_peer_listeners(seats, connection.place.seat, 10)
     )
-    gloo = dataclasses.replace(gloo, spared=state["cliques"].begin(seats))
+    state["cliques"].begin(seats)
     state["connection"] = dataclasses.replace(connection, gloo=gloo)
     return {
         "processes": jax.process_count(),
@@ -227,6 +234,20 @@ def reduce(without: int | None = None) -> dict:
     """Return the sum of 1, 2, ... over the devices of all processes but `without`."""
     devices = [device for device in jax.devices() if device.process_index != without]
     return {"total": total(array_over(devices), devices)}
+
+
+def reduce_in_replica(seats: list[int]) -> dict:
+    """Return the sum of 1, 2, ... over the devices of these seats, in a program of a replica."""
+    cliques, gloo, is_intact = state["cliques"], state["connection"].gloo, False
+    replica = frozenset(Seat(seat) for seat in seats)
+    cliques.begin_program(replica, gloo)
+    try:
+        devices = [device for device in jax.devices() if live_processes.find_seat(device) in replica]
+        found = {"total": total(array_over(devices), devices)}
+        is_intact = True
+    finally:
+        cliques.end_program(gloo, is_intact=is_intact)
+    return found
 
 
 def exchange(elements: int) -> dict:
@@ -458,6 +479,7 @@ ORDERS = {
         register_and,
         publish_and,
         reduce,
+        reduce_in_replica,
         exchange,
         keep,
         reduce_kept,

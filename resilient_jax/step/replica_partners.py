@@ -1,0 +1,246 @@
+"""Has the hosts of a replica that spans several begin each of its programs together, or none of them.
+
+A program of such a replica waits, inside of a collective, for the other hosts of the replica. When a host of another
+replica dies, its own hosts leave the step one after the other. If one has left before a program that another has begun,
+the other's wait could only be ended by breaking their clique for good, and with it the world. So before each program
+
+1. a host tells its partners that it begins the program, or, once it leaves the step, that it does not,
+2. and runs it only if all partners have said that they begin it.
+
+A host that has said so keeps waiting for its partners' answers even if its generation has ended meanwhile, since they
+may have had all answers. That wait ends: each partner begins the program, or leaves the step, or dies, which ends its
+connections. What was begun by all is finished by all: their cliques are intact when the step goes on in the next
+generation. The price is a message to each partner for each microbatch.
+
+On GPU nothing of this is needed: there a failure replaces the workers.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from resilient_jax.errors import PeerUnreachable, ResilientJaxError
+from resilient_jax.ids import HostName, Seat
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.live_processes import find_seat
+from resilient_jax.step.assignment import ReplicaLocation
+from resilient_jax.step.replicas import Replica
+from resilient_jax.step.row_exchange import exchange_rows
+from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_service import MailService
+
+BEGINS: Final = b"begins"
+LEAVES: Final = b"leaves"
+ADDRESS_BYTES: Final = 64
+"""Of a mailbox's address: a host's, of at most 45 characters, and a port."""
+PATIENCE_S: Final = 1.5
+"""For a partner's answer, once the generation has ended: one that is alive comes to its next program, or leaves the
+step. Less than `quiesce_timeout_s`, which leaves a worker out."""
+ORDER_PATIENCE_S: Final = 2.0
+"""Until this host, too, is told that the generation has ended, once a partner has left it."""
+ORDER_CHECK_INTERVAL_S: Final = 0.005
+
+
+class ReplicaCliques(Protocol):
+    """Knows which connections an interruption must spare; `WorldConnector` is one."""
+
+    def begin_program(self, seats: frozenset[Seat]) -> None:
+        """Note that this process is about to run a program of a replica of these seats."""
+        ...
+
+    def end_program(self, *, is_intact: bool) -> None:
+        """Note that it has; break the replica's cliques off if they are not intact."""
+        ...
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Group:
+    """The hosts of one replica of this host.
+
+    Attributes:
+        number: of its shape, in the order in which the shapes came up: the same on all hosts.
+        seats: of its processes, this one's included.
+        partners: the indexes of the other hosts.
+        num_begun: the programs of which this host has said that it begins them.
+    """
+
+    number: int
+    seats: frozenset[Seat]
+    partners: tuple[int, ...]
+    num_begun: int = 0
+
+
+class ReplicaPartners:
+    """The other hosts of this host's replicas, in one generation.
+
+    Args:
+        generation: its number.
+        hosts: the names of the live hosts.
+        host_index: of this host.
+        open_mail: returns the mailbox of this process; called when the first replica spans hosts.
+        wait_timeout_s: how long to wait for a partner at most.
+        raise_if_ended: raises if the generation has ended.
+        cliques: of this process; None: failures do not spare any, so nothing is agreed on.
+
+    Attributes:
+        span_hosts: whether any replica, of this host or another, spans several hosts.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        hosts: Sequence[HostName],
+        host_index: int,
+        *,
+        open_mail: Callable[[], MailService],
+        wait_timeout_s: float,
+        raise_if_ended: Callable[[], None],
+        cliques: ReplicaCliques | None,
+    ) -> None:
+        self._generation = generation
+        self._hosts = tuple(hosts)
+        self._host_index = host_index
+        self._open_mail = open_mail
+        self._wait_timeout_s = wait_timeout_s
+        self._raise_if_ended = raise_if_ended
+        self._cliques = cliques
+        self._mail: MailService | None = None
+        self._groups: dict[Replica, _Group] = {}
+        self._prepared: list[Mapping[int, Replica]] = []
+        """The replicas of this host, by shape."""
+        self.span_hosts = False
+
+    def prepare(
+        self,
+        locations: tuple[ReplicaLocation, ...],
+        replicas: Mapping[int, Replica],
+        all_reduce: Callable[[np.ndarray], Any],
+    ) -> None:
+        """Meet the partners in replicas of a shape. For all hosts at once, in the first accumulation with that shape.
+
+        Args:
+            locations: of all replicas.
+            replicas: of this host, by their numbers.
+            all_reduce: returns the sum over hosts of an integer vector.
+        """
+        if all(len(location.host_indexes) == 1 for location in locations):
+            return
+        self.span_hosts = True
+        if self._cliques is None or any(replicas is prepared for prepared in self._prepared):
+            return
+        if self._mail is None:
+            self._mail = self._open_mail()
+            self._mail.begin_generation(self._generation, self._exchange_addresses(all_reduce))
+        for number, replica in replicas.items():
+            indexes = locations[number].host_indexes
+            self._groups[replica] = _Group(
+                number=len(self._prepared),
+                seats=frozenset(find_seat(device) for device in replica.mesh.devices.flat),
+                partners=tuple(index for index in indexes if index != self._host_index),
+            )
+        self._prepared.append(replicas)
+
+    def _exchange_addresses(self, all_reduce: Callable[[np.ndarray], Any]) -> dict[HostName, str]:
+        assert self._mail is not None, "an address is that of a mailbox"
+        address = self._mail.address.encode()
+        assert len(address) <= ADDRESS_BYTES, "a host's address and a port are short"
+        row = np.frombuffer(address.ljust(ADDRESS_BYTES, b"\0"), np.uint8).astype(np.int32)
+        rows = exchange_rows(row, self._host_index, len(self._hosts), all_reduce)
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode() for row in rows)
+        return dict(zip(self._hosts, texts, strict=True))
+
+    def run(self, replica: Replica, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
+        """Return what a program of a replica on several hosts returns, once its arrays are computed.
+
+        Raises:
+            PeerUnreachable: a partner does not begin it, or is dead. If this host's generation has ended by then,
+                `raise_if_ended` raises instead.
+        """
+        group = self._groups.get(replica)
+        if group is None or self._cliques is None:
+            return collective_thread.run(program, *arguments)
+        self._raise_if_ended()
+        self._cliques.begin_program(group.seats)
+        is_intact = False
+        try:
+            leaving = self._agree(group)
+            found = None if leaving else collective_thread.run(program, *arguments)
+            is_intact = True
+        finally:
+            self._cliques.end_program(is_intact=is_intact)
+        if leaving:
+            self._leave_with(leaving)
+        return found
+
+    def leave(self) -> None:
+        """Tell the partners that this host begins no program any more in this generation."""
+        for group in self._groups.values():
+            for partner in group.partners:
+                with contextlib.suppress(ResilientJaxError):  # it is dead, so it waits for nothing
+                    self._send(group, group.num_begun, partner, LEAVES)
+
+    def _agree(self, group: _Group) -> list[HostName]:
+        """Return the partners that do not begin the next program; none: all begin it now."""
+        program = group.num_begun
+        group.num_begun += 1
+        for partner in group.partners:
+            self._send(group, program, partner, BEGINS)
+        answers = {self._hosts[partner]: self._receive(group, program, partner) for partner in group.partners}
+        return [host for host, answer in answers.items() if answer != BEGINS]
+
+    def _send(self, group: _Group, program: int, partner: int, answer: bytes) -> None:
+        assert self._mail is not None, "groups are made once there is a mailbox"
+        mail = Mail(key=self._make_key(group, program, self._host_index), data=memoryview(answer))
+        self._mail.send(self._hosts[partner], mail)
+
+    def _receive(self, group: _Group, program: int, partner: int) -> bytes:
+        assert self._mail is not None, "groups are made once there is a mailbox"
+        mail = self._mail.take(
+            self._make_key(group, program, partner),
+            sender=self._hosts[partner],
+            deadline_s=time.monotonic() + self._wait_timeout_s,
+            check=_Patience(self._raise_if_ended).check,
+        )
+        return bytes(mail.data)
+
+    def _make_key(self, group: _Group, program: int, sender: int) -> MailKey:
+        return MailKey(
+            generation=self._generation,
+            step=group.number,
+            kind=MailKind.READY,
+            microbatch=program,
+            block=sender,
+        )
+
+    def _leave_with(self, partners: list[HostName]) -> None:
+        """Raise, as soon as this host is told of the end of the generation, which its partners have left."""
+        deadline_s = time.monotonic() + ORDER_PATIENCE_S
+        while time.monotonic() < deadline_s:
+            self._raise_if_ended()
+            time.sleep(ORDER_CHECK_INTERVAL_S)
+        raise PeerUnreachable(
+            f"a microbatch of a replica on several hosts: {', '.join(partners)} left the step, and after "
+            f"{ORDER_PATIENCE_S:g} s nobody has said why. Look at the log of these hosts"
+        )
+
+
+class _Patience:
+    """Lets a wait go on for `PATIENCE_S` after the end of the generation."""
+
+    def __init__(self, raise_if_ended: Callable[[], None]) -> None:
+        self._raise_if_ended = raise_if_ended
+        self._until_s: float | None = None
+
+    def check(self) -> None:
+        """Raise if the generation ended so long ago."""
+        try:
+            self._raise_if_ended()
+        except BaseException:  # what ends a generation is the caller's
+            now_s = time.monotonic()
+            self._until_s = now_s + PATIENCE_S if self._until_s is None else self._until_s
+            if now_s > self._until_s:
+                raise
