@@ -487,11 +487,9 @@ def make_choice(
         gain_s = prices.next_failure_s * (first.score - rival.score)
         expected = describe_s(prices.next_failure_s)
         text = f"{describe_s(abs(gain_s))} of training until the next failure, expected in {expected}"
-        why = (
-            f"to {rival.action} would lose {text}"
-            if gain_s >= 0
-            else f"to {rival.action} would save no more than {text}, too little for a change from the usual {usual}"
-        )
+        why = f"to {rival.action} would lose {text}"
+        if gain_s < 0:
+            why = f"to {rival.action} would save no more than {text}, too little for a change from the usual {usual}"
     return Choice(
         action=chosen,
         reason=f"{reason}; {why}",

@@ -74,10 +74,7 @@ def estimate_pipeline_slowdown(
         find_growth: returns how many times as long steps take as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
-    growths = {
-        HostName(one.host): find_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
-    }
-    links = {host: growth for host, growth in growths.items() if growth > 1}
+    links = _list_link_growths(findings, find_growth)
     if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
@@ -130,6 +127,13 @@ def estimate_pipeline_slowdown(
         devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
         why_all_devices="a stage of a pipeline computes on all devices of its host",
     )
+
+
+def _list_link_growths(findings: Sequence[Finding], find_growth: FindGrowth) -> dict[HostName, float]:
+    """Return how many times as long steps take, for each host whose link is slow and makes them longer."""
+    links = [one for one in findings if one.kind is FindingKind.LINK]
+    growths = {HostName(one.host): find_growth(one.since_step) for one in links}
+    return {host: growth for host, growth in growths.items() if growth > 1}
 
 
 def find_block_seconds(

@@ -22,6 +22,12 @@ class StepDurations:
         """Note what a step took."""
         self._seconds.append((step, seconds))
 
+    def copy(self) -> "StepDurations":
+        """Return what is known now, for another thread."""
+        found = StepDurations()
+        found._seconds.extend(self._seconds)
+        return found
+
     def find_growth(self, since_step: int) -> float:
         """Return how many times as long steps take now as before a step; 1: no longer, or that is not known.
 

@@ -13,6 +13,7 @@ A host that dies after the reduction takes nothing with it: the others have the 
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -287,11 +288,7 @@ class Reducer:
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         if not misfits.any():
             return total, []
-        return total, [
-            path
-            for path, is_misfit in zip(list_fixed_point_paths(spec, zeros), misfits, strict=True)
-            if is_misfit
-        ]
+        return total, list(itertools.compress(list_fixed_point_paths(spec, zeros), misfits))
 
     def _agree_on_limits(
         self, contributions: Contributions, formats: Sequence[FixedPointFormat], source: int | None = None

@@ -134,7 +134,9 @@ class StageWatch:
             collectives = HostCollectives(self._placement.world.host_index, len(hosts), self._add_up)
             self._slow_hosts.look(self._describe_step(step - 1), rows, collectives, self._prepare_links)
             measured = {host: report.task_seconds for host, report in reports.items()}
-            self._slow_hosts.estimate_by(functools.partial(self._estimate_slowdown, measured))
+            self._slow_hosts.estimate_by(
+                functools.partial(self._estimate_slowdown, measured, self._durations.copy())
+            )
         if self._chooser is not None:
             change = self._chooser.choose({host: report.task_seconds for host, report in reports.items()})
             if change is not None:
@@ -185,7 +187,9 @@ class StageWatch:
             )
         )
 
-    def _estimate_slowdown(self, measured: TaskSeconds, findings: Sequence[Finding]) -> Slowdown | None:
+    def _estimate_slowdown(
+        self, measured: TaskSeconds, durations: StepDurations, findings: Sequence[Finding]
+    ) -> Slowdown | None:
         """Return what slow hosts cost, by what tasks were measured to take; None while a stage is kept."""
         placement = self._placement
         if placement.absent:
@@ -205,7 +209,7 @@ class StageWatch:
             findings,
             speeds,
             measured,
-            find_growth=self._durations.find_growth,
+            find_growth=durations.find_growth,
         )
 
     def _prepare_links(self, rounds: Sequence[Pairs]) -> MailExchanges:

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 SlowHosts = tuple[tuple[SlowHost, ...], Slowdown | None]
 """Hosts that are slow, and what they cost once that has lasted."""
 LINKS_INTERVAL_STEPS: Final = 128
-"""Links are measured in such a step while nothing is wrong, after each time twice as late. A host that compiles the
-programs for it is late to stop if another one dies just then, so not soon after each change."""
+"""From such a step on links are measured while nothing is wrong, after each time twice as late. A host that compiles
+the programs for it is late to stop if another one dies just then, so not soon after each change."""
 MEASURING_SHARE: Final = 0.01
 """Of a job's time, at most, in which devices or links are measured."""
 
@@ -63,7 +63,7 @@ class HealthRecord:
         findings: what measurements have made of the monitors' findings.
         hosts: of the generation.
         fastest_links: by host and round, the least that exchanges took; None: not measured yet.
-        next_links_step: the step from which on links are measured while nothing is wrong.
+        next_links_step: the step from which on links are measured while nothing is wrong; None: to be set.
         judge: of the generation.
         next_measurement_s: the monotonic time before which nothing is measured.
         paid_s: the monotonic time by which all measurements together have taken a small part of it.
@@ -78,7 +78,7 @@ class HealthRecord:
     findings: ConfirmedFindings = dataclasses.field(default_factory=ConfirmedFindings)
     hosts: tuple[HostName, ...] = ()
     fastest_links: Sequence[Sequence[float]] | None = None
-    next_links_step: int = 0
+    next_links_step: int | None = None
     judge: "HostHealth | None" = None
     next_measurement_s: float = 0.0
     next_measurement_step: int = 0
@@ -148,7 +148,7 @@ class HostHealth:
                 _take_over(record, known, self._hosts)
             record.judge = self
             if record.hosts != self._hosts:
-                record.hosts, record.fastest_links, record.next_links_step = self._hosts, None, 0
+                record.hosts, record.fastest_links, record.next_links_step = self._hosts, None, None
             for monitor in record.monitors.values():
                 self._note(monitor.set_members(self._hosts, step=0))
             for finding in [one for one in record.findings.carried if one.host not in self._hosts]:
@@ -204,10 +204,14 @@ class HostHealth:
         if unsettled:
             return Measurement.DEVICES if any(one.host for one in unsettled) else Measurement.LINKS
         monitor = self._record.monitors.get(name)
-        is_due = step >= self._record.next_links_step and step % LINKS_INTERVAL_STEPS == 0
-        if is_due and monitor is not None and monitor.knows_links:
+        if monitor is not None and monitor.knows_links and self._are_links_due(step):
             return Measurement.LINKS  # while nothing is wrong, to compare with
         return Measurement.DEVICES if self._record.findings.carried else Measurement.NOTHING
+
+    def _are_links_due(self, step: int) -> bool:
+        if self._record.next_links_step is None:
+            self._record.next_links_step = -(-step // LINKS_INTERVAL_STEPS) * LINKS_INTERVAL_STEPS
+        return step >= self._record.next_links_step
 
     def begin_measurement(self) -> None:
         """Note that all hosts begin to measure now."""
@@ -257,11 +261,14 @@ class HostHealth:
                     None if before is None else confirm_link(finding, self._hosts, rounds, seconds, before)
                 )
                 self._settle(spec, finding, confirmed)
-            if any(map(any, seconds)):  # else a host could not take part, and it is tried again
+            is_measured = any(map(any, seconds))  # else a host could not take part, and it is tried again
+            if is_measured:
                 self._record.fastest_links = keep_fastest(before, seconds)
-                if not found:
-                    # Again: this one may have met a busy moment, and no link would seem to be slow after it.
-                    self._record.next_links_step = 2 * spec.step
+            if not found:
+                # Again: this one may have met a busy moment, and no link would seem to be slow after it.
+                self._record.next_links_step = spec.step + (
+                    spec.step if is_measured else LINKS_INTERVAL_STEPS
+                )
             self._allow_second_measurement(spec.name)
             self._report()
 

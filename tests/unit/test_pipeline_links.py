@@ -144,6 +144,17 @@ def test_a_host_with_a_slow_link_is_named_and_shown() -> None:
     assert job.events[1:] == [(EventKind.HOST_SLOW_ENDED, "b", "link")]
 
 
+def test_links_are_measured_late_if_something_else_was_to_be_measured_in_step_128() -> None:
+    """Else it would never be known what they took before."""
+    job = Job()
+    job.run(112)
+    job.record.next_measurement_step = 140
+    job.run(64)
+    assert job.record.fastest_links is not None
+    job.run(96, {"b": 6.0}, a=5.0, b=5.0, c=5.0)
+    assert job.events == [(EventKind.HOST_SLOW, "b", "link")]
+
+
 def test_mail_that_is_slow_on_a_busy_machine_names_nobody() -> None:
     job = Job()
     job.run(160)

@@ -27,7 +27,7 @@ from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import MAX_DEVICES, UNKNOWN_SECONDS, DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.link_speed import LinkMeasurement
+from resilient_jax.step.link_speed import REPEATS, LinkMeasurement
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
@@ -470,7 +470,7 @@ def test_what_a_slow_link_costs_is_told_after_the_second_measurement(
     assert all(num_measured >= 3 for is_told, num_measured in told if is_told)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_busy_machine_has_no_link_that_something_is_done_about(
     job: Job, control: RecordingControl, seed: int
 ) -> None:
@@ -479,7 +479,7 @@ def test_a_busy_machine_has_no_link_that_something_is_done_about(
     job.reduction_s = 0.004
 
     def measure() -> float:
-        return EXCHANGE_S * math.exp(abs(chance.gauss(0, 1)))
+        return EXCHANGE_S * math.exp(min(abs(chance.gauss(0, 1)) for _ in range(REPEATS)))
 
     job.run(range(64, 120))
     for first in range(128, 1664, 16):
@@ -539,7 +539,8 @@ def test_measurements_take_a_hundredth_of_the_time(
         job.clock.advance(1.0)
         return SOUND
 
-    monkeypatch.setattr(job._watches[1], "_measure", measure)
+    # Of the first host, which notes the begin: another one may measure before that on its own thread.
+    monkeypatch.setattr(job._watches[0], "_measure", measure)
     job.seconds["host-1"] *= 1.5
     job.run(range(64, 400))
     # 336 steps of 0.2 s are 67 s: after a measurement of a second the next one is not due.
