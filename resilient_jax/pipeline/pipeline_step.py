@@ -27,7 +27,7 @@ from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
     TaskProgress,
     catch_up,
@@ -45,7 +45,6 @@ from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, Pipel
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
-from resilient_jax.transport.mail_service import MailService
 
 CLOSE_TIMEOUT_S: Final = 5.0
 ReadStep = Callable[[int, int], tuple[Any, Any]]
@@ -119,9 +118,10 @@ class PipelineWorker:
         cut: CutModel,
         optimizer: optax.GradientTransformation,
         config: PipelineConfig,
-        service: MailService,
+        service: MailCarrier,
         read: ReadStep,
         check: Callable[[], None] = lambda: None,
+        make_step_mail: type[StepMail] = StepMail,
     ) -> None:
         """Create it without state.
 
@@ -133,6 +133,7 @@ class PipelineWorker:
             service: the mail of this host; its owner closes it.
             read: reads microbatches.
             check: raises what ends a wait, such as the end of the generation.
+            make_step_mail: of a step; of the same kind as the service.
         """
         units = list_state_units(cut)
         self.step = 0
@@ -144,6 +145,7 @@ class PipelineWorker:
         self._service = service
         self._read = read
         self._check = check
+        self._make_step_mail = make_step_mail
         self._log = BoundaryLog(config.log_bytes)
         self._sums = BlockSums(host, list_sum_pieces(cut, units), config.num_microbatches, config.reduction)
         self._runner = StageRunner(host, cut, self._log, self._sums)
@@ -407,7 +409,7 @@ class PipelineWorker:
 
     def make_mail(self) -> StepMail:
         """Return the mail of the step under way."""
-        return StepMail(
+        return self._make_step_mail(
             service=self._service,
             generation=self._require_generation().number,
             step=self.step,

@@ -212,7 +212,7 @@ class FitLoop:
                 self._checkpointer.save(generation.layout, state, step)
 
     def finish(self, generation: FitGeneration, state: State) -> FitResult:
-        """Return the result of the last state, when it is on storage, if there are checkpoints. Every host must call it."""
+        """Return the result of the last state; with checkpoints when it is on storage. Every host must call this."""
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.CHECKPOINT):
                 self._checkpointer.ensure_final_saved(generation.layout, state)

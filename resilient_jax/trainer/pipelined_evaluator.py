@@ -22,7 +22,8 @@ from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_k
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.pipelined_steps import PipelinedSteps, make_marked_loss
+from resilient_jax.trainer.pipelined_loss import make_marked_loss
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep
 from resilient_jax.trainer.training_state import Tree

@@ -13,6 +13,7 @@ from resilient_jax.argument_checks import refuse_unknown_options
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
+from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.stage_sharding import STAGE_AXES
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.trainer.arrangement import REPLICA_AXES
@@ -28,6 +29,7 @@ from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.option_groups import check_callbacks, check_log_directory, check_option_groups
 from resilient_jax.trainer.parameter_ema import track_ema
+from resilient_jax.trainer.planned_pipeline import PlannedPipeline, compile_pipeline
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import open_progress
 from resilient_jax.trainer.step_report import Callback
@@ -211,7 +213,31 @@ class Trainer:
         """
         check_own_loop(self._config)
         loop = FitLoop(self._config, None)
-        self._run_loop(loop, lambda world: loop.run_own(world, lambda: train(world, TrainerStep(world, loop))))
+        self._run_loop(
+            loop, lambda world: loop.run_own(world, lambda: train(world, TrainerStep(world, loop)))
+        )
+
+    def compile_plan(self, plan: Plan, *, devices: Sequence[Any]) -> PlannedPipeline:
+        """Return the steps of this trainer by a plan, also with a pipeline, on devices of this process.
+
+        Model, loss, optimizer and numerics are the trainer's; the plan says batch size, axes, layers of each stage and
+        whether layers are recomputed. Nothing is read from the trainer's data but the shapes of a microbatch, and no
+        failure is survived: for that use `run`.
+
+        Example:
+            >>> program = trainer.compile_plan(plan, devices=jax.devices())  # doctest: +SKIP
+            >>> state = program.init()  # doctest: +SKIP
+            >>> for batch in batches:  # doctest: +SKIP
+            ...     state, metrics = program(state, batch)
+
+        Args:
+            plan: of `rj.search_plan`, with any number of stages.
+            devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+
+        Raises:
+            CallerError: the plan is for another model, batch or number of devices, or has what a pipeline does not.
+        """
+        return compile_pipeline(plan, self._config, devices)
 
     def _run_loop(self, loop: FitLoop, run_generation: Callable[[World], None]) -> None:
         find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None

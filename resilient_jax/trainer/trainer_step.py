@@ -93,6 +93,6 @@ def check_own_loop(config: FitConfig) -> None:
     for name in OF_FIT:
         if getattr(config, name):
             raise CallerError(
-                f"{name}: found it in a trainer with a loop of your own, expected it with fit alone. Leave it out: your "
-                "loop has the metrics, and ends when it likes"
+                f"{name}: found it in a trainer with a loop of your own, expected it with fit alone. Leave it out: "
+                "your loop has the metrics, and ends when it likes"
             )

@@ -69,7 +69,9 @@ def test_its_checkpoints_are_those_of_fit(tmp_path):
     run_own(make_trainer(**options))
     resumed, seen = run_own(make_trainer(**options), STEPS + 1)
     assert [step for step, _ in seen] == [STEPS]
-    assert resumed.params_sha256 == make_trainer(parallelism=options["parallelism"]).fit(STEPS + 1).params_sha256
+    assert (
+        resumed.params_sha256 == make_trainer(parallelism=options["parallelism"]).fit(STEPS + 1).params_sha256
+    )
 
 
 def test_it_evaluates_when_it_likes():
