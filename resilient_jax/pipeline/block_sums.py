@@ -217,7 +217,7 @@ class BlockSums:
     def _place(self, piece: SumPiece, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return sums, or their totals, on this host's devices, sharded as the weights are that they are of."""
         specs = [self.sharding.find_weight_spec(name) for name in piece.names]
-        specs += [P()] * len(piece.result_names)
+        specs += [P()] * (len(piece.changed_names) + len(piece.result_names))
         return tuple(
             jax.device_put(value, self.sharding.place(spec)) for value, spec in zip(sums, specs, strict=True)
         )

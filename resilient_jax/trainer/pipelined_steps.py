@@ -4,6 +4,7 @@ placement of the generation -> the state: units that hosts have kept and send ea
 -> who has done what of the step under way? -> tasks -> sums -> update
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
-from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
@@ -27,13 +28,16 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
-from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
-from resilient_jax.trainer.pipelined_loss import cut_training_loss, estimate_block_costs
+from resilient_jax.trainer.pipelined_loss import (
+    cut_training_loss,
+    estimate_block_costs,
+    make_pipeline_config,
+)
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -84,10 +88,10 @@ class PipelinedSteps:
         assert options is not None
         self.options: Pipeline = options
         self._recipe = config.recipe
-        self._reduction: Reduction = config.parallelism.reduction
         self._balance_by_speed = config.parallelism.balance_by_speed
         self._data = data
         self.cut, self.sharding = cut_training_loss(config, programs, axes, devices)
+        self._config = make_pipeline_config(config, programs, self.cut)
         self._costs = estimate_block_costs(self.cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
@@ -276,8 +280,8 @@ class PipelinedSteps:
         self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
-        batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
-        return self._require_placement().sharding.place_values(batch)
+        key = self._make_key(make_microbatch_id(step, microbatch)), np.uint32(microbatch)
+        return self._require_placement().sharding.place_values((self._data.get(step, microbatch), key))
 
     # The whole model.
 
@@ -334,15 +338,7 @@ class PipelinedSteps:
 
     def _open_worker(self, world: World) -> PipelineWorker:
         if self._worker is None:
-            numerics = self._recipe.numerics
-            config = PipelineConfig(
-                num_microbatches=self._recipe.num_microbatches,
-                schedule=PipelineSchedule(self.options.schedule),
-                reduction=self._reduction,
-                max_norm=numerics.clip_norm,
-                log_bytes=self.options.log_bytes,
-                wait_timeout_s=world.step_services.wait_timeout_s,
-            )
+            config = dataclasses.replace(self._config, wait_timeout_s=world.step_services.wait_timeout_s)
             self._worker = PipelineWorker(
                 world.host,
                 self.cut,
@@ -355,7 +351,7 @@ class PipelinedSteps:
             self._units = UnitStates(
                 self._worker.state.units,
                 self._recipe.optimizer,
-                self.abstract_state.variables.params,
+                self.abstract_state.variables,
                 self.abstract_state.opt_state,
             )
         return self._worker

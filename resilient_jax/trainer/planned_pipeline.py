@@ -24,11 +24,10 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.local_mail import LocalMailService, LocalStepMail
-from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
-from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.holder_sharding import make_holder_mesh
@@ -40,7 +39,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
-from resilient_jax.trainer.pipelined_loss import cut_training_loss
+from resilient_jax.trainer.pipelined_loss import cut_training_loss, make_pipeline_config
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
@@ -85,11 +84,9 @@ class PlannedPipeline:
         grids = _list_grids(plan, devices)
         axes = {axis: plan.axis_sizes.get(Axis(axis), 1) for axis in STAGE_AXES if axis in list(Axis)}
         model, sharding = cut_training_loss(config, programs, axes, list(grids[0][0].flat))
-        units = list_state_units(model)
         abstract = programs.abstract_state
-        self._states = UnitStates(
-            units, config.recipe.optimizer, abstract.variables.params, abstract.opt_state
-        )
+        units = list_state_units(model, abstract.variables.params)
+        self._states = UnitStates(units, config.recipe.optimizer, abstract.variables, abstract.opt_state)
         teams = _make_teams(plan, model)
         self.cut = "; ".join(map(_describe_team, teams))
         self._routes: Routes = make_routes(teams, plan.quotas)
@@ -124,8 +121,8 @@ class PlannedPipeline:
         """Return the initial state, that of `Trainer.fit`. No device has more of it than its stage needs."""
 
         def init_units(numbers: Sequence[int]) -> dict[int, UnitState]:
-            params = self._programs.init().variables.params
-            return {number: self._states.init_unit(number, params) for number in numbers}
+            variables = self._programs.init().variables
+            return {number: self._states.init_unit(number, variables) for number in numbers}
 
         found: dict[int, UnitState] = {}
         for stage in self.stages:
@@ -189,7 +186,7 @@ class PlannedPipeline:
 
         def read(index: int) -> Tree:
             own = jax.tree.map(lambda array: array[index * size : (index + 1) * size], rows)
-            return stage.sharding.place_values((own, keys[index]))
+            return stage.sharding.place_values((own, (keys[index], np.uint32(index))))
 
         self._reads[stage.name] = read
         try:
@@ -267,15 +264,12 @@ class PlannedPipeline:
         return PipelinedState(step, tuple(units), ())
 
     def _make_workers(self, model: CutModel) -> dict[HostName, PipelineWorker]:
-        recipe, parallelism = self._config.recipe, self._config.parallelism
-        assert parallelism.pipeline is not None
-        config = PipelineConfig(
-            num_microbatches=recipe.num_microbatches,
-            schedule=PipelineSchedule(parallelism.pipeline.schedule),
-            reduction=parallelism.reduction,
-            max_norm=recipe.numerics.clip_norm,
-            log_bytes=0,
+        recipe = self._config.recipe
+        config = dataclasses.replace(
+            make_pipeline_config(self._config, self._programs, model),
+            log_bytes=0,  # a step that fails is not resumed
             wait_timeout_s=WAIT_TIMEOUT_S,
+            step_mail=LocalStepMail,
         )
         boxes = {stage.name: Mailbox() for stage in self.stages}
         self._reads: dict[HostName, Callable[[int], Tree]] = {}
@@ -288,7 +282,6 @@ class PlannedPipeline:
                 LocalMailService(stage.name, boxes),
                 functools.partial(self._read_microbatch, stage.name),
                 self._check_others,
-                LocalStepMail,
             )
             for stage in self.stages
         }
