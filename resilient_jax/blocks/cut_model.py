@@ -23,6 +23,7 @@ from resilient_jax.blocks.block_kinds import find_kinds
 from resilient_jax.blocks.block_programs import BlockPrograms, Boundary, KindPrograms, ProgramShardings
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
+from resilient_jax.blocks.layer_marks import read_mark
 from resilient_jax.blocks.loss_trace import CHANGED, LossOfVariables, LossTrace, trace_loss
 from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
 from resilient_jax.sharding.stage_sharding import StageSharding
@@ -71,6 +72,12 @@ class CutModel:
     def num_blocks(self) -> int:
         """The number of blocks, with embedding and head."""
         return len(self.blocks)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers' calls at which the model is cut."""
+        marks = map(read_mark, self.trace.closed.jaxpr.eqns)
+        return len({mark.call for mark in marks if mark is not None and mark.is_input})
 
     @property
     def loss_gradient(self) -> Boundary:

@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,9 +26,10 @@ from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_sp
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.local_mail import LocalMailService, LocalStepMail
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
-from resilient_jax.pipeline.stage_runner import LOSS
+from resilient_jax.pipeline.stage_runner import LOSS, BeforeTask
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
+from resilient_jax.pipeline_schedule.tasks import Task
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.holder_sharding import make_holder_mesh
@@ -64,6 +66,21 @@ class Stage:
     units: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a stage did in a step.
+
+    Attributes:
+        busy_s: seconds in its tasks, without waits for other stages.
+        tasks_end_s: when the last of its tasks ended, in seconds since the step began.
+        task_seconds: seconds of each of its tasks.
+    """
+
+    busy_s: float
+    tasks_end_s: float
+    task_seconds: Mapping[Task, float]
+
+
 class PlannedPipeline:
     """The steps of a plan with a pipeline; made by `Trainer.compile_plan`.
 
@@ -71,6 +88,9 @@ class PlannedPipeline:
         plan: that it follows.
         state_shardings: of a state, for `jax.device_put`: each array is on the devices of its layer's stages alone.
         cut: says in words which stage has which blocks, such as `replica-0 0-2 -> 3-5`.
+        stages: of all replicas.
+        routes: of the microbatches through the stages.
+        last_step: what each stage did in the last step, by its name.
     """
 
     def __init__(self, plan: Plan, config: FitConfig, programs: TrainStep, devices: Sequence[Any]) -> None:
@@ -89,7 +109,7 @@ class PlannedPipeline:
         self._states = UnitStates(units, config.recipe.optimizer, abstract.variables, abstract.opt_state)
         teams = _make_teams(plan, model)
         self.cut = "; ".join(map(_describe_team, teams))
-        self._routes: Routes = make_routes(teams, plan.quotas)
+        self.routes: Routes = make_routes(teams, plan.quotas)
         self._holders = find_holders(teams)
         meshes = {
             name: make_stage_mesh(sharding.mesh, list(grid.flat))
@@ -109,6 +129,7 @@ class PlannedPipeline:
             for unit, state in zip(units, self._states.abstract, strict=True)
         ]
         self.state_shardings = self._make_state_shardings(meshes, sharding)
+        self.last_step: dict[HostName, StageWork] = {}
         self._failed = threading.Event()
         self._generation = 0
         self._workers = self._make_workers(model)
@@ -145,13 +166,20 @@ class PlannedPipeline:
 
     # A step.
 
-    def __call__(self, state: PipelinedState, batch: Tree) -> tuple[PipelinedState, dict[str, float]]:
+    def __call__(
+        self,
+        state: PipelinedState,
+        batch: Tree,
+        *,
+        before_task: Callable[[HostName, Task], None] = lambda stage, task: None,
+    ) -> tuple[PipelinedState, dict[str, float]]:
         """Return the next state, and the means of loss and metrics; the state that is given stays as it is.
 
         Args:
             state: with the shardings of `state_shardings`.
             batch: numpy arrays whose first dim is the examples of the plan's whole batch. Microbatches are consecutive
                 rows.
+            before_task: called before each task, on the thread of its stage.
 
         Raises:
             CallerError: the batch has another number of examples.
@@ -159,12 +187,20 @@ class PlannedPipeline:
         """
         step = int(state.step)
         rows = self._check_batch(batch)
-        keys = [self._make_key(make_microbatch_id(step, index)) for index in range(len(self._routes))]
+        keys = [self._make_key(make_microbatch_id(step, index)) for index in range(len(self.routes))]
+        size = self._config.microbatch_size
+
+        def read(stage: Stage, index: int) -> Tree:
+            own = jax.tree.map(lambda array: array[index * size : (index + 1) * size], rows)
+            return stage.sharding.place_values((own, (keys[index], np.uint32(index))))
+
         self._begin_generation()
-        running = {
-            stage.name: self._threads.submit(self._run_stage, stage, state, step, rows, keys)
-            for stage in self.stages
-        }
+        started_s = time.monotonic()
+        running: dict[HostName, concurrent.futures.Future[CommitTable]] = {}
+        for stage in self.stages:
+            self._reads[stage.name] = functools.partial(read, stage)
+            before = functools.partial(before_task, stage.name)
+            running[stage.name] = self._threads.submit(self._run_stage, stage, state, step, before, started_s)
         concurrent.futures.wait(running.values())
         errors = [error for one in running.values() if (error := one.exception()) is not None]
         if errors:
@@ -179,18 +215,15 @@ class PlannedPipeline:
         self._threads.shutdown()
 
     def _run_stage(
-        self, stage: Stage, state: PipelinedState, step: int, rows: Tree, keys: Sequence[jax.Array]
+        self, stage: Stage, state: PipelinedState, step: int, before: BeforeTask, started_s: float
     ) -> CommitTable:
-        worker, size = self._workers[stage.name], self._config.microbatch_size
+        worker = self._workers[stage.name]
         worker.replace_state(step, {number: _read(state.units[number], stage) for number in stage.units})
 
-        def read(index: int) -> Tree:
-            own = jax.tree.map(lambda array: array[index * size : (index + 1) * size], rows)
-            return stage.sharding.place_values((own, (keys[index], np.uint32(index))))
-
-        self._reads[stage.name] = read
         try:
-            worker.begin_step(self._routes)
+            worker.begin_step(self.routes, before)
+            found = worker.timings.list_tasks()
+            self.last_step[stage.name] = StageWork(sum(found.values()), time.monotonic() - started_s, found)
             return worker.finish_step(functools.partial(check_table, self._config.recipe, step))
         except BaseException:
             self._failed.set()
@@ -367,10 +400,10 @@ def _make_teams(plan: Plan, model: CutModel) -> list[Team]:
         CallerError: the plan is for another number of layers.
     """
     cuts = [found.layers for found in plan.replica_classes for _ in range(found.replicas)]
-    kinds = [block.kind for block in model.blocks]
-    first = int(kinds[0] != kinds[min(1, len(kinds) - 1)])
-    last = int(kinds[-1] != kinds[-2]) if len(kinds) > 1 else 0
-    num_layers = len(kinds) - first - last
+    num_layers = model.num_layers
+    # The last block has the loss, where it is none of the layers; the first what comes before them.
+    last = int(model.num_blocks > num_layers)
+    first = model.num_blocks - num_layers - last
     if (planned := sum(cuts[0])) != num_layers:
         raise CallerError(
             f"compile_plan: found a plan for {planned} layers, expected one for the {num_layers} layers at which this "

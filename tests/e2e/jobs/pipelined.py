@@ -41,15 +41,18 @@ LAYERS, WIDTH, ROWS, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 2, 8, 24, 6
 
 
 class Layer(nnx.Module):
+    """A layer with variables that are not trained, as batch normalization has them."""
+
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.statistics = nnx.BatchNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mixed = jnp.cumsum(self.norm(x), axis=1) / TOKENS
-        return x + self.dropout(self.down(nnx.gelu(self.up(mixed))))
+        return x + self.statistics(self.dropout(self.down(nnx.gelu(self.up(mixed)))))
 
 
 class Model(nnx.Module):
@@ -138,7 +141,7 @@ def train(world: rj.World, train_step: rj.TrainerStep) -> None:
         )
 
     for step in world.steps(NEVER):
-        if step % EVALUATION_STEPS == 0 and not world.is_rehearsal:
+        if step and step % EVALUATION_STEPS == 0 and not world.is_rehearsal:
             report(train_step.evaluate(state), is_evaluation=True)
         state, metrics = train_step(state, step)
         world.commit(state, **metrics)
