@@ -33,11 +33,10 @@ SHAPE = TransformerShape(
 BATCH, STEPS, MICROBATCH = 16, 2, 2
 ALONE = {"one device": {}, "tensor": {Axis.TENSOR: 2}, "fsdp": {Axis.FSDP: 2}}
 LAYOUTS = [
-    ("one device", {Axis.PIPELINE: 2, Axis.REPLICA: 1}),
-    ("one device", {Axis.PIPELINE: 2, Axis.REPLICA: 4}),
-    ("one device", {Axis.PIPELINE: 4, Axis.REPLICA: 2}),
+    ("one device", {Axis.PIPELINE: 2, Axis.REPLICA: 2}),
+    ("one device", {Axis.PIPELINE: 4, Axis.REPLICA: 1}),
     ("tensor", {Axis.PIPELINE: 2, Axis.TENSOR: 2, Axis.REPLICA: 2}),
-    ("fsdp", {Axis.PIPELINE: 2, Axis.FSDP: 2, Axis.REPLICA: 2}),
+    ("fsdp", {Axis.PIPELINE: 2, Axis.FSDP: 2, Axis.REPLICA: 1}),
 ]
 
 
