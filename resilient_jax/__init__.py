@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.step_report import Callback as Callback
     from resilient_jax.trainer.step_report import StepReport as StepReport
     from resilient_jax.trainer.trainer import Trainer as Trainer
+    from resilient_jax.trainer.trainer_step import TrainerStep as TrainerStep
     from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
     from resilient_jax.worker.run import run as run
     from resilient_jax.worker.sharded_state import ShardedState as ShardedState
@@ -98,6 +99,7 @@ _HOME = {
     "Topology": "resilient_jax.topology.topology",
     "TopologyError": "resilient_jax.topology.errors",
     "Trainer": "resilient_jax.trainer.trainer",
+    "TrainerStep": "resilient_jax.trainer.trainer_step",
     "TransformerShape": "resilient_jax.planning.transformer",
     "World": "resilient_jax.worker.world",
     "analyze_program": "resilient_jax.program_analysis.program_analysis",
@@ -152,6 +154,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "Trainer",
+    "TrainerStep",
     "TransformerShape",
     "World",
     "analyze_program",

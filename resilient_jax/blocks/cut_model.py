@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -22,7 +23,8 @@ from resilient_jax.blocks.block_kinds import find_kinds
 from resilient_jax.blocks.block_programs import BlockPrograms, Boundary, KindPrograms, ProgramShardings
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
-from resilient_jax.blocks.loss_trace import LossOfVariables, LossTrace, trace_loss
+from resilient_jax.blocks.layer_marks import read_mark
+from resilient_jax.blocks.loss_trace import CHANGED, LossOfVariables, LossTrace, trace_loss
 from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
 from resilient_jax.sharding.stage_sharding import StageSharding
 
@@ -72,10 +74,30 @@ class CutModel:
         return len(self.blocks)
 
     @property
+    def num_layers(self) -> int:
+        """The number of layers' calls at which the model is cut."""
+        marks = map(read_mark, self.trace.closed.jaxpr.eqns)
+        return len({mark.call for mark in marks if mark is not None and mark.is_input})
+
+    @property
     def loss_gradient(self) -> Boundary:
         """The gradient of the loss by itself, 1: `g` of the last block."""
         (loss,) = self.blocks[-1].y
         return (np.ones((), loss.dtype),)
+
+    @property
+    def changed_variables(self) -> dict[str, tuple[int, jax.ShapeDtypeStruct]]:
+        """The weights of which the loss returns new values: the block that makes them, and their shape, by name."""
+        shapes = dict(zip(self.trace.result_names, self.trace.closed.out_avals, strict=True))
+        return {
+            name.removeprefix(f"{CHANGED}/"): (
+                block.number,
+                jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype),
+            )
+            for block in self.blocks
+            for name in block.programs.result_names
+            if name.startswith(f"{CHANGED}/")
+        }
 
     def split_variables(self, variables: Tree) -> tuple[dict[str, Any], ...]:
         """Return the weights of each block, by name, out of a tree like the variables.

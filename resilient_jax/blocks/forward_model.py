@@ -17,7 +17,7 @@ from resilient_jax.blocks.block_programs import Boundary, Values, constrain
 from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
 from resilient_jax.blocks.loss_trace import LossOfVariables, trace_loss
-from resilient_jax.blocks.model_weights import Tree, Weight, Weights, is_inexact
+from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
 from resilient_jax.sharding.stage_sharding import StageSharding
 
 
@@ -88,6 +88,7 @@ def cut_forward(
     variables: Tree,
     batch: Tree,
     key: Any,  # noqa: ANN401 - a random key, or its shape
+    is_trained: IsTrained = is_inexact,
 ) -> tuple[ForwardBlock, ...]:
     """Return the blocks of a loss that is only evaluated, in order.
 
@@ -96,11 +97,12 @@ def cut_forward(
         variables: arrays or their shapes; nothing is computed. Those that the loss does not use are in no block.
         batch: of a microbatch.
         key: of a microbatch.
+        is_trained: selects what the layers are found by.
 
     Raises:
         CallerError: the loss cannot be cut; says what is in the way.
     """
-    traces = cut_trace(trace_loss(loss, variables, batch, key, is_inexact), keep_unused=False)
+    traces = cut_trace(trace_loss(loss, variables, batch, key, is_trained), keep_unused=False)
     blocks = [block for kind in find_forward_kinds(traces) for block in _make_blocks(kind, traces)]
     return tuple(sorted(blocks, key=lambda block: block.number))
 

@@ -4,6 +4,7 @@
    a remat of that layer alone are made again around it; in any other transformation they are refused.
 2. Without marks, a `lax.scan` over leaves of the variables is taken for the layers: each of its iterations is one. The
    program is traced again with the scan unrolled and marked, and with a weight for each layer of such a leaf.
+   So is what the scan returns for each layer, where the loss returns it as a changed variable (`CHANGED`).
 3. What depends on no argument at all and is a scalar, such as the counter of a random stream, is computed: equal layers
    must not differ in how often a counter was increased.
 """
@@ -46,6 +47,9 @@ EXPECTED_LAYERS: Final = (
     "parameters are equal in number and shape; a lax.scan over parameters that are stacked along their first dim; or "
     "layers called by blocks.layer_marks.mark_layer(layer, ...)"
 )
+CHANGED: Final = "changed variables"
+"""The key, in the dict that a loss returns beside its value, of a tree like the variables: new values of some of them.
+Their names as results are those of the weights, after this and a slash."""
 TRANSFORMATIONS: Final = {
     "checkpoint": "a jax.checkpoint (remat) around several layers",
     "remat2": "a jax.checkpoint (remat) around several layers",
@@ -61,6 +65,8 @@ _LAYERWISE: Final = frozenset(
     {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "neg", "mul", "div"}
 )
 """Primitives that commute with taking a layer of a stack, if their other operands are scalars."""
+_ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div", "select_n"})
+"""Primitives of operands of one shape or none, which commute with taking a layer of each of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ def trace_loss(
         value, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         return _check_loss(value), aux
 
-    with intercept_linen_layers(variables):
+    with intercept_linen_layers(_list_trained(variables, is_trained)):
         traced, (_, aux) = jax.make_jaxpr(with_aux, return_shape=True)(variables, batch, key)
     _refuse_hidden_marks(traced)
     closed = inline_calls(traced)
@@ -113,13 +119,33 @@ def trace_loss(
             raise CallerError(f"loss: found no layers at which the model could be cut, {EXPECTED_LAYERS}")
         table = list_weights(variables, is_trained, leaves)
     paths, aux_treedef = jax.tree_util.tree_flatten_with_path(aux)
+    names = ["loss", *(format_path(path) for path, _ in paths)]
+    splits = [_count_layers(name, table) for name in names]
     return LossTrace(
-        closed=_Flattener(closed, table, scans).trace(),
+        closed=_Flattener(closed, table, scans, splits).trace(),
         table=table,
         num_batch_leaves=len(jax.tree.leaves(batch)),
-        result_names=("loss", *(format_path(path) for path, _ in paths)),
+        result_names=tuple(
+            part
+            for name, count in zip(names, splits, strict=True)
+            for part in ([name] if count is None else [f"{name}[{layer}]" for layer in range(count)])
+        ),
         aux_treedef=aux_treedef,
     )
+
+
+def _list_trained(variables: Tree, is_trained: IsTrained) -> Tree:
+    """Return the variables that are trained, with None in place of others: layers are found among these."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_trained(format_path(path), leaf) else None, variables
+    )
+
+
+def _count_layers(name: str, table: WeightTable) -> int | None:
+    """Return of how many layers a result is a changed variable that is stacked over layers; None: it is none."""
+    path = name.removeprefix(f"{CHANGED}/")
+    layers = [weight for weight in table.weights if weight.path == path and weight.layer is not None]
+    return len(layers) if path != name and layers else None
 
 
 def _check_loss(value: Any) -> jax.Array:  # noqa: ANN401 - the result of a user's function
@@ -198,8 +224,15 @@ class _Stack(NamedTuple):
 class _Flattener:
     """Traces a program again: with scalars that depend on no argument computed, and with these scans unrolled."""
 
-    def __init__(self, closed: core.ClosedJaxpr, table: WeightTable, scans: Sequence[core.JaxprEqn]) -> None:
-        self._closed, self._table = closed, table
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        table: WeightTable,
+        scans: Sequence[core.JaxprEqn],
+        splits: Sequence[int | None],
+    ) -> None:
+        """Prepare it; `splits` are the numbers of layers as which outputs are returned."""
+        self._closed, self._table, self._splits = closed, table, splits
         self._scans = {id(scan) for scan in scans}
 
     def trace(self) -> core.ClosedJaxpr:
@@ -214,7 +247,14 @@ class _Flattener:
             before = leaves[weight.leaf].layers if leaves[weight.leaf] else ()
             leaves[weight.leaf] = value if weight.layer is None else _Stack((*before, value))
         outputs = self._interpret(self._closed.jaxpr, self._closed.consts, [*leaves, *others])
-        return list(map(_join_stack, outputs))
+        found: list[Value] = []
+        for output, count in zip(outputs, self._splits, strict=True):
+            found += (
+                [_join_stack(output)]
+                if count is None
+                else [_take_layer(output, layer) for layer in range(count)]
+            )
+        return found
 
     def _interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -257,14 +297,14 @@ class _Flattener:
             results = self._interpret(body.jaxpr, body.consts, [*fixed, *carry, *scanned])
             carry, outputs[layer] = results[:carries], results[carries:]
         stacked = zip(*(outputs[layer] for layer in range(length)), strict=True)
-        return [*_mark_all(carry, f"{OUTPUT}0"), *(jnp.stack(layers) for layers in stacked)]
+        return [*_mark_all(carry, f"{OUTPUT}0"), *map(_Stack, stacked)]
 
 
 def _apply_to_stacks(equation: core.JaxprEqn, operands: tuple[Value, ...]) -> Sequence[Value]:
     """Apply an equation to each layer of a stack where it allows that, else to the whole stack."""
-    if not _is_layerwise(equation):
+    if not _is_layerwise(equation) and equation.primitive.name not in _ELEMENTWISE:
         return bind_equation(equation, list(map(_join_stack, operands)))
-    (count,) = (len(operand.layers) for operand in operands if isinstance(operand, _Stack))
+    count = next(len(operand.layers) for operand in operands if isinstance(operand, _Stack))
     layers = [
         bind_equation(equation, [_get_layer(operand, layer) for operand in operands])[0]
         for layer in range(count)
@@ -273,7 +313,8 @@ def _apply_to_stacks(equation: core.JaxprEqn, operands: tuple[Value, ...]) -> Se
 
 
 def _get_layer(operand: Value, layer: int) -> Value:
-    return operand.layers[layer] if isinstance(operand, _Stack) else operand
+    is_shared = not isinstance(operand, _Stack) and np.shape(operand) == ()
+    return operand if is_shared else _take_layer(operand, layer)
 
 
 def _take_layer(operand: Value, layer: int) -> Value:

@@ -8,7 +8,7 @@ added up unit by unit, so it does not depend on which host holds what.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,10 @@ from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding
+
+ReduceVariable = Callable[[str, Any, Any, Any], Any]
+"""`reduce(name, old, total, count)` returns the new value of a variable that is not trained, from the committed one and
+the sum of what `count` microbatches make of it; traced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class BlockState:
         units: Sequence[StateUnit],
         optimizer: optax.GradientTransformation,
         sharding: StageSharding | None = None,
+        reduce_variable: ReduceVariable | None = None,
     ) -> None:
         """Have no unit.
 
@@ -60,8 +65,10 @@ class BlockState:
             units: of the model.
             optimizer: of the job.
             sharding: over the devices of a host, without devices; None: they are on a single one.
+            reduce_variable: what becomes of variables that the loss changes; None: it changes none.
         """
         self.units = units
+        self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
         self._units_until_commit: dict[int, UnitState] = {}
@@ -148,7 +155,8 @@ class BlockState:
         """Update every unit that is here with the mean of its gradients.
 
         Args:
-            sums: of each unit that is here, by number and name.
+            sums: of each unit that is here, by number and name: of gradients, and of what microbatches make of
+                variables that the loss changes.
             num_microbatches: that are in the sums.
             norm: of the mean gradient of the whole model.
             max_norm: to which gradients are scaled down; None: they are not.
@@ -157,7 +165,7 @@ class BlockState:
         numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
         found = {
             # Awaited: two programs with collectives on the same devices must not be in flight together.
-            number: jax.block_until_ready(self._update_unit(number, (state, dict(sums[number]), *numbers)))
+            number: jax.block_until_ready(self._update_unit(number, (state, dict(sums[number]), numbers)))
             # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items()
         }
@@ -175,7 +183,9 @@ class BlockState:
     def _update_unit(self, number: int, arguments: tuple[Any, ...]) -> UnitState:
         """Return the next state of a unit. Units that compute the same, as equal layers do, share one program."""
         if number not in self._updates:
-            update = functools.partial(_update_unit, self.units[number], self._optimizer)
+            update = functools.partial(
+                _update_unit, self.units[number], self._optimizer, self._reduce_variable
+            )
             closed, after = jax.make_jaxpr(update, return_shape=True)(*arguments)
             shardings: tuple[NamedSharding, ...] = ()
             if self._sharding is not None:
@@ -198,7 +208,7 @@ def find_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) 
     """
     weights = [weight for weight in unit.weights if weight.is_trained]
     placement = ParameterPlacement(
-        sharding.mesh, list_leaf_specs(unit.table, weights, sharding.find_weight_spec)
+        sharding.mesh, list_leaf_specs(unit.params_table, weights, sharding.find_weight_spec)
     )
     return UnitState(
         {name: sharding.find_weight_spec(name) for name in state.weights},
@@ -241,13 +251,13 @@ def find_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> t
 def _update_unit(
     unit: StateUnit,
     optimizer: optax.GradientTransformationExtraArgs,
+    reduce_variable: ReduceVariable | None,
     state: UnitState,
     sums: dict[str, jax.Array],
-    count: jax.Array,
-    norm: jax.Array,
-    max_norm: jax.Array,
-    loss: Any,  # noqa: ANN401 - a number or None
+    numbers: tuple[Any, Any, Any, Any],
 ) -> UnitState:
+    count, norm, max_norm, loss = numbers
+
     def make_gradient(name: str) -> jax.Array:
         mean = sums[name] / count
         clipped = jnp.where(norm < max_norm, mean, mean / norm * max_norm)
@@ -258,7 +268,11 @@ def _update_unit(
     gradients = unit.join({name: make_gradient(name) for name in unit.trained_names})
     updates, opt_state = optimizer.update(gradients, state.opt_state, params, value=loss)
     trained = unit.split(optax.apply_updates(params, updates))
-    return UnitState({**state.weights, **trained}, opt_state)
+    changed = {}
+    for name in sums.keys() - set(unit.trained_names):
+        assert reduce_variable is not None, "the loss changes variables"
+        changed[name] = reduce_variable(name, state.weights[name], sums[name], count)
+    return UnitState({**state.weights, **trained, **changed}, opt_state)
 
 
 jax.tree_util.register_dataclass(UnitState, data_fields=("weights", "opt_state"), meta_fields=())

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError, ResilientJaxError
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import PieceSum, StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, SumPiece
@@ -92,7 +91,7 @@ class BlockSums:
             for host in sorted(needing - {self._host}):
                 # A host that is lost must not break off what is being added: the rest of the block would be missing.
                 with contextlib.suppress(ResilientJaxError):
-                    mail.send(host, key, pack_arrays([limits]))
+                    mail.send(host, key, mail.pack([limits]))
 
         self._announce = announce
         for piece, part in zip(self._pieces, self._parts, strict=True):
@@ -190,7 +189,7 @@ class BlockSums:
             self._start(part, np.array(mail.take_arrays(sender, key, [shape])[0]))
         if self._host in firsts:
             total = part.parts[RUNNING_PART].total
-            data = pack_arrays([*jax.tree.leaves(total), part.count_shares()])
+            data = mail.pack([*jax.tree.leaves(total), part.count_shares()])
             key = mail.make_key(MailKind.TOTAL, firsts[self._host], piece.number)
             for host in sorted(layout.find_receivers(piece) - {self._host}):
                 mail.send(host, key, data)
@@ -218,7 +217,7 @@ class BlockSums:
     def _place(self, piece: SumPiece, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return sums, or their totals, on this host's devices, sharded as the weights are that they are of."""
         specs = [self.sharding.find_weight_spec(name) for name in piece.names]
-        specs += [P()] * len(piece.result_names)
+        specs += [P()] * (len(piece.changed_names) + len(piece.result_names))
         return tuple(
             jax.device_put(value, self.sharding.place(spec)) for value, spec in zip(sums, specs, strict=True)
         )

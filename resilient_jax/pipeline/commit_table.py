@@ -83,16 +83,16 @@ def make_rows(
 
     Args:
         sums: of the step.
-        gradients: the sums of each unit that it holds, by number and name.
+        gradients: the sums of each unit that it holds, by number and name; of variables, too.
         num_microbatches: that are in the sums.
         report: of its tasks, if they are told in this step.
     """
-    units = []
+    units, changed = [], sums.list_changed()
     for number, found in sorted(gradients.items()):
-        values = [found[name] for name in sorted(found)]
         digest = hashlib.blake2b(digest_size=16)
-        for value in values:
-            digest.update(np.asarray(value).tobytes())
+        for name in sorted(found):
+            digest.update(np.asarray(found[name]).tobytes())
+        values = [found[name] for name in sorted(found.keys() - changed)]
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
     results = {

@@ -16,18 +16,19 @@ from typing import Any, Final
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import BlockState, UnitState
+from resilient_jax.pipeline.block_state import BlockState, ReduceVariable, UnitState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
     TaskProgress,
     catch_up,
@@ -45,7 +46,6 @@ from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, Pipel
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
-from resilient_jax.transport.mail_service import MailService
 
 CLOSE_TIMEOUT_S: Final = 5.0
 ReadStep = Callable[[int, int], tuple[Any, Any]]
@@ -66,6 +66,9 @@ class PipelineConfig:
         max_norm: to which gradients are scaled down; None: they are not.
         log_bytes: of boundary values that a host keeps until the step is committed.
         wait_timeout_s: the longest wait for one value.
+        params: a tree like the trained variables, whose leaves are the first of all; None: all are trained.
+        reduce_variable: what becomes of variables that the loss changes; None: it changes none.
+        step_mail: the mail of a step, of the kind of the host's service.
     """
 
     num_microbatches: int
@@ -74,6 +77,9 @@ class PipelineConfig:
     max_norm: float | None = None
     log_bytes: int = 2**30
     wait_timeout_s: float = 300.0
+    params: Any = None
+    reduce_variable: ReduceVariable | None = None
+    step_mail: type[StepMail] = StepMail
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,7 @@ class PipelineWorker:
         cut: CutModel,
         optimizer: optax.GradientTransformation,
         config: PipelineConfig,
-        service: MailService,
+        service: MailCarrier,
         read: ReadStep,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -135,11 +141,11 @@ class PipelineWorker:
             read: reads microbatches.
             check: raises what ends a wait, such as the end of the generation.
         """
-        units = list_state_units(cut)
+        units = list_state_units(cut, config.params)
         self.step = 0
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self._cut = cut
-        self.state = BlockState(units, optimizer, cut.sharding)
+        self.state = BlockState(units, optimizer, cut.sharding, config.reduce_variable)
         self._host = host
         self._config = config
         self._service = service
@@ -342,7 +348,7 @@ class PipelineWorker:
             data = self._read(self.step, FIRST_MICROBATCH)
             gradients, results = self._runner.rehearse(block, weights, data, KINDS[config.schedule])
             self._sums.rehearse(block.number, gradients, results)
-        sums = {
+        sums: dict[int, dict[str, Any]] = {
             number: {
                 weight.name: make_zeros(weight, np.float32)
                 for weight in self._units[number].weights
@@ -351,6 +357,12 @@ class PipelineWorker:
             for number in self.state.states
         }
         make_rows(StepSums({}), sums, config.num_microbatches)
+        changed, whole = self._cut.changed_variables, sharding.place(P())
+        for number, found in sums.items():
+            for weight in self._units[number].weights:
+                if weight.name in changed:
+                    shape = changed[weight.name][1]
+                    found[weight.name] = jax.device_put(np.zeros(shape.shape, shape.dtype), whole)
         self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
 
     def finish_step(
@@ -427,7 +439,7 @@ class PipelineWorker:
 
     def make_mail(self) -> StepMail:
         """Return the mail of the step under way."""
-        return StepMail(
+        return self._config.step_mail(
             service=self._service,
             generation=self._require_generation().number,
             step=self.step,

@@ -19,7 +19,6 @@ from resilient_jax.blocks.cut_model import Block, CutModel
 from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.task_timings import TaskTimings
@@ -182,7 +181,10 @@ class StageRunner:
         """
         # A copy on a device would be all of it on the first one.
         copy = jnp.array if self.sharding.mesh.size == 1 else np.array
-        return self.sharding.place_values(tuple(copy(value, copy=True) for value in values))
+        return self.sharding.place_values(
+            # An array of JAX is on other devices of this process, and copied in any case.
+            tuple(value if isinstance(value, jax.Array) else copy(value, copy=True) for value in values)
+        )
 
     def _receive(self, task: Task, route: Route, mail: StepMail) -> BoundaryValues | None:
         boundary = find_input(task, route.num_blocks)
@@ -196,7 +198,7 @@ class StageRunner:
         boundary = find_output(task, route.num_blocks)
         if boundary is None:
             return
-        data = pack_arrays(values)
+        data = mail.pack(values)
         self._log.record(boundary, data)
         _, receiver = find_ends(boundary, route)
         # Of a dead receiver other tasks know nothing yet: those that need nothing of it go on.

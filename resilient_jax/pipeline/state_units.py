@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Tree, Weight, WeightTable
 from resilient_jax.ids import HostName
@@ -22,11 +24,14 @@ class StateUnit:
         blocks: that use them, ascending; one, unless they are shared.
         weights: in the order of the model's table.
         table: of the model.
+        params_table: of the trained weights alone, for the tree that the optimizer sees; its leaves are the first of
+            those of `table`.
     """
 
     blocks: tuple[int, ...]
     weights: tuple[Weight, ...]
     table: WeightTable
+    params_table: WeightTable
 
     @property
     def trained_names(self) -> tuple[str, ...]:
@@ -42,11 +47,11 @@ class StateUnit:
 
         A leaf that is stacked over layers has only the unit's layers.
         """
-        return self.table.join({name: values[name] for name in self.trained_names})
+        return self.params_table.join({name: values[name] for name in self.trained_names})
 
     def split(self, tree: Tree) -> dict[str, Any]:
         """Return the values of trained weights by name; the inverse of `join`."""
-        leaves, found, seen = self.table.treedef.flatten_up_to(tree), {}, {}
+        leaves, found, seen = self.params_table.treedef.flatten_up_to(tree), {}, {}
         for weight in self.weights:
             if weight.is_trained:
                 place = seen[weight.leaf] = seen.get(weight.leaf, -1) + 1
@@ -55,8 +60,19 @@ class StateUnit:
         return found
 
 
-def list_state_units(cut: CutModel) -> tuple[StateUnit, ...]:
-    """Return the units of a model in the order of their blocks; each block has one of its own, maybe an empty one."""
+def list_state_units(cut: CutModel, params: Tree | None = None) -> tuple[StateUnit, ...]:
+    """Return the units of a model in the order of their blocks; each block has one of its own, maybe an empty one.
+
+    Args:
+        cut: the model.
+        params: a tree of its trained variables, whose leaves are the first ones of all; None: all are trained.
+    """
+    table = params_table = cut.trace.table
+    if params is not None:
+        treedef = jax.tree.structure(params)
+        params_table = WeightTable(
+            treedef, tuple(weight for weight in table.weights if weight.leaf < treedef.num_leaves)
+        )
     users: dict[str, tuple[int, ...]] = {}
     for block in cut.blocks:
         for weight in block.weights:
@@ -66,6 +82,6 @@ def list_state_units(cut: CutModel) -> tuple[StateUnit, ...]:
         if weight.name in users:
             members.setdefault(users[weight.name], []).append(weight)
     return tuple(
-        StateUnit(blocks=blocks, weights=tuple(weights), table=cut.trace.table)
+        StateUnit(blocks=blocks, weights=tuple(weights), table=table, params_table=params_table)
         for blocks, weights in sorted(members.items())
     )

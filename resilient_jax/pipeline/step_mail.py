@@ -2,19 +2,19 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import msgspec
 import numpy as np
 
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import unpack_arrays
+from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline_schedule.tasks import Boundary, BoundaryKind
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
-from resilient_jax.transport.mail_service import MailService
+from resilient_jax.transport.mailbox import Mailbox
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -22,6 +22,37 @@ MAIL_KINDS = {
     BoundaryKind.ACTIVATION: MailKind.ACTIVATION,
     BoundaryKind.GRADIENT: MailKind.GRADIENT,
 }
+
+
+class MailCarrier(Protocol):
+    """What carries the mail of a host: a `MailService`, or within a process a `LocalMailService`."""
+
+    box: Mailbox
+    address: str
+
+    def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
+        """Have these peers from now on, with no mail of older generations."""
+        ...
+
+    def send(self, to: HostName, mail: Mail) -> None:
+        """Send a value, without waiting."""
+        ...
+
+    def take(self, key: MailKey, *, sender: HostName, deadline_s: float, check: Callable[[], None]) -> Mail:
+        """Wait for a value; see `Mailbox.take`."""
+        ...
+
+    def finish_step(self, step: int) -> None:
+        """Drop what has come of this step and those before it."""
+        ...
+
+    def wait_sent(self, deadline_s: float) -> None:
+        """Wait until everything is sent."""
+        ...
+
+    def close(self) -> None:
+        """End every wait."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +67,7 @@ class StepMail:
         check: raises what ends a wait, such as the end of the generation.
     """
 
-    service: MailService
+    service: MailCarrier
     generation: int
     step: int
     wait_timeout_s: float
@@ -50,8 +81,12 @@ class StepMail:
         """Return the key of a boundary value."""
         return self.make_key(MAIL_KINDS[boundary.kind], boundary.microbatch, boundary.block)
 
+    def pack(self, arrays: Sequence[Any]) -> memoryview:
+        """Return arrays as they are sent."""
+        return pack_arrays(arrays)
+
     def send(self, to: HostName, key: MailKey, data: memoryview) -> None:
-        """Send bytes, without waiting.
+        """Send what `pack` returned, without waiting.
 
         Raises:
             PeerUnreachable: the host is lost.
@@ -60,7 +95,7 @@ class StepMail:
 
     def take_arrays(
         self, sender: HostName, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
-    ) -> tuple[np.ndarray, ...]:
+    ) -> tuple[Any, ...]:
         """Wait for arrays; they are views of the memory that they were received into.
 
         Raises:

@@ -37,12 +37,16 @@ class StepSums:
         return sorted({found.piece.block for found in self.by_piece.values() if found.is_beyond_limits})
 
     def add_up_unit(self, unit: int) -> dict[str, Any]:
-        """Return the gradient sums of a unit; of a shared weight those of its blocks, added in their order."""
+        """Return the sums of a unit by name: gradients, and what microbatches make of variables.
+
+        The gradients of a shared weight are those of its blocks, added in their order.
+        """
         found: dict[str, Any] = {}
         for part in self.by_piece.values():
             if part.piece.unit == unit:
                 for name, value in zip(part.piece.names, part.values, strict=False):
                     found[name] = found[name] + value if name in found else value
+                found |= zip(part.piece.changed_names, part.values[len(part.piece.names) :], strict=False)
         return found
 
     def list_results(self) -> dict[str, Any]:
@@ -50,5 +54,9 @@ class StepSums:
         return {
             name: value
             for part in self.by_piece.values()
-            for name, value in zip(part.piece.result_names, part.values[len(part.piece.names) :], strict=True)
+            for name, value in zip(reversed(part.piece.result_names), reversed(part.values), strict=False)
         }
+
+    def list_changed(self) -> set[str]:
+        """Return the names of the variables whose sums are here, which are no gradients."""
+        return {name for part in self.by_piece.values() for name in part.piece.changed_names}

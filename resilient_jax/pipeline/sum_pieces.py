@@ -1,7 +1,8 @@
 """What is summed over microbatches, in pieces that some hosts compute and some need.
 
-A *piece* is the gradients of one block for the weights of one unit; the results of the block's forward pass (loss,
-metrics) are in the piece of its own unit. Hosts that run the block compute it, hosts that hold the unit need it.
+A *piece* is the gradients of one block for the weights of one unit, and what the block makes of variables of that unit
+that the loss changes; the other results of the block's forward pass (loss, metrics) are in the piece of its own unit.
+Hosts that run the block compute it, hosts that hold the unit need it.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from resilient_jax.blocks.cut_model import CutModel
+from resilient_jax.blocks.loss_trace import CHANGED
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.state_units import StateUnit
@@ -31,21 +33,27 @@ class SumPiece:
         number: of the piece; the same on all hosts.
         block: whose gradients they are.
         unit: number of the unit.
-        names: of the weights.
+        names: of the trained weights.
+        changed_names: of the variables.
         result_names: of the results that are in it.
-        shapes: of one microbatch's addend: gradients, then results.
+        shapes: of one microbatch's addend: gradients, then variables, then results.
     """
 
     number: int
     block: int
     unit: int
     names: tuple[str, ...]
+    changed_names: tuple[str, ...]
     result_names: tuple[str, ...]
     shapes: Shapes
 
     def select(self, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the addend of a microbatch."""
-        return (*(gradients[name] for name in self.names), *(results[name] for name in self.result_names))
+        return (
+            *(gradients[name] for name in self.names),
+            *(results[f"{CHANGED}/{name}"] for name in self.changed_names),
+            *(results[name] for name in self.result_names),
+        )
 
     def describe_total(self, spec: AccumulationSpec) -> Any:  # noqa: ANN401 - a tree of shapes
         """Return the shapes of the integers that a sum is kept as."""
@@ -56,25 +64,39 @@ class SumPiece:
 def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece, ...]:
     """Return all pieces of a model."""
     outputs = dict(zip(cut.trace.result_names, cut.trace.closed.out_avals, strict=True))
+    changed = cut.changed_variables
     found: list[SumPiece] = []
     for number, unit in enumerate(units):
-        for block in unit.blocks:
-            results: tuple[str, ...] = ()
-            if len(unit.blocks) == 1:
-                results = cut.blocks[block].programs.result_names
-                results += (LOSS,) if block + 1 == cut.num_blocks else ()
-            shapes = [weight.describe() for weight in unit.weights if weight.is_trained]
+        makers = {changed[weight.name][0] for weight in unit.weights if weight.name in changed}
+        for block in sorted({*unit.blocks, *makers}):
+            names = unit.trained_names if block in unit.blocks else ()
+            changed_names = tuple(
+                weight.name
+                for weight in unit.weights
+                if weight.name in changed and changed[weight.name][0] == block
+            )
+            results = _list_results(cut, block) if unit.blocks == (block,) else ()
+            shapes = [weight.describe() for weight in unit.weights if weight.name in names]
+            shapes += [changed[name][1] for name in changed_names]
             shapes += [jax.ShapeDtypeStruct(outputs[name].shape, outputs[name].dtype) for name in results]
             piece = SumPiece(
                 number=len(found),
                 block=block,
                 unit=number,
-                names=unit.trained_names,
+                names=names,
+                changed_names=changed_names,
                 result_names=results,
                 shapes=tuple(shapes),
             )
             found.append(piece)
     return tuple(found)
+
+
+def _list_results(cut: CutModel, block: int) -> tuple[str, ...]:
+    """Return the results of a block that are no changed variables."""
+    names = cut.blocks[block].programs.result_names
+    names = tuple(name for name in names if not name.startswith(f"{CHANGED}/"))
+    return (*names, LOSS) if block + 1 == cut.num_blocks else names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ class TaskTimings:
         """Note how long the forward pass of a microbatch waited for its data; that is part of the task's time, too."""
         self._waited_s[microbatch] = seconds
 
+    def list_tasks(self) -> dict[Task, float]:
+        """Return the seconds of each task of the step under way."""
+        return dict(self._step)
+
     def end_step(self) -> StepWork:
         """Count the tasks of the step, all of which this host ran in an ordinary way, and return them."""
         by_kind: dict[TaskKind, list[float]] = {}

@@ -127,8 +127,8 @@ def compile_plan(
         donate_state: donate the state's buffers to the result.
 
     Raises:
-        CallerError: the plan has pipeline stages, which do not run yet; the examples do not divide; see `make_mesh`
-            and `make_state_shardings`.
+        CallerError: the plan has pipeline stages: see `Trainer.compile_plan`; the examples do not divide; see
+            `make_mesh` and `make_state_shardings`.
     """
     check_no_pipeline(plan)
     mesh = make_mesh(plan, devices, replica)
@@ -161,7 +161,7 @@ def compile_plan(
 
 
 def check_no_pipeline(plan: Plan) -> None:
-    """Refuse a plan with a pipeline, which is searched and estimated but does not run.
+    """Refuse a plan with a pipeline: that needs to know model, loss and optimizer apart.
 
     Raises:
         CallerError: the plan has stages.
@@ -169,8 +169,9 @@ def check_no_pipeline(plan: Plan) -> None:
     stages = plan.axis_sizes[Axis.PIPELINE]
     if stages > 1:
         raise CallerError(
-            f"compile: found a plan with pipeline {stages} ({plan.shape}), expected pipeline 1: pipelines are searched "
-            "and priced, but do not run yet. Search with axes={Axis.PIPELINE: 1}"
+            f"compile_plan: found a plan with pipeline {stages} ({plan.shape}), expected pipeline 1: a function of a "
+            "state and a batch cannot be cut into stages. Use rj.Trainer(...).compile_plan(plan, devices=...), which "
+            "knows model, loss and optimizer, or search with axes={Axis.PIPELINE: 1}"
         )
 
 

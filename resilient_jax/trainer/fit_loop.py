@@ -7,16 +7,18 @@ Rules:
 - The programs are traced once per process; the data, the log and the progress bar last as long as `fit`.
 """
 
+import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
-from resilient_jax.errors import InternalError
+from resilient_jax.errors import CallerError, InternalError
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.state_placement import place_initial_state
@@ -64,8 +66,35 @@ from resilient_jax.worker.world import World
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitGeneration:
+    """What computes the steps of one generation.
+
+    Attributes:
+        layout: of the state.
+        programs: of the recipe.
+        sum_microbatches: the sums of a step.
+    """
+
+    layout: StateLayout
+    programs: TrainStep
+    sum_microbatches: SumMicrobatches
+
+    @property
+    def world(self) -> World:
+        """The world of the generation."""
+        return self.layout.world
+
+    def step(self, state: State, step: int) -> tuple[State, dict[str, float]]:
+        """Return the next state and the metrics; nothing is committed."""
+        return self.layout.step(self.programs, state, step, self.sum_microbatches)
+
+
 class FitLoop:
-    """One `fit`: `run_generation` is called in every generation; all other state outlives generations."""
+    """One `fit`: `run_generation` is called in every generation; all other state outlives generations.
+
+    Or the parts of it, for a loop of the user's: `open_generation`, `evaluate`, `save`, `finish`.
+    """
 
     def __init__(self, config: FitConfig, progress: ProgressBar | ProgressLines | None) -> None:
         self._config = config
@@ -102,8 +131,12 @@ class FitLoop:
 
     def run_generation(self, world: World) -> None:
         """Train from the last committed step to the last one, on the live hosts."""
+        self.run_own(world, lambda: self._train(world))
+
+    def run_own(self, world: World, train: Callable[[], None]) -> None:
+        """Run the loop of one generation; checkpoints of steps that a host has computed wrongly are set aside."""
         try:
-            self._train(world)
+            train()
         except CorruptionFound as found:
             if self._checkpointer is not None:
                 self._checkpointer.distrust_after(world, found.trusted_step)
@@ -111,43 +144,86 @@ class FitLoop:
 
     def _train(self, world: World) -> None:
         config = self._config
-        if config.parallelism.pipeline is not None:
-            require_equal_devices(world, is_first=self._programs is None)
-        programs = self._open(world)
-        arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
-        check_microbatch_size(world, config, arrangement.replica_shape)
-        layout = self._make_layout(world, arrangement, programs)
-        state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
-        sum_microbatches = self._make_sum(layout, programs)
+        generation, state = self.open_generation(world)
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)
             for number, step in enumerate(world.steps(num_steps)):
                 if number == 1:
-                    # Behind the reductions, which `World` has enqueued: these are smaller, and needed first.
-                    self._compile_layout_ahead(layout, programs)
-                state = self._evaluate(layout, state, step)
+                    self.compile_ahead(generation)
+                state = self._evaluate(generation, state, step)
                 if step >= config.num_steps or self._stop is not None:
                     break
-                state = self._step(layout, programs, state, step, sum_microbatches)
+                state = self._step(generation, state, step)
                 # Only after a step: until then training waits for the programs of this generation itself.
                 if self._compiler is not None and number == 0:
-                    world.compile_ahead(self._compiler.list_jobs(world, arrangement))
+                    world.compile_ahead(self._compiler.list_jobs(world, generation.layout.arrangement))
                 if self._stop is not None:
                     break
         if world.is_rehearsal:
             return  # its state is no trained one, and must not be saved
+        self.result = self.finish(generation, state)
+
+    # The parts of a generation.
+
+    def open_generation(self, world: World) -> tuple[FitGeneration, State]:
+        """Return what computes the steps of a generation, and the state to go on from."""
+        if self._config.parallelism.pipeline is not None:
+            require_equal_devices(world, is_first=self._programs is None)
+        programs = self._open(world)
+        arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
+        check_microbatch_size(world, self._config, arrangement.replica_shape)
+        layout = self._make_layout(world, arrangement, programs)
+        state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
+        generation = FitGeneration(
+            layout=layout, programs=programs, sum_microbatches=self._make_sum(layout, programs)
+        )
+        return generation, state
+
+    def compile_ahead(self, generation: FitGeneration) -> None:
+        """Compile on a thread what fewer hosts, or more, would need of the state's layout.
+
+        After the first step of a generation: behind the reductions, which `World` has enqueued. These are smaller, and
+        needed first.
+        """
+        gathers_state = self._checkpointer is not None
+        layout = generation.layout
+        jobs = layout.list_jobs(generation.programs, self._compiled_meshes, gathers_state=gathers_state)
+        generation.world.compile_ahead(jobs, PRECOMPILE_DELAY_S)
+
+    def evaluate(self, generation: FitGeneration, state: State) -> dict[str, float]:
+        """Return the metrics of an evaluation. Every host must call this.
+
+        Raises:
+            CallerError: the trainer has none.
+        """
+        if self._evaluator is None:
+            raise CallerError(
+                "evaluate: found a trainer without an evaluation, expected rj.Trainer(evaluation=rj.Evaluation(...))"
+            )
+        with worker_activity.task(WorkerTask.EVALUATION):
+            return self._evaluator.evaluate(generation.layout, state)
+
+    def save(self, generation: FitGeneration, state: State, step: int) -> None:
+        """Take a snapshot of the state after `step` steps, which is committed, and start a checkpoint if one is due."""
+        generation.layout.snapshot(state)
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.CHECKPOINT):
-                self._checkpointer.ensure_final_saved(layout, state)
-        checkpoints = config.checkpoints
-        self.result = FitResult(
+                self._checkpointer.save(generation.layout, state, step)
+
+    def finish(self, generation: FitGeneration, state: State) -> FitResult:
+        """Return the result of the last state; with checkpoints when it is on storage. Every host must call this."""
+        if self._checkpointer is not None:
+            with worker_activity.task(WorkerTask.CHECKPOINT):
+                self._checkpointer.ensure_final_saved(generation.layout, state)
+        checkpoints = self._config.checkpoints
+        return FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            trained=layout.gather_result(state),
-            adapter=config.recipe.model,
+            trained=generation.layout.gather_result(state),
+            adapter=self._config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
-            host_index=world.host_index,
+            host_index=generation.world.host_index,
             checkpoint_directory=checkpoints.directory if checkpoints is not None else None,
         )
 
@@ -241,21 +317,15 @@ class FitLoop:
             self._stop = (step, "another host stopped training")
         return bool(num_stopped)
 
-    def _compile_layout_ahead(self, layout: StateLayout, programs: TrainStep) -> None:
-        gathers_state = self._checkpointer is not None
-        jobs = layout.list_jobs(programs, self._compiled_meshes, gathers_state=gathers_state)
-        layout.world.compile_ahead(jobs, PRECOMPILE_DELAY_S)
-
     # One step.
 
-    def _evaluate(self, layout: StateLayout, state: State, step: int) -> State:
+    def _evaluate(self, generation: FitGeneration, state: State, step: int) -> State:
         """Evaluate if an evaluation is due; return the state with the new state of early stopping."""
-        config, evaluator = self._config, self._evaluator
+        config, evaluator, layout = self._config, self._evaluator, generation.layout
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        with worker_activity.task(WorkerTask.EVALUATION):
-            metrics = evaluator.evaluate(layout, state)
+        metrics = self.evaluate(generation, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
                 "it is made together with early_stopping"
@@ -272,24 +342,14 @@ class FitLoop:
         self._report(layout.world, state, metrics, started_s, is_evaluation=True)
         return state
 
-    def _step(
-        self,
-        layout: StateLayout,
-        programs: TrainStep,
-        state: State,
-        step: int,
-        sum_microbatches: SumMicrobatches,
-    ) -> State:
+    def _step(self, generation: FitGeneration, state: State, step: int) -> State:
         started_s = time.monotonic()
-        world = layout.world
-        state, metrics = layout.step(programs, state, step, sum_microbatches)
+        world = generation.world
+        state, metrics = generation.step(state, step)
         world.commit(state, **{**self._metrics, **metrics})
         # After the commit: snapshots and checkpoints are of committed states only.
-        layout.snapshot(state)
-        if self._checkpointer is not None:
-            with worker_activity.task(WorkerTask.CHECKPOINT):
-                self._checkpointer.save(layout, state, step + 1)
-        metrics = {**layout.read_learning_rate(state), **metrics}
+        self.save(generation, state, step + 1)
+        metrics = {**generation.layout.read_learning_rate(state), **metrics}
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
 

@@ -188,7 +188,9 @@ class NnxAdapter(ModelAdapter):
     @functools.cached_property
     def _abstract_split(self) -> tuple[Any, Tree, Variables]:
         """The module's graph and abstract values, hashable and without arrays; made without a device."""
-        return self._split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
+        # Logical axis names are for the planner; Flax would look for axes with such names in the mesh of the trace.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return self._split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
     def _split(self, net: nnx.Module) -> tuple[Any, Tree, Variables]:
         """Return graph, random streams and variables; trees of plain dicts."""

@@ -1,10 +1,12 @@
 """The policy for microbatches that are not finite, applied."""
 
 import logging
+import math
 from collections.abc import Sequence
 
 from resilient_jax.errors import NonFiniteError
 from resilient_jax.events import EventKind
+from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.train_step import Recipe
 from resilient_jax.worker.world import World
@@ -38,3 +40,19 @@ def handle_nonfinite(world: World, recipe: Recipe, step: int, microbatches: Sequ
     world.record_event(EventKind.NONFINITE, step=step, microbatches=names, done=done)
     if world.host_index == 0:
         logger.warning("%s; %s", found, done)
+
+
+def check_table(recipe: Recipe, step: int, table: CommitTable) -> None:
+    """Refuse numbers of a pipeline that are not finite, if that is the policy, before its state is updated.
+
+    Raises:
+        NonFiniteError: says which.
+    """
+    is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
+    if not is_finite and recipe.numerics.non_finite == NonFinitePolicy.STOP:
+        raise NonFiniteError(
+            f"step {step}: found a loss of {table.loss} and a gradient norm of {table.norm}, expected finite "
+            "numbers. Nothing of this step was committed. Lower the learning rate, or clip: "
+            "Numerics(clip_norm=)",
+            step=step,
+        )

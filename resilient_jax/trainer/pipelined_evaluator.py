@@ -22,11 +22,13 @@ from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_k
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.pipelined_steps import PipelinedSteps, make_marked_loss
+from resilient_jax.trainer.pipelined_loss import make_marked_loss
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState
+from resilient_jax.trainer.variable_tree import VariableTree
 from resilient_jax.worker.world import World
 
 READ_WINDOW: Final = 32
@@ -118,11 +120,13 @@ def _before_microbatch(world: World, microbatch: int) -> None:
 def _cut(
     config: FitConfig, programs: TrainStep, example: Tree, mesh: AbstractMesh
 ) -> tuple[ForwardBlock, ...]:
-    loss = make_marked_loss(config.recipe, config.evaluation_loss, training=False)
+    variables = programs.abstract_state.variables
+    tree = VariableTree(variables)
+    loss = make_marked_loss(config.recipe, config.evaluation_loss, tree, training=False)
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         with use_trace_mesh(mesh):
-            return cut_forward(loss, programs.abstract_state.variables.params, example, key)
+            return cut_forward(loss, tree.join(variables), example, key, tree.is_trained)
     except CallerError as error:
         raise CallerError(f"evaluation: {error}") from error
 

@@ -4,50 +4,43 @@ placement of the generation -> the state: units that hosts have kept and send ea
 -> who has done what of the step under way? -> tasks -> sums -> update
 """
 
+import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
-from flax import nnx
-from jax.extend import core
-from jax.sharding import AbstractMesh
 
-from resilient_jax.blocks.cut_model import CutModel, cut_model
-from resilient_jax.blocks.layer_marks import mark_layers
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
-from resilient_jax.errors import CallerError, NonFiniteError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
-from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
-from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.sharding.stage_sharding import make_abstract_stage_mesh
-from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
-from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.numerics import NonFinitePolicy
+from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
-from resilient_jax.trainer.stage_axes import find_stage_sharding
+from resilient_jax.trainer.pipelined_loss import (
+    cut_training_loss,
+    estimate_block_costs,
+    make_pipeline_config,
+)
 from resilient_jax.trainer.stage_watch import StageWatch
-from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
+from resilient_jax.trainer.train_step import Recipe, TrainStep
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
@@ -98,21 +91,16 @@ class PipelinedSteps:
         assert options is not None
         self.options: Pipeline = options
         self._recipe = config.recipe
-        self._reduction: Reduction = config.parallelism.reduction
         self._balance_by_speed = config.parallelism.balance_by_speed
         self._data = data
-        _check_recipe(config, programs)
-        state = programs.abstract_state
-        mesh = make_abstract_stage_mesh(axes, devices)
-        cut = _cut(config.recipe, programs, mesh)
-        self.sharding = find_stage_sharding(config, cut, programs.example, mesh)
-        self.cut = cut.with_sharding(self.sharding) if mesh.size > 1 else cut
-        self._costs = _estimate_costs(self.cut)
+        self.cut, self.sharding = cut_training_loss(config, programs, axes, devices)
+        self._config = make_pipeline_config(config, programs, self.cut)
+        self._costs = estimate_block_costs(self.cut)
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
         self._watch: StageWatch | None = None
         self._units: UnitStates | None = None
-        self.abstract_state = state
+        self.abstract_state = programs.abstract_state
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
         self._bytes_per_s = options.state_bytes_per_s
@@ -292,8 +280,8 @@ class PipelinedSteps:
         return self._require_placement(), self._require_worker().make_mail()
 
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
-        batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
-        return self._require_placement().sharding.place_values(batch)
+        key = self._make_key(make_microbatch_id(step, microbatch)), np.uint32(microbatch)
+        return self._require_placement().sharding.place_values((self._data.get(step, microbatch), key))
 
     # The whole model.
 
@@ -361,15 +349,7 @@ class PipelinedSteps:
 
     def _open_worker(self, world: World) -> PipelineWorker:
         if self._worker is None:
-            numerics = self._recipe.numerics
-            config = PipelineConfig(
-                num_microbatches=self._recipe.num_microbatches,
-                schedule=PipelineSchedule(self.options.schedule),
-                reduction=self._reduction,
-                max_norm=numerics.clip_norm,
-                log_bytes=self.options.log_bytes,
-                wait_timeout_s=world.step_services.wait_timeout_s,
-            )
+            config = dataclasses.replace(self._config, wait_timeout_s=world.step_services.wait_timeout_s)
             self._worker = PipelineWorker(
                 world.host,
                 self.cut,
@@ -382,7 +362,7 @@ class PipelinedSteps:
             self._units = UnitStates(
                 self._worker.state.units,
                 self._recipe.optimizer,
-                self.abstract_state.variables.params,
+                self.abstract_state.variables,
                 self.abstract_state.opt_state,
             )
         return self._worker
@@ -425,76 +405,5 @@ def _before_task(world: World, task: Task) -> None:
 
 
 def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTable) -> None:
-    """Refuse numbers that are not finite, if that is the policy, before the state is updated."""
     world.step_services.hit_failpoint(FailPoint.AFTER_REDUCE)
-    is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
-    if not is_finite and recipe.numerics.non_finite == NonFinitePolicy.STOP:
-        raise NonFiniteError(
-            f"step {step}: found a loss of {table.loss} and a gradient norm of {table.norm}, expected finite "
-            "numbers. Nothing of this step was committed. Lower the learning rate, or clip: "
-            "Numerics(clip_norm=)",
-            step=step,
-        )
-
-
-def make_marked_loss(
-    recipe: Recipe, loss_fn: Callable[..., Any], *, training: bool
-) -> Callable[[Tree, Tree, jax.Array], Any]:
-    """Return `loss(params, batch, key)`, in whose trace the layers of the model are marked: what is cut into blocks.
-
-    Args:
-        recipe: of the training.
-        loss_fn: of the training or of an evaluation.
-        training: whether the model is applied as in training.
-    """
-
-    def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
-        bound = cast_parameters(Variables(params, {}), recipe.numerics.compute_dtype)
-        model_key, loss_key = jax.random.split(key)
-
-        def use(model: Any) -> Any:  # noqa: ANN401 - the user's
-            marked = mark_layers(model) if isinstance(model, nnx.Module) else model
-            return loss_fn(marked, batch, loss_key)
-
-        return recipe.model.apply(bound, model_key, use, training=training)[0]
-
-    return loss
-
-
-def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
-    loss = make_marked_loss(recipe, recipe.loss_fn, training=True)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with use_trace_mesh(mesh):
-        return cut_model(
-            loss, programs.abstract_state.variables.params, programs.example, key, remat=recipe.numerics.remat
-        )
-
-
-def _estimate_costs(cut: CutModel) -> list[float]:
-    """Return the relative time of each block: the floating-point operations of its forward pass."""
-    by_kind = []
-    for kind in cut.kinds:
-        program = kind.kind.derivative.forward_jaxpr
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals]
-        by_kind.append(max(1.0, count_flops(core.jaxpr_as_fun(program), *shapes)))
-    return [by_kind[block.kind] for block in cut.blocks]
-
-
-def _check_recipe(config: FitConfig, programs: TrainStep) -> None:
-    """Refuse what a pipeline cannot do, by name."""
-    recipe = config.recipe
-    if collections := programs.abstract_state.variables.collections:
-        raise CallerError(
-            f"pipeline: found a model with variables of the kinds {', '.join(sorted(collections))}, expected "
-            "parameters alone: statistics, frozen parameters and other variables cannot be split over hosts yet"
-        )
-    if recipe.numerics.non_finite == NonFinitePolicy.SKIP:
-        raise CallerError(
-            'numerics: found non_finite="skip" with a pipeline, expected "stop" or "warn": a microbatch is on several '
-            "hosts, and its gradients are in sums before its loss is known everywhere"
-        )
-    if config.parallelism.reduction == "fast":
-        raise CallerError(
-            'parallelism: found reduction="fast" with a pipeline, expected "exact" or "exact_wide": the parts of a sum '
-            "come in no fixed order"
-        )
+    check_table(recipe, step, table)

@@ -105,6 +105,7 @@ class TrainStep:
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state, of which leaves may be raveled.
+        reducer: of the variables that the loss changes.
         example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
@@ -130,7 +131,7 @@ class TrainStep:
         self.summarize = jax.jit(self._summarize)
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
-        self._reducer, self.abstract_sums = self._trace_loss()
+        self.reducer, self.abstract_sums = self._trace_loss()
         self.abstract_summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.collections
         self._update_arguments = self.abstract_state, sums, self.abstract_summary
@@ -218,7 +219,7 @@ class TrainStep:
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             key = make_microbatch_key(self._recipe.seed, microbatch_id)
             loss, (metrics, after) = self._apply(self._cast(variables._replace(params=params)), batch, key)
-            return loss, (metrics, self._reducer.contribute(variables, after, index))
+            return loss, (metrics, self.reducer.contribute(variables, after, index))
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
@@ -232,7 +233,7 @@ class TrainStep:
         new = jax.tree.map(widen, new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             skipped = jax.tree.map(jnp.zeros_like, new)
-            skipped = skipped._replace(collections=self._reducer.contribute_skipped(variables, index))
+            skipped = skipped._replace(collections=self.reducer.contribute_skipped(variables, index))
             new = jax.tree.map(lambda leaf, other: jnp.where(finite, leaf, other), new, skipped)
         new = new._replace(non_finite=new.non_finite.at[index].set(jnp.where(finite, 0, 1)))
         # Without the constraint the compiler may shard results as batches are sharded.
@@ -285,7 +286,7 @@ class TrainStep:
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                collections=self._reducer.reduce(state.variables, sums[1], summary.num_microbatches),
+                collections=self.reducer.reduce(state.variables, sums[1], summary.num_microbatches),
             ),
             opt_state=optimizer,
             early_stopping=state.early_stopping,

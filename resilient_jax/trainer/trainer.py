@@ -13,6 +13,7 @@ from resilient_jax.argument_checks import refuse_unknown_options
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
+from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.stage_sharding import STAGE_AXES
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.trainer.arrangement import REPLICA_AXES
@@ -28,13 +29,15 @@ from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.option_groups import check_callbacks, check_log_directory, check_option_groups
 from resilient_jax.trainer.parameter_ema import track_ema
+from resilient_jax.trainer.planned_pipeline import PlannedPipeline, compile_pipeline
 from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.progress_bar import open_progress
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.trainer.train_step import Recipe, check_optimizer
+from resilient_jax.trainer.trainer_step import TrainerStep, check_own_loop
 from resilient_jax.trainer.variable_reductions import check_rules
 from resilient_jax.worker.run import run
-from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
+from resilient_jax.worker.world import ONE_REPLICA_PER_HOST, World
 
 MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
@@ -183,15 +186,65 @@ class Trainer:
             dataclasses.replace(self._config, num_steps=num_steps),
             open_progress(num_steps),
         )
-        find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None
-        try:
-            run(loop.run_generation, find_latest_checkpoint=find_checkpoint)
-        finally:
-            loop.close()
+        self._run_loop(loop, loop.run_generation)
         if loop.result is None:
             # This worker was ready after the others had finished: it has no weights, and nothing is left to do.
             raise SystemExit(0)
         return loop.result
+
+    def run(self, train: Callable[[World, TrainerStep], None]) -> None:
+        """Run a loop of your own with the steps of this trainer, on all hosts, as `rj.run` does; also of a pipeline.
+
+        `train(world, train_step)` is called in every generation, and returns when training is over. `fit` is not
+        called.
+
+        Example:
+            >>> def train(world, train_step):
+            ...     state = train_step.restore_or_init()
+            ...     for step in world.steps(1000):
+            ...         state, metrics = train_step(state, step)
+            ...         world.commit(state, **metrics)
+            ...         train_step.save(state)
+            >>> trainer.run(train)  # doctest: +SKIP
+
+        Raises:
+            CallerError: the trainer has options that only `fit` follows; or as `fit`.
+            Exception: an exception of `train`, the loss or the data, unchanged.
+        """
+        check_own_loop(self._config)
+        loop = FitLoop(self._config, None)
+        self._run_loop(
+            loop, lambda world: loop.run_own(world, lambda: train(world, TrainerStep(world, loop)))
+        )
+
+    def compile_plan(self, plan: Plan, *, devices: Sequence[Any]) -> PlannedPipeline:
+        """Return the steps of this trainer by a plan, also with a pipeline, on devices of this process.
+
+        Model, loss, optimizer and numerics are the trainer's; the plan says batch size, axes, layers of each stage and
+        whether layers are recomputed. Nothing is read from the trainer's data but the shapes of a microbatch, and no
+        failure is survived: for that use `run`.
+
+        Example:
+            >>> program = trainer.compile_plan(plan, devices=jax.devices())  # doctest: +SKIP
+            >>> state = program.init()  # doctest: +SKIP
+            >>> for batch in batches:  # doctest: +SKIP
+            ...     state, metrics = program(state, batch)
+
+        Args:
+            plan: of `rj.search_plan`, with any number of stages.
+            devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+
+        Raises:
+            CallerError: the plan is for another model, batch or number of devices, or has what a pipeline does not.
+        """
+        return compile_pipeline(plan, self._config, devices)
+
+    def _run_loop(self, loop: FitLoop, run_generation: Callable[[World], None]) -> None:
+        find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None
+        try:
+            run(run_generation, find_latest_checkpoint=find_checkpoint)
+        finally:
+            loop.close()
 
 
 def _list_axis_names(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class UnitPlacement:
 
         def init_held() -> tuple[dict[int, UnitState], Any]:
             state = init()
-            units = {number: self._states.init_unit(number, state.variables.params) for number in self.held}
+            units = {number: self._states.init_unit(number, state.variables) for number in self.held}
             return units, state.early_stopping
 
         # On a host's devices no array is ever larger than its shards.

@@ -22,6 +22,7 @@ from resilient_jax.sharding.elementwise import find_elementwise
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.training_state import EarlyStoppingState, TrainingState, Tree
+from resilient_jax.trainer.variable_tree import VariableTree
 
 
 class PipelinedState(NamedTuple):
@@ -50,7 +51,7 @@ class UnitStates:
         self,
         units: Sequence[StateUnit],
         optimizer: optax.GradientTransformation,
-        abstract_params: Tree,
+        abstract_variables: Variables,
         abstract_opt_state: optax.OptState,
     ) -> None:
         """Trace the optimizer.
@@ -60,18 +61,19 @@ class UnitStates:
         """
         self.units = tuple(units)
         self._optimizer = optimizer
-        self._params, self._opt_state = abstract_params, abstract_opt_state
+        self._variables, self._opt_state = abstract_variables, abstract_opt_state
+        self._tree = VariableTree(abstract_variables)
         self.abstract: tuple[UnitState, ...] = jax.eval_shape(
-            lambda params: tuple(self.init_unit(number, params) for number in range(len(units))),
-            abstract_params,
+            lambda variables: tuple(self.init_unit(number, variables) for number in range(len(units))),
+            abstract_variables,
         )
         self._users = self._list_users()
         self._check_separable()
 
-    def init_unit(self, number: int, params: Tree) -> UnitState:
-        """Return the initial state of a unit, of the model's initial parameters."""
+    def init_unit(self, number: int, variables: Variables) -> UnitState:
+        """Return the initial state of a unit, of the model's initial variables."""
         unit = self.units[number]
-        weights = unit.table.split(params)
+        weights = unit.table.split(self._tree.join(variables))
         own = {weight.name: weights[weight.name] for weight in unit.weights}
         return UnitState(own, self._optimizer.init(unit.join(own)))
 
@@ -96,7 +98,7 @@ class UnitStates:
         leaves = [join_leaf(path, like) for path, like in _list_paths(self._opt_state)]
         return TrainingState(
             step=step,
-            variables=Variables(table.join(weights), {}),
+            variables=self._tree.split(table.join(weights)),
             opt_state=jax.tree.structure(self._opt_state).unflatten(leaves),
             early_stopping=early_stopping,
         )
@@ -104,7 +106,7 @@ class UnitStates:
     def split(self, number: int, state: TrainingState) -> UnitState:
         """Return the state of a unit, of that of the whole model; leaves that other units have may be None."""
         unit = self.units[number]
-        leaves = unit.table.treedef.flatten_up_to(state.variables.params)
+        leaves = unit.table.treedef.flatten_up_to(self._tree.join(state.variables))
         own = {
             weight.name: leaves[weight.leaf] if weight.layer is None else leaves[weight.leaf][weight.layer]
             for weight in unit.weights
@@ -127,12 +129,12 @@ class UnitStates:
             The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, of as many as the box has.
         """
         unit = self.units[number]
-        names, params = zip(*_list_paths(self._params), strict=True)
+        names, leaves = zip(*_list_paths(self._variables), strict=True)
         for weight in unit.weights:
-            box = whole_box(params[weight.leaf].shape)
+            box = whole_box(leaves[weight.leaf].shape)
             if weight.layer is not None:
                 box = box.narrow(0, weight.layer, weight.layer + 1)
-            yield f".variables.params{names[weight.leaf]}", box, state.weights[weight.name]
+            yield f".variables{names[weight.leaf]}", box, state.weights[weight.name]
         layers = sorted({weight.layer for weight in unit.weights if weight.layer is not None})
         shapes = {path: leaf.shape for path, leaf in _list_paths(self._opt_state)}
         for path, leaf in _list_paths(state.opt_state):
@@ -182,7 +184,7 @@ class UnitStates:
     def _list_users(self) -> dict[str, list[int]]:
         """Return the units of each leaf of a `TrainingState` that not all of them have alike, by its path."""
         users: dict[str, list[int]] = {}
-        names = [f".variables.params{path}" for path, _ in _list_paths(self._params)]
+        names = [f".variables{path}" for path, _ in _list_paths(self._variables)]
         whole = dict(_list_paths(self._opt_state))
         for number, (unit, state) in enumerate(zip(self.units, self.abstract, strict=True)):
             own = [names[leaf] for leaf in {weight.leaf for weight in unit.weights}]
@@ -199,15 +201,16 @@ class UnitStates:
         norm of the leaf, as of LAMB, would be one of a layer here.
         """
         optimizer = optax.with_extra_args_support(self._optimizer)
-        value = jax.ShapeDtypeStruct((), jnp.float32)
+        value, params = jax.ShapeDtypeStruct((), jnp.float32), self._variables.params
         closed = jax.make_jaxpr(
             lambda grads, state, params, value: optimizer.update(grads, state, params, value=value)[0]
-        )(self._params, self._opt_state, self._params, value)
+        )(params, self._opt_state, params, value)
         owners: dict[int, set[int]] = {}
         for number, unit in enumerate(self.units):
             for weight in unit.weights:
-                owners.setdefault(weight.leaf, set()).add(number)
-        names = [path for path, _ in _list_paths(self._params)]
+                if weight.is_trained:
+                    owners.setdefault(weight.leaf, set()).add(number)
+        names = [path for path, _ in _list_paths(params)]
         for leaf, used in enumerate(_list_dependencies(closed.jaxpr, len(names))):
             other = next(
                 (one for one in sorted(used) if owners.get(one, set()) - owners.get(leaf, set())), None

@@ -147,6 +147,11 @@ class VariableReducer:
             leaves[one.position] = _reduce(one.rule, leaves[one.position], total, count)
         return jax.tree.unflatten(self._treedef, leaves)
 
+    def reduce_leaf(self, position: int, old: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
+        """Return the new value of one leaf of the collections, or of one layer of it; by its number among them."""
+        (rule,) = (one.rule for one in self._changed if one.position == position)
+        return _reduce(rule, old, total, count)
+
     def _unflatten(self, contributions: Any) -> Tree:  # noqa: ANN401 - an iterable of arrays
         leaves: list[Any] = [None] * self._treedef.num_leaves
         for one, contribution in zip(self._changed, contributions, strict=True):

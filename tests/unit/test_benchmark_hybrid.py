@@ -3,8 +3,10 @@
 import math
 
 import pytest
-from benchmarks.hybrid.command import list_join_gaps, list_step_times
+from benchmarks.hybrid.command import list_join_gaps, list_moves, list_step_times
 from benchmarks.step_times import StepTime, read_step_times
+
+from resilient_jax.events import Event, EventKind
 
 
 def end(process, generation, at_s):
@@ -33,3 +35,17 @@ def test_a_line_that_a_killed_process_left_half_is_left_out(tmp_path):
     whole = '{"process":7,"step":3,"generation":2,"at_s":1.5}'
     (tmp_path / "times-7.jsonl").write_text(f"{whole}\n{whole[:20]}")
     assert read_step_times(tmp_path) == [StepTime(process=7, step=3, generation=2, at_s=1.5)]
+
+
+def test_a_host_that_got_no_block_waited_for_none():
+    def keep(received, seconds):
+        return Event(
+            monotonic_s=0.0,
+            wall_s=0.0,
+            host="host-1",
+            kind=EventKind.PIPELINE_STATE_KEPT,
+            detail={"step": 3, "received": received, "seconds": seconds},
+        )
+
+    assert list_moves([keep(0, 0.5), keep(64, 0.125)]) == [0.125]
+    assert math.isnan(list_moves([keep(0, 0.5)])[0])

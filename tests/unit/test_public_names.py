@@ -45,6 +45,7 @@ PUBLIC = {
         "Topology",
         "TopologyError",
         "Trainer",
+        "TrainerStep",
         "TransformerShape",
         "World",
         "analyze_program",

@@ -2,6 +2,8 @@
 
 import itertools
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +15,28 @@ from rich.table import Table
 
 from benchmarks.paths import JOBS, REPOSITORY
 from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
+from benchmarks.runs import (
+    ERROR_CHARACTERS,
+    HOSTS,
+    MANY_STEPS,
+    REPORT_TIMEOUT_S,
+    RUN_TIMEOUT_S,
+    run_job,
+    script_environment,
+    wait_healthy,
+)
 from benchmarks.step_times import StepTime, read_step_times
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
-from resilient_jax.events import EventKind
+from resilient_jax.errors import InternalError
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
 SCRIPT = JOBS / "timed_lm.py"
+TIMING, TIMED_STEPS = JOBS / "pipeline_timing.py", 7
 SETTINGS = REPOSITORY / "configs/lm_tiny_pipelined.toml"
 AHEAD_STEPS = 4
 
@@ -34,12 +47,24 @@ class HybridFigures(msgspec.Struct, frozen=True, kw_only=True):
     reroute_stall_s: float
     reroute_stall_max_s: float
     rejoin_blocks_stall_s: float
+    move_blocks_stall_s: float
     healthy_step_s: float
     reroute_ratio: float
     kills: int
     steps_lost: int
     tasks_kept: float
+    pipeline_efficiency_sleeps: float
+    pipeline_efficiency: float
+    peak_memory_error: float
     machine: str
+
+
+class PipelineTiming(msgspec.Struct, frozen=True):
+    """The line of `jobs/pipeline_timing.py`: see there."""
+
+    efficiency: float
+    memory_estimated: float
+    memory_measured: float
 
 
 def hybrid(
@@ -51,7 +76,12 @@ def hybrid(
     A worker is killed before it computes an input gradient, so in the middle of a step; after each step there is a
     snapshot. `reroute_stall_s` runs from SIGKILL to the end of that step on every survivor, less a healthy step;
     `rejoin_blocks_stall_s` is the longest time between two steps on any host when the killed one comes back, less a
-    healthy step. `reroute_ratio` is the time of a step of the three hosts over that of all four.
+    healthy step. `reroute_ratio` is the time of a step of the three hosts over that of all four. `move_blocks_stall_s`
+    is how long a host waited for the state of blocks that another cut gives it.
+
+    In one process, with a device for each stage: `pipeline_efficiency` is the makespan of the simulated order of tasks
+    over the measured one, of the example in two stages, and `_sleeps` of tasks that sleep equally long in four;
+    `peak_memory_error` compares bytes of arrays on the fullest device with the plan's figure.
     """
     console = open_console(json_only)
     hosts = make_host_names(HOSTS)
@@ -75,11 +105,13 @@ def hybrid(
             wait_healthy(job)
             events = job.read_events()
         steps = read_step_times(times)
+    sleeps, example = time_pipeline("sleeps", 4, 16), time_pipeline("example", 2, 12)
     healthy, alone = (statistics.median(list_step_times(steps, count)) for count in (HOSTS, HOSTS - 1))
     figures = HybridFigures(
         reroute_stall_s=round(statistics.median(stalls) - healthy, 3),
         reroute_stall_max_s=round(max(stalls) - healthy, 3),
         rejoin_blocks_stall_s=round(statistics.median(list_join_gaps(steps, HOSTS)) - healthy, 3),
+        move_blocks_stall_s=round(statistics.median(list_moves(events)), 3),
         healthy_step_s=round(healthy, 3),
         reroute_ratio=round(alone / healthy, 2),
         kills=len(stalls),
@@ -87,18 +119,61 @@ def hybrid(
         tasks_kept=statistics.median(
             [int(e.detail["kept"]) for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED] or [0]
         ),
+        pipeline_efficiency_sleeps=round(sleeps.efficiency, 3),
+        pipeline_efficiency=round(example.efficiency, 3),
+        peak_memory_error=round(example.memory_measured / example.memory_estimated - 1, 3),
         machine=describe_machine(),
     )
+    console.print(make_table(figures))
+    print_json_line(figures)
+
+
+def make_table(figures: HybridFigures) -> Table:
+    """Return the figures for people."""
     table = Table("figure", "found", "aim")
     table.add_row("a stage dies in the middle of a step: stall", f"{figures.reroute_stall_s:.3f} s", "0.5 s")
     table.add_row("the same, longest", f"{figures.reroute_stall_max_s:.3f} s", "")
     table.add_row("it comes back: stall", f"{figures.rejoin_blocks_stall_s:.3f} s", "0.3 s")
+    table.add_row("blocks that move: stall", f"{figures.move_blocks_stall_s:.3f} s", "0.2 s")
     table.add_row("healthy step", f"{figures.healthy_step_s:.3f} s", "")
     table.add_row("step of three hosts over that of four", f"{figures.reroute_ratio:.2f}", "")
     table.add_row("tasks of the step that a survivor keeps", f"{figures.tasks_kept:.0f}", "")
     table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
-    console.print(table)
-    print_json_line(figures)
+    table.add_row(
+        "simulated over measured step, tasks that sleep", f"{figures.pipeline_efficiency_sleeps:.2f}", "0.95"
+    )
+    table.add_row("the same, of the example", f"{figures.pipeline_efficiency:.2f}", "0.85")
+    table.add_row(
+        "peak of a device over the plan's figure, less 1", f"{figures.peak_memory_error:.2f}", "0.10"
+    )
+    return table
+
+
+def time_pipeline(kind: str, stages: int, microbatches: int) -> PipelineTiming:
+    """Return what the stages of one process take and need.
+
+    Raises:
+        InternalError: the script failed.
+    """
+    flag = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={stages}"
+    command = [sys.executable, str(TIMING), kind, str(stages), str(microbatches), str(TIMED_STEPS)]
+    done = subprocess.run(
+        command,
+        env=script_environment() | {"XLA_FLAGS": flag},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise InternalError(f"{TIMING.name} {kind} failed:\n{done.stderr[-ERROR_CHARACTERS:]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=PipelineTiming)
+
+
+def list_moves(events: Sequence[Event]) -> list[float]:
+    """Return how long hosts waited for blocks of others, where some came; [nan]: none did."""
+    moves = [event.detail for event in events if event.kind is EventKind.PIPELINE_STATE_KEPT]
+    return [float(detail["seconds"]) for detail in moves if int(detail["received"])] or [float("nan")]
 
 
 def list_step_times(steps: Sequence[StepTime], num_hosts: int) -> list[float]:

@@ -1,8 +1,9 @@
 """A tiny job of the trainer whose model is split over hosts.
 
-Usage: pipelined.py WORK_DIR STAGES [pace=SECONDS] [schedule=NAME] [log_bytes=N] [state_bytes_per_s=N] [rows=N]
-[tensor=N] [fsdp=N]. The last two are axes of the devices of each host, and rows are of a microbatch. The job reads the
-order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps while there is a file `hurry`, and writes
+Usage: pipelined.py WORK_DIR STAGES [loop=own] [pace=SECONDS] [schedule=NAME] [log_bytes=N] [state_bytes_per_s=N]
+[rows=N] [tensor=N] [fsdp=N]. The last two are axes of the devices of each host, rows are of a microbatch; `loop=own` is a loop
+of the script's. The job reads the order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps while there
+is a file `hurry`, and writes
 `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
 that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
 result.
@@ -42,15 +43,18 @@ ROWS = int(WORDS.get("rows", 2))
 
 
 class Layer(nnx.Module):
+    """A layer with variables that are not trained, as batch normalization has them."""
+
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.statistics = nnx.BatchNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mixed = jnp.cumsum(self.norm(x), axis=1) / TOKENS
-        return x + self.dropout(self.down(nnx.gelu(self.up(mixed))))
+        return x + self.statistics(self.dropout(self.down(nnx.gelu(self.up(mixed)))))
 
 
 class Model(nnx.Module):
@@ -121,9 +125,39 @@ def write_step(report: rj.StepReport) -> bool:
     return report.step >= stop_at()
 
 
+def train(world: rj.World, train_step: rj.TrainerStep) -> None:
+    """Do what `fit` does, and what `write_step` asks for."""
+    state = train_step.restore_or_init()
+
+    def report(metrics: dict, *, is_evaluation: bool) -> bool:
+        return write_step(
+            rj.StepReport(
+                step=int(state.step),
+                state=state,
+                metrics=metrics,
+                duration_s=0.0,
+                host_index=world.host_index,
+                generation=world.generation,
+                is_evaluation=is_evaluation,
+            )
+        )
+
+    for step in world.steps(NEVER):
+        if step and step % EVALUATION_STEPS == 0 and not world.is_rehearsal:
+            report(train_step.evaluate(state), is_evaluation=True)
+        state, metrics = train_step(state, step)
+        world.commit(state, **metrics)
+        train_step.save(state)
+        if report(metrics, is_evaluation=False):
+            break
+    result = train_step.finish(state)
+    print(f"step {result.step} digest {result.params_sha256}", flush=True)
+
+
 if __name__ == "__main__":
     options: dict[str, Any] = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
-    result = rj.Trainer(
+    is_own = WORDS.get("loop") == "own"
+    trainer = rj.Trainer(
         model=Model,
         optimizer=optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100)),
         loss_fn=loss,
@@ -145,6 +179,10 @@ if __name__ == "__main__":
             data=draw, interval_steps=EVALUATION_STEPS, num_microbatches=EVALUATED, use_ema=True
         ),
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=50),
-        callbacks=[write_step],
-    ).fit(NEVER)
-    print(f"step {result.step} digest {result.params_sha256}", flush=True)
+        callbacks=[] if is_own else [write_step],
+    )
+    if is_own:
+        trainer.run(train)
+    else:
+        result = trainer.fit(NEVER)
+        print(f"step {result.step} digest {result.params_sha256}", flush=True)
