@@ -40,6 +40,7 @@ from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
+from resilient_jax.trainer.copied_units import CopiedUnits
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
@@ -117,6 +118,7 @@ class PipelinedSteps:
         self._has_agreed = self._has_resumed = False
         """Whether the hosts of this generation have told each other what they have done of the step under way, and
         gone on with it."""
+        self._copied = CopiedUnits()
         self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
 
     # A generation.
@@ -135,10 +137,12 @@ class PipelinedSteps:
         )
         self._placement, self._num_exchanges = placement, 0
         self._has_agreed = self._has_resumed = False
+        world.step_services.register_kept(self)
         if world.is_rehearsal:
             return placement
-        world.step_services.register_kept(self)
-        address = worker.address.encode()
+        # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
+        self._copied.take(world, worker)
+        address = worker.service.address.encode()
         assert len(address) <= ROW_SIZE, "an address is short"
         texts = gather_texts(world, address)
         worker.begin_generation(
@@ -150,6 +154,7 @@ class PipelinedSteps:
                 sharding=placement.sharding,
             )
         )
+        self._copied.begin_generation(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement, worker, self._data, schedule, balance_by_speed=self._balance_by_speed
@@ -189,7 +194,7 @@ class PipelinedSteps:
         kept = {**worker.state.all_states, common: self._early_stopping.get(step)}
         found = self._exchange(
             placement,
-            [*worker.unit_holders, frozenset().union(*worker.unit_holders)],
+            [*worker.unit_holders, worker.lasting_hosts],
             {host: {*units, common} for host, units in placement.list_units_by_host().items()},
             kept,
             [*shapes, self.abstract_state.early_stopping],
@@ -210,6 +215,7 @@ class PipelinedSteps:
             EventKind.PIPELINE_STATE_KEPT,
             step=step,
             received=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
+            copied=self._copied.bytes_taken,
             seconds=time.monotonic() - started_s,
         )
         return state
@@ -232,7 +238,7 @@ class PipelinedSteps:
         assert watch is not None, "begin_generation comes first"
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
             watch.begin_step(step)
-        self._expect_data(placement, step)
+        _expect_data(self._data, placement, step)
         before = functools.partial(_before_task, world)
         # As it is now: an evaluation may have changed it since the state was committed.
         self._early_stopping[step + 1] = placement.read_local(state.early_stopping)
@@ -283,14 +289,6 @@ class PipelinedSteps:
         """Return where the units are in this generation, and this host's mail of the present state."""
         return self._require_placement(), self._require_worker().make_mail()
 
-    def _expect_data(self, placement: UnitPlacement, step: int) -> None:
-        mine = [
-            route.microbatch
-            for route in placement.routes
-            if any(hop.host == placement.world.host for hop in route.hops)
-        ]
-        self._data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
-
     def _read(self, step: int, microbatch: int) -> tuple[Tree, jax.Array]:
         batch = self._data.get(step, microbatch), self._make_key(make_microbatch_id(step, microbatch))
         return self._require_placement().sharding.place_values(batch)
@@ -338,6 +336,11 @@ class PipelinedSteps:
 
     def drop(self) -> None:
         """Drop every array: the devices are going away, or the others have another state."""
+        self._copied.drop()
+        self.drop_part()
+
+    def drop_part(self) -> None:
+        """Drop every array but copies of units that others have."""
         if self._worker is not None:
             self._worker.drop_state()
         self._placement, self._watch, self._early_stopping = None, None, {}
@@ -384,6 +387,8 @@ class PipelinedSteps:
             worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
+        if placement.world.step_services.is_joining:
+            self._copied.follow(placement, worker, self._require_units().abstract)
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"
@@ -401,6 +406,15 @@ class PipelinedSteps:
 def _before_task(world: World, task: Task) -> None:
     world.raise_if_ended()
     world.step_services.hit_failpoint(FAILPOINTS[task.kind], task.microbatch)
+
+
+def _expect_data(data: Prefetcher, placement: UnitPlacement, step: int) -> None:
+    mine = [
+        route.microbatch
+        for route in placement.routes
+        if any(hop.host == placement.world.host for hop in route.hops)
+    ]
+    data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
 
 def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTable) -> None:

@@ -30,6 +30,8 @@ class GenerationInfo:
         trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
+        is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
+            has left.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
@@ -41,6 +43,7 @@ class GenerationInfo:
     trusted_step: int | None = None
     state_loss: StateLoss | None = None
     layer_speeds: HostSpeeds = ()
+    is_joining: bool = False
     events: tuple[Event, ...] = ()
 
     @property

@@ -58,7 +58,7 @@ class StateHandover:
         if generation.is_state_in_parts:
             assert in_place, "parts are on devices"
             if self._host in generation.receivers:
-                committed.clear()
+                committed.clear(keeps_copies=True)
             committed.set_parts(generation.step)
             return
         if generation.snapshot is not None:

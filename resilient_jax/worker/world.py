@@ -99,7 +99,9 @@ class World:
         self._reducer = reducer
         self._compiler = compiler
         mail = mail or make_local_opener()
-        self.step_services = StepServices(info.host, session, mail, reducer.watch, dict(info.layer_speeds))
+        self.step_services = StepServices(
+            info.host, session, mail, reducer.watch, dict(info.layer_speeds), info.is_joining
+        )
 
     # Devices and meshes.
 
