@@ -40,10 +40,12 @@ PATIENCE_S: Final = 60.0
 CATCH_UP_TIMEOUT_S: Final = 5.0
 """The longest wait for the sums of the last step. They are a third of what else would be sent, or less."""
 CHECK_INTERVAL_S: Final = 0.05
-MAX_STEPS: Final = 64
-"""For so many steps copies are kept up to date, if nobody joins."""
-MAX_IDLE_STEPS: Final = 4
-"""So many steps are sent to a worker that has all copies, and waits to join: it keeps their sums in memory."""
+MAX_DELIVERY_S: Final = 300.0
+"""For so long copies are kept up to date, if nobody joins."""
+MAX_IDLE_S: Final = 10.0
+MIN_IDLE_STEPS: Final = 2
+"""A worker that has all copies waits to join, and keeps the sums that come in memory. It does at the next boundary
+mostly; if it is to wait for longer, which the leader may decide, it gets no more."""
 
 
 class CopyRequest(msgspec.Struct, frozen=True):
@@ -96,14 +98,16 @@ class _Delivery:
 
     Attributes:
         moves: the units that this host sends.
-        first_step: of the states that it has sent; None: nothing yet.
-        idle_steps: since the worker has had all copies; None: it has not.
+        since_s: when it began to send states; None: it has sent nothing yet.
+        idle_since_s: since when the worker has had all copies; None: it has not.
+        idle_steps: since then.
         packing: the states that are being packed.
     """
 
     moves: tuple[UnitMove, ...]
-    first_step: int | None = None
-    idle_steps: int | None = None
+    since_s: float | None = None
+    idle_since_s: float | None = None
+    idle_steps: int = 0
     packing: tuple[Future[None], ...] = ()
 
 
@@ -222,7 +226,7 @@ class UnitCopies:
     @property
     def has_begun(self) -> bool:
         """Whether this host has sent copies, or has some."""
-        return bool(self._copies) or (self._delivery is not None and self._delivery.first_step is not None)
+        return bool(self._copies) or (self._delivery is not None and self._delivery.since_s is not None)
 
     def _accept(
         self, request: CopyRequest, hosts: Collection[HostName], holders: Sequence[Collection[HostName]]
@@ -238,18 +242,20 @@ class UnitCopies:
         self._request, self._has_told, self._delivery = request, False, _Delivery(moves=mine)
 
     def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
-        if delivery.first_step is None:
-            delivery.first_step = committed.step
+        now_s = time.monotonic()
+        if delivery.since_s is None:
+            delivery.since_s = now_s
             self._begin_packing(delivery, committed.step)
             return
         if self._service.box.try_take_kind(MailKind.COPIES_HERE) is not None:
-            delivery.idle_steps = 0
-        elif delivery.idle_steps is not None:
+            delivery.idle_since_s = now_s
+        elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
-        has_failed = any(one.done() and one.exception() is not None for one in delivery.packing)
-        is_over = committed.step - delivery.first_step >= MAX_STEPS
-        is_over = is_over or (delivery.idle_steps is not None and delivery.idle_steps >= MAX_IDLE_STEPS)
-        if has_failed or is_over:
+        is_idle = delivery.idle_since_s is not None and now_s - delivery.idle_since_s > MAX_IDLE_S
+        is_over = now_s - delivery.since_s > MAX_DELIVERY_S or (
+            is_idle and delivery.idle_steps >= MIN_IDLE_STEPS
+        )
+        if is_over or any(one.done() and one.exception() is not None for one in delivery.packing):
             self.stop()
             return
         for unit in sorted({move.unit for move in delivery.moves}):
@@ -341,7 +347,7 @@ class UnitCopies:
     def stop(self) -> None:
         """Send no more for the worker that joins, and tell those that have copies; drop the copies that are here."""
         delivery = self._delivery
-        if delivery is not None and delivery.first_step is not None:
+        if delivery is not None and delivery.since_s is not None:
             for host in sorted({move.receiver for move in delivery.moves}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)

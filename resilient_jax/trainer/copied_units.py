@@ -32,21 +32,18 @@ class CopiedUnits:
     def __init__(self) -> None:
         self.bytes_taken = 0
         self._copies: UnitCopies | None = None
+        self._world: World | None = None
+        """In which this host is a member; None: it is not, and nothing here keeps devices that go away."""
+        self._holders: list[frozenset[HostName]] = []
 
     def begin_generation(
         self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
     ) -> None:
         """Have copies made for workers that join this generation, of which this host is a member."""
-        world = placement.world
-        copies = self._copies = _make_copies(placement, worker, shapes)
-        holders = [placement.list_holders(number) for number in range(len(shapes))]
-
-        def pass_commit(committed: CommittedStep) -> None:
-            copies.pass_commit(committed, world.hosts, holders)
-            if copies.has_begun:
-                world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
-
-        worker.after_commit = pass_commit
+        world = self._world = placement.world
+        self._copies = _make_copies(placement, worker, shapes)
+        self._holders = [placement.list_holders(number) for number in range(len(shapes))]
+        worker.after_commit = self._pass_commit
         publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
 
     def follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
@@ -63,7 +60,7 @@ class CopiedUnits:
 
     def take(self, world: World, worker: PipelineWorker) -> None:
         """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
-        copies, self._copies, self.bytes_taken = self._copies, None, 0
+        copies, self._copies, self._world, self.bytes_taken = self._copies, None, None, 0
         step, kept = world.step_services.parts_step, worker.state.all_states
         if copies is None:
             return
@@ -79,9 +76,17 @@ class CopiedUnits:
 
     def drop(self) -> None:
         """Drop all copies."""
-        copies, self._copies = self._copies, None
+        copies, self._copies, self._world = self._copies, None, None
         if copies is not None:
             copies.drop()
+
+    def _pass_commit(self, committed: CommittedStep) -> None:
+        copies, world = self._copies, self._world
+        if copies is None or world is None:
+            return
+        copies.pass_commit(committed, world.hosts, self._holders)
+        if copies.has_begun:
+            world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
 
 
 def _make_copies(placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> UnitCopies:
