@@ -39,6 +39,8 @@ PATIENCE_S: Final = 60.0
 """A worker that joins does without copies if nothing has come for so long: a generation has ended, or a host hangs."""
 CATCH_UP_TIMEOUT_S: Final = 5.0
 """The longest wait for the sums of the last step. They are a third of what else would be sent, or less."""
+TELL_TIMEOUT_S: Final = 0.1
+"""For the message to a worker that it is to wait no more. It waits for `PATIENCE_S` without."""
 CHECK_INTERVAL_S: Final = 0.05
 MAX_DELIVERY_S: Final = 300.0
 """For so long copies are kept up to date, if nobody joins."""
@@ -192,7 +194,7 @@ class UnitCopies:
                 for host in sorted(members):
                     self._tell(host, MailKind.COPIES_HERE, self._own.encode())
                 return True
-            if self._was_stopped() or time.monotonic() - since_s > PATIENCE_S:
+            if self._was_told(MailKind.COPIES_STOPPED) or time.monotonic() - since_s > PATIENCE_S:
                 self.drop()
                 return False
             box.wait_for_more(CHECK_INTERVAL_S)
@@ -247,7 +249,7 @@ class UnitCopies:
             delivery.since_s = now_s
             self._begin_packing(delivery, committed.step)
             return
-        if self._service.box.try_take_kind(MailKind.COPIES_HERE) is not None:
+        if self._was_told(MailKind.COPIES_HERE):
             delivery.idle_since_s = now_s
         elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
@@ -336,7 +338,9 @@ class UnitCopies:
         while True:
             check()
             self._take()
-            is_late = time.monotonic() > deadline_s or not has_all_hosts or self._was_stopped()
+            is_late = (
+                time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
+            )
             if is_late or all(copy.step >= step for copy in self._copies.values()):
                 break
             has_all_hosts = not self._service.box.wait_for_more(CHECK_INTERVAL_S)
@@ -344,11 +348,19 @@ class UnitCopies:
         self.drop()
         return found
 
+    def leave(self, hosts: Collection[HostName]) -> None:
+        """Stop if the worker that asked for copies is none of the hosts of the next generation; it is told."""
+        if self._request is not None and self._request.host not in hosts:
+            self.stop()
+            with contextlib.suppress(
+                ResilientJaxError
+            ):  # what is not sent when a generation begins is dropped
+                self._service.wait_sent(time.monotonic() + TELL_TIMEOUT_S)
+
     def stop(self) -> None:
-        """Send no more for the worker that joins, and tell those that have copies; drop the copies that are here."""
-        delivery = self._delivery
-        if delivery is not None and delivery.since_s is not None:
-            for host in sorted({move.receiver for move in delivery.moves}):
+        """Send no more for the worker that joins, and tell it and whoever has copies; drop those that are here."""
+        if self._request is not None and self._delivery is not None:
+            for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)
         self.drop()
@@ -363,15 +375,12 @@ class UnitCopies:
             self._packer.shutdown(wait=False, cancel_futures=True)
             self._packer = None
 
-    def _was_stopped(self) -> bool:
-        """Return whether a host has said that it sends no more."""
+    def _was_told(self, kind: MailKind) -> bool:
+        """Return whether any host has sent such a message about copies for the worker that joins."""
         request = self._request
         if request is None:
             return False
-        keys = [
-            self._make_key(MailKind.COPIES_STOPPED, request.number, index)
-            for index in range(len(request.wanted))
-        ]
+        keys = [self._make_key(kind, request.number, index) for index in range(len(request.wanted))]
         return any([self._service.box.try_take(key) is not None for key in keys])
 
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:

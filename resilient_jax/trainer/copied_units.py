@@ -64,9 +64,9 @@ class CopiedUnits:
         step, kept = world.step_services.parts_step, worker.state.all_states
         if copies is None:
             return
-        if (
-            step is None or worker.routed_in
-        ):  # in the middle of a step units are as they were at its beginning
+        copies.leave(world.hosts)
+        # In the middle of a step units are as they were at its beginning.
+        if step is None or worker.routed_in:
             copies.drop()
             return
         step = worker.step if kept else step

@@ -90,8 +90,7 @@ class Mailbox:
     def wait_for_more(self, timeout_s: float) -> bool:
         """Wait until a value arrives or the time has passed; return whether some host sends no more."""
         with self._changed:
-            if not self._silent:
-                self._changed.wait(timeout_s)
+            self._changed.wait(timeout_s)
             return bool(self._silent)
 
     def take(self, key: MailKey, *, sender: HostName, deadline_s: float, check: Callable[[], None]) -> Mail:
