@@ -256,7 +256,8 @@ class EventKind(enum.StrEnum):
     each replica, with their first and last block)."""
     PIPELINE_STATE_KEPT = "pipeline.state_kept"
     """The hosts go on with the units that they have in memory, and send each other those that move. Detail:
-    `received` (bytes that came to this host), `seconds`."""
+    `received` (bytes that came to this host), `copied` (bytes of units that it has from before: they were copied while
+    the others trained), `seconds`."""
     PIPELINE_STEP_RESUMED = "pipeline.step_resumed"
     """A step goes on in a new generation. Detail: `kept` (tasks that this host had done), `seconds` (of those
     that were left)."""

@@ -162,15 +162,28 @@ class BlockState:
             max_norm: to which gradients are scaled down; None: they are not.
             loss: mean of the step.
         """
-        numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
         found = {
-            # Awaited: two programs with collectives on the same devices must not be in flight together.
-            number: jax.block_until_ready(self._update_unit(number, (state, dict(sums[number]), numbers)))
+            number: self.make_next(number, state, sums[number], num_microbatches, norm, max_norm, loss)
             # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items()
         }
         self.states.update(found)
         self._units_until_commit = {}
+
+    def make_next(
+        self,
+        number: int,
+        state: UnitState,
+        sums: Mapping[str, Any],
+        num_microbatches: int,
+        norm: np.float32,
+        max_norm: float | None,
+        loss: Any,  # noqa: ANN401 - a number
+    ) -> UnitState:
+        """Return the state of a unit after a step, whether it is one of those here or a copy; see `update`."""
+        numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
+        # Awaited: two programs with collectives on the same devices must not be in flight together.
+        return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
 
     def digest(self, block: int) -> str:
         """Return a digest of all bits of a block's weights."""

@@ -39,6 +39,7 @@ from resilient_jax.pipeline.step_progress import (
 from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
 from resilient_jax.pipeline.task_timings import StageReport
+from resilient_jax.pipeline.unit_copies import CommittedStep
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
@@ -111,12 +112,18 @@ class PipelineWorker:
     """The pipeline of one host.
 
     Attributes:
+        host: this one.
+        config: of the job.
+        service: the mail of this host.
         state: of the units that it holds.
         step: the next one to be committed.
         unit_holders: the hosts that had each unit when the hosts last agreed on a step.
         timings: of the tasks of this host.
         received: what has come by mail.
         reports: what all hosts said of their tasks in the last step; empty where they said nothing.
+        routed_in: the generation of the routes of the step under way; 0: nothing of it has begun.
+        after_commit: called with each step that was committed, and the sums of this host's units.
+        lasting_hosts: those that had trained before, when the hosts last agreed on a step: others have copies of units.
         block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
     """
 
@@ -146,9 +153,9 @@ class PipelineWorker:
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self._cut = cut
         self.state = BlockState(units, optimizer, cut.sharding, config.reduce_variable)
-        self._host = host
-        self._config = config
-        self._service = service
+        self.host = host
+        self.config = config
+        self.service = service
         self._read = read
         self._check = check
         self._log = BoundaryLog(config.log_bytes)
@@ -160,8 +167,11 @@ class PipelineWorker:
         self.block_seconds: BlockSeconds = take_equal_time
         self._units = units
         self._routes: Routes = ()
-        self._routed_in = 0
-        """The generation of the routes; 0: nothing of the step has begun."""
+        self.routed_in = 0
+        self.after_commit: Callable[[CommittedStep], None] = lambda committed: None
+        self.lasting_hosts: frozenset[HostName] = frozenset()
+        self._has_copies = False
+        """Whether all that is here are copies, made while others trained."""
         self._gradients: Gradients | None = None
         """The sums of the step, from when they are here until it is committed."""
         self._table: CommitTable | None = None
@@ -173,11 +183,6 @@ class PipelineWorker:
         """Whether the state is in host memory, because the devices that it was on are gone."""
 
     @property
-    def address(self) -> str:
-        """Where this host's mail arrives."""
-        return self._service.address
-
-    @property
     def num_finished_tasks(self) -> int:
         """How many tasks of the step under way are finished here."""
         return len(self._runner.done)
@@ -185,8 +190,8 @@ class PipelineWorker:
     def close(self) -> None:
         """End the mail, once the kernel has what was to be sent."""
         with contextlib.suppress(PeerUnreachable):
-            self._service.wait_sent(time.monotonic() + CLOSE_TIMEOUT_S)
-        self._service.close()
+            self.service.wait_sent(time.monotonic() + CLOSE_TIMEOUT_S)
+        self.service.close()
 
     def begin_generation(self, generation: PipelineGeneration) -> None:
         """Have these hosts from now on; what has been done of a step is kept."""
@@ -200,19 +205,21 @@ class PipelineWorker:
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
         self.timings.clear()
-        self._service.begin_generation(generation.number, generation.addresses)
+        self.service.begin_generation(generation.number, generation.addresses)
 
-    def replace_state(self, step: int, states: Mapping[int, UnitState]) -> None:
+    def replace_state(self, step: int, states: Mapping[int, UnitState], *, are_copies: bool = False) -> None:
         """Replace the state by that after `step` steps; what was done of another step is dropped.
 
         Args:
             step: the next one to be committed.
             states: of the units that this host is to hold, by number.
+            are_copies: they were copied while the others trained, and this host knows nothing else of the job.
         """
+        self._has_copies = are_copies
         if step != self.step:
             self.step, self._table = step, None
             self.drop_step()
-        if self._routed_in:
+        if self.routed_in:
             self.state.hold(states)  # of the step under way
         else:
             self.state.replace(states)
@@ -242,7 +249,7 @@ class PipelineWorker:
 
     def drop_step(self) -> None:
         """Drop all that was done of the step, with every array that it needs."""
-        self._routes, self._routed_in, self._gradients = (), 0, None
+        self._routes, self.routed_in, self._gradients = (), 0, None
         self._runner.begin_step()
         self._sums.begin_step(self.step)
 
@@ -252,7 +259,7 @@ class PipelineWorker:
         Raises:
             PeerUnreachable: a host is lost, or late. Go on with `agree_on_step` in another generation.
         """
-        self._routes, self._routed_in = routes, self._require_generation().number
+        self._routes, self.routed_in = routes, self._require_generation().number
         self._run(before_task)
 
     def agree_on_step(self) -> int:
@@ -270,12 +277,13 @@ class PipelineWorker:
             units_here=tuple(sorted(self.state.all_states)),
             units_after=tuple(sorted(self.state.states)),
             blocks=self.state.list_complete_blocks(),
-            routed_in=self._routed_in,
-            routes=self._routes if self._routed_in else (),
+            routed_in=self.routed_in,
+            routes=self._routes if self.routed_in else (),
             done=tuple(sorted(self._runner.done)),
             forgotten=tuple(sorted(self._log.forgotten)),
+            has_copies=self._has_copies,
         )
-        found = exchange_progress(self.make_mail(), self._require_generation().hosts, self._host, mine)
+        found = exchange_progress(self.make_mail(), self._require_generation().hosts, self.host, mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
         newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
         if not self.state.states:
@@ -283,7 +291,7 @@ class PipelineWorker:
         elif self.step < newest.step:
             if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
                 raise PeerUnreachable(
-                    f"step: found a host that has committed step {newest.step - 1}, and {self._host} without sums of "
+                    f"step: found a host that has committed step {newest.step - 1}, and {self.host} without sums of "
                     f"step {self.step}, with which it could commit it, too; a snapshot is needed"
                 )
             self._commit(newest.table, self._gradients)
@@ -299,6 +307,10 @@ class PipelineWorker:
             )
             for number in range(len(self._units))
         )
+        self.lasting_hosts = frozenset(
+            host for host, one in found.items() if one.units_here and not one.has_copies
+        )
+        self._has_copies = False
         self._gradients = None  # with these no host has committed the step, and none will
         return self.step
 
@@ -314,17 +326,17 @@ class PipelineWorker:
             PeerUnreachable: a further host is lost, or late.
         """
         newest = find_newest_routing(self._progress)
-        if self._routed_in != newest:
+        if self.routed_in != newest:
             self.drop_step()  # the others have done it again
         if not newest:
             self.begin_step(routes, before_task)
             return
-        found = plan_continuation(self._progress, len(self._cut.blocks), self._config.schedule)
-        self._routes, self._routed_in = found.routes, self._require_generation().number
+        found = plan_continuation(self._progress, len(self._cut.blocks), self.config.schedule)
+        self._routes, self.routed_in = found.routes, self._require_generation().number
         self._runner.forget(found.redone)
         mail = self.make_mail()
         for resend in found.resends:
-            if resend.sender == self._host:
+            if resend.sender == self.host:
                 self._runner.send_again(resend.boundary, resend.receiver, mail)
         self._run(before_task, found.done)
 
@@ -334,7 +346,7 @@ class PipelineWorker:
         Args:
             sharding: over the devices of this host.
         """
-        config = self._config
+        config = self.config
         self._runner.sharding = self._sums.sharding = sharding
 
         def make_zeros(weight: Weight, dtype: Any) -> jax.Array:  # noqa: ANN401 - a dtype
@@ -379,14 +391,14 @@ class PipelineWorker:
             PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
             SumsDiffer: a host computes wrongly; nothing is updated on any host.
         """
-        config, mail = self._config, self.make_mail()
+        config, mail = self.config, self.make_mail()
         sums = self._sums.finish(
             mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
         )
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
         self._gradients = gradients
         rows = make_rows(sums, gradients, config.num_microbatches, report)
-        found = exchange_rows(mail, self._require_generation().hosts, self._host, rows)
+        found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
         table = make_table(found)
         if table.misfits:
             raise InternalError(
@@ -400,7 +412,7 @@ class PipelineWorker:
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
         """Update the state, which needs no other host, and drop what was kept of the step."""
-        config = self._config
+        config = self.config
         self.state.update(
             gradients,
             config.num_microbatches,
@@ -410,10 +422,12 @@ class PipelineWorker:
         )
         self.step += 1
         self._table, self._gradients = table, None
-        self._routed_in = 0
+        self.routed_in = 0
         self._runner.begin_step()
         self._sums.begin_step(self.step)
-        self._service.finish_step(self.step - 1)
+        self.service.finish_step(self.step - 1)
+        # Last of all: whatever it does, the step is committed.
+        self.after_commit(CommittedStep(step=self.step, norm=table.norm, loss=table.loss, sums=gradients))
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()
@@ -433,17 +447,17 @@ class PipelineWorker:
         """Return the order of this host's tasks; that of the same routes is made once."""
         wanted = self._routes, done, self.block_seconds
         if self._ordered != wanted:
-            found = order_tasks(self._routes, self.block_seconds, schedule=self._config.schedule, done=done)
-            self._ordered, self._order = wanted, found.orders.get(self._host, ())
+            found = order_tasks(self._routes, self.block_seconds, schedule=self.config.schedule, done=done)
+            self._ordered, self._order = wanted, found.orders.get(self.host, ())
         return self._order
 
     def make_mail(self) -> StepMail:
         """Return the mail of the step under way."""
-        return self._config.step_mail(
-            service=self._service,
+        return self.config.step_mail(
+            service=self.service,
             generation=self._require_generation().number,
             step=self.step,
-            wait_timeout_s=self._config.wait_timeout_s,
+            wait_timeout_s=self.config.wait_timeout_s,
             check=self._check,
         )
 

@@ -43,6 +43,7 @@ class TaskProgress(msgspec.Struct, frozen=True):
         routes: of the step.
         done: finished tasks of the step.
         forgotten: values of the step that it has sent, and no longer has.
+        has_copies: it has not trained yet, and what it has was copied while the others did.
     """
 
     step: int
@@ -54,6 +55,7 @@ class TaskProgress(msgspec.Struct, frozen=True):
     routes: Routes = ()
     done: tuple[Task, ...] = ()
     forgotten: tuple[Boundary, ...] = ()
+    has_copies: bool = False
 
 
 class Continuation(msgspec.Struct, frozen=True):

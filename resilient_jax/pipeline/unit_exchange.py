@@ -4,6 +4,7 @@ Where hosts are lost or come, blocks move to others. For a result that is to be 
 model, which must then fit its memory.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,40 @@ from resilient_jax.transport.mail_protocol import MailKind
 
 Tree = Any
 """The state of a unit, or another pytree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnitMove:
+    """A unit goes from a host that has it to one that wants it."""
+
+    unit: int
+    sender: HostName
+    receiver: HostName
+
+
+def plan_moves(
+    holders: Sequence[Collection[HostName]], wanted: Mapping[HostName, Collection[int]]
+) -> tuple[UnitMove, ...]:
+    """Return which host sends each unit to which: the holders of a unit take turns in sending it.
+
+    Args:
+        holders: the hosts that have each unit.
+        wanted: what each host wants, its own units included.
+
+    Raises:
+        PeerUnreachable: nobody has a unit.
+    """
+    moves: list[UnitMove] = []
+    for unit, having in enumerate(holders):
+        receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
+        if receivers and not having:
+            raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")
+        senders = sorted(having)
+        moves += [
+            UnitMove(unit=unit, sender=senders[turn % len(senders)], receiver=receiver)
+            for turn, receiver in enumerate(receivers, unit)
+        ]
+    return tuple(moves)
 
 
 def exchange_units(
@@ -46,28 +81,19 @@ def exchange_units(
         PeerUnreachable: a host is lost, or late; or nobody has a unit.
         Exception: of `mail.check`.
     """
-    received: dict[int, HostName] = {}
-    for unit, having in enumerate(holders):
+    moves = plan_moves(holders, wanted)
+    for unit in sorted({move.unit for move in moves if move.sender == own}):
         mail.check()  # to pack all of a model takes a while
-        receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
-        if receivers and not having:
-            raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")
-        senders = sorted(having)
-        mine: list[HostName] = []
-        for turn, receiver in enumerate(receivers, unit):
-            sender = senders[turn % len(senders)]
-            if receiver == own:
-                received[unit] = sender
-            elif sender == own:
-                mine.append(receiver)
-        arrays = jax.tree.leaves(held[unit]) if mine else []
-        if arrays:
+        if arrays := jax.tree.leaves(held[unit]):
             data, key = pack_arrays(arrays), mail.make_key(MailKind.STATE, number, unit)
-            for receiver in mine:
-                mail.send(receiver, key, data)
+            for move in moves:
+                if (move.unit, move.sender) == (unit, own):
+                    mail.send(move.receiver, key, data)
     found = {unit: held[unit] for unit in wanted[own] if own in holders[unit]}
-    for unit, sender in received.items():
-        leaves, structure = jax.tree.flatten(shapes[unit])
-        key = mail.make_key(MailKind.STATE, number, unit)
-        found[unit] = structure.unflatten(mail.take_arrays(sender, key, leaves) if leaves else ())
+    for move in moves:
+        if move.receiver == own:
+            leaves, structure = jax.tree.flatten(shapes[move.unit])
+            key = mail.make_key(MailKind.STATE, number, move.unit)
+            arrived = mail.take_arrays(move.sender, key, leaves) if leaves else ()
+            found[move.unit] = structure.unflatten(arrived)
     return dict(sorted(found.items()))

@@ -31,6 +31,7 @@ from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
+from resilient_jax.trainer.copied_units import CopiedUnits
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
@@ -109,6 +110,7 @@ class PipelinedSteps:
         self._has_agreed = self._has_resumed = False
         """Whether the hosts of this generation have told each other what they have done of the step under way, and
         gone on with it."""
+        self._copied = CopiedUnits()
         self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
 
     # A generation.
@@ -127,10 +129,12 @@ class PipelinedSteps:
         )
         self._placement, self._num_exchanges = placement, 0
         self._has_agreed = self._has_resumed = False
+        world.step_services.register_kept(self)
         if world.is_rehearsal:
             return placement
-        world.step_services.register_kept(self)
-        address = worker.address.encode()
+        # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
+        self._copied.take(world, worker)
+        address = worker.service.address.encode()
         assert len(address) <= ROW_SIZE, "an address is short"
         texts = gather_texts(world, address)
         worker.begin_generation(
@@ -142,6 +146,7 @@ class PipelinedSteps:
                 sharding=placement.sharding,
             )
         )
+        self._copied.begin_generation(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement,
@@ -187,7 +192,7 @@ class PipelinedSteps:
         kept = {**worker.state.all_states, common: self._early_stopping.get(step)}
         found = self._exchange(
             placement,
-            [*worker.unit_holders, frozenset().union(*worker.unit_holders)],
+            [*worker.unit_holders, worker.lasting_hosts],
             {host: {*units, common} for host, units in placement.list_units_by_host().items()},
             kept,
             [*shapes, self.abstract_state.early_stopping],
@@ -207,7 +212,13 @@ class PipelinedSteps:
         nbytes, seconds = sum(leaf.nbytes for leaf in jax.tree.leaves(received)), time.monotonic() - started_s
         if nbytes >= MIN_MEASURED_BYTES:
             self._bytes_per_s = nbytes / seconds
-        world.record_event(EventKind.PIPELINE_STATE_KEPT, step=step, received=nbytes, seconds=seconds)
+        world.record_event(
+            EventKind.PIPELINE_STATE_KEPT,
+            step=step,
+            received=nbytes,
+            copied=self._copied.bytes_taken,
+            seconds=seconds,
+        )
         return state
 
     # A step.
@@ -322,14 +333,17 @@ class PipelinedSteps:
     def part(self) -> StatePart | None:
         """The units that this host could give the others, if there are any."""
         kept = self._worker.offered_units if self._worker is not None else ()
-        if not kept or self._placement is None:
+        if not kept:
             return None
         part = StatePart.from_units(kept, len(self._require_units().units))
-        losses = self._watch.losses if self._watch is not None else ()
-        return msgspec.structs.replace(part, generation=self._placement.world.generation, losses=losses)
+        if self._placement is None or self._watch is None:
+            return part
+        generation = self._placement.world.generation
+        return msgspec.structs.replace(part, generation=generation, losses=self._watch.losses)
 
     def move_to_host(self) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""
+        self._copied.drop()
         if self._worker is not None:
             self._worker.move_to_host()
         self._early_stopping = jax.tree.map(np.array, self._early_stopping)
@@ -337,6 +351,11 @@ class PipelinedSteps:
 
     def drop(self) -> None:
         """Drop every array: the others have another state, or this host leaves them."""
+        self._copied.drop()
+        self.drop_part()
+
+    def drop_part(self) -> None:
+        """Drop every array but copies of units that others have."""
         if self._worker is not None:
             self._worker.drop_state()
         self._placement, self._watch, self._early_stopping = None, None, {}
@@ -375,6 +394,8 @@ class PipelinedSteps:
             worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
+        if placement.world.step_services.is_joining:
+            self._copied.follow(placement, worker, self._require_units().abstract)
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"

@@ -77,6 +77,17 @@ class MailKind(enum.StrEnum):
     """Says whether a host begins the next program of a replica on several hosts."""
     DIGESTS = "digests"
     """The digests of the weights that a host has."""
+    COPIES_WANTED = "copies_wanted"
+    """What each host is to hold when the sender has joined: they want copies of what they lack, while training goes
+    on."""
+    COPY = "copy"
+    """Weights and optimizer state of a unit that the receiver is about to hold."""
+    COPY_SUMS = "copy_sums"
+    """The gradient sums of a step with which such a copy is updated."""
+    COPIES_HERE = "copies_here"
+    """The sender has all the copies that it wanted."""
+    COPIES_STOPPED = "copies_stopped"
+    """The sender sends no more sums for copies."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -88,7 +99,8 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
         kind: what the value is.
         microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
             of rows, progress, results and digests, the number of the host that says it; of state, the number of the
-            exchange in the generation; of readiness, that of the program.
+            exchange in the generation; of readiness, that of the program; of copies, the step of their state, or of
+            their sums.
         block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
             of the unit; of readiness, the number of the host that says it.
     """

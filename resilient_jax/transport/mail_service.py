@@ -108,6 +108,22 @@ class MailService:
                     self._own_name, self.address, peer, connector, self._gate, self._report_lost
                 )
 
+    def add_peer(self, peer: HostName, address: str) -> None:
+        """Have one more peer to send to in this generation; a process of it that was there before is none any more."""
+        with self._lock:
+            known = self._senders.get(peer)
+            if known is not None and known.address == address and peer not in self._lost:
+                return
+            self._senders.pop(peer, None)
+        if known is not None:
+            known.close()  # before what it has reported is forgotten
+        connector = Connector(address, self._credentials)
+        sender = MailSender(self._own_name, self.address, peer, connector, self._gate, self._report_lost)
+        with self._lock:
+            self._lost.pop(peer, None)
+            self._senders[peer] = sender
+        self.box.mark_silent(peer, None)
+
     def send(self, to: HostName, mail: Mail) -> None:
         """Send a value, which must not change afterwards; this does not wait. To this host itself nothing is copied.
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError, StaleGeneration
 from resilient_jax.ids import HostName
-from resilient_jax.transport.mail_protocol import Mail, MailKey
+from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 
 CHECK_INTERVAL_S: Final = 0.05
 """How often a wait asks whether it is to go on, if nothing wakes it before."""
@@ -81,6 +81,18 @@ class Mailbox:
         with self._changed:
             return self._pop(key)
 
+    def try_take_kind(self, kind: MailKind) -> Mail | None:
+        """Return the first value of a kind, by key, if there is one here; it is then no longer in the box."""
+        with self._changed:
+            found = [key for key in self._mail if key.kind is kind]
+            return self._pop(min(found)) if found else None
+
+    def wait_for_more(self, timeout_s: float) -> bool:
+        """Wait until a value arrives or the time has passed; return whether some host sends no more."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+            return bool(self._silent)
+
     def take(self, key: MailKey, *, sender: HostName, deadline_s: float, check: Callable[[], None]) -> Mail:
         """Wait for a value, and return it; it is then no longer in the box.
 
@@ -117,10 +129,18 @@ class Mailbox:
         with self._changed:
             self._changed.notify_all()
 
-    def mark_silent(self, sender: HostName, error: ResilientJaxError) -> None:
-        """End waits for what a host has not sent, present and later ones of this generation."""
+    def mark_silent(self, sender: HostName, error: ResilientJaxError | None) -> None:
+        """End waits for what a host has not sent, present and later ones of this generation.
+
+        Args:
+            sender: the host.
+            error: what the waits raise; None: another process of the host is there, and sends.
+        """
         with self._changed:
-            self._silent.setdefault(sender, error)
+            if error is None:
+                self._silent.pop(sender, None)
+            else:
+                self._silent.setdefault(sender, error)
             self._changed.notify_all()
 
     def begin_generation(self, generation: int) -> None:

@@ -30,6 +30,10 @@ class KeptArrays(Protocol):
         """Drop all arrays: what was done is of no use any more."""
         ...
 
+    def drop_part(self) -> None:
+        """Drop all arrays but copies of what the others have, made for this change of members."""
+        ...
+
 
 class CommittedState:
     """What outlives a generation; one object for the life of the worker.
@@ -107,14 +111,21 @@ class CommittedState:
         for kept in self.kept:
             kept.move_to_host()
 
-    def clear(self) -> None:
-        """Drop everything: the valid state is on other hosts, or there is none."""
+    def clear(self, *, keeps_copies: bool = False) -> None:
+        """Drop everything: the valid state is on other hosts, or there is none.
+
+        Args:
+            keeps_copies: copies stay that were made of the others' state, for this host.
+        """
         self.state, self.snapshot_plan, self.parts_step = None, None, None
         self.contributions.clear()
-        self.drop_kept()
+        self.drop_kept(keeps_copies=keeps_copies)
         self.first_step = 0
 
-    def drop_kept(self) -> None:
+    def drop_kept(self, *, keeps_copies: bool = False) -> None:
         """Drop the arrays that train functions keep by themselves."""
         for kept in self.kept:
-            kept.drop()
+            if keeps_copies:
+                kept.drop_part()
+            else:
+                kept.drop()

@@ -33,6 +33,8 @@ class GenerationInfo:
         state_loss: what was lost, if no host's memory has the state any more; else None.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
+        is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
+            has left.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
@@ -45,6 +47,7 @@ class GenerationInfo:
     state_loss: StateLoss | None = None
     layer_speeds: HostSpeeds = ()
     stage_hosts: tuple[HostName, ...] = ()
+    is_joining: bool = False
     events: tuple[Event, ...] = ()
 
     @property

@@ -32,7 +32,7 @@ from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_fa
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
-from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.committed_state import CommittedState, KeptArrays
 from resilient_jax.worker.expected_members import list_others
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.mail_opening import MailOpener
@@ -57,6 +57,8 @@ class RehearsalControl:
         self._has_begun = False
         self.has_committed = False
         """Whether the step was rehearsed to its end."""
+        self.asked_s = time.monotonic()
+        """When the train function last asked whether it is to go on."""
 
     def begin_step(self, step: int) -> None:
         """Return for the first step; a second one is not rehearsed."""
@@ -67,6 +69,7 @@ class RehearsalControl:
 
     def raise_if_ended(self) -> None:
         """Raise GenerationEnded if this worker has another order."""
+        self.asked_s = time.monotonic()
         self._agent.raise_if_ended()
 
     def report_commit(
@@ -89,6 +92,7 @@ def rehearse(
     agent: TrainingControl,
     interrupt: Callable[[], None],
     mail: MailOpener,
+    kept: list[KeptArrays],
 ) -> bool:
     """Run a step of `train_fn` without the other hosts; return whether it came to its commit.
 
@@ -98,20 +102,21 @@ def rehearse(
         agent: says whether this worker has another order.
         interrupt: breaks the main thread out of a wait for other hosts.
         mail: for a mailbox that outlives the rehearsal.
+        kept: has arrays added that outlive it, too.
 
     Raises:
         Exception: whatever `train_fn` raises, with the initial state.
         GenerationEnded: this worker has another order.
     """
     try:
-        return _rehearse(train_fn, order, agent, interrupt, mail, RehearsedState.PLACEHOLDERS)
+        return _rehearse(train_fn, order, agent, interrupt, mail, kept, RehearsedState.PLACEHOLDERS)
     except Exception as error:
         agent.raise_if_ended()
         if isinstance(error, RehearsalFailed) or is_collective_failure(error):  # waits, whatever the state is
             raise
         logger.debug("a rehearsal with a made-up state failed", exc_info=True)
     # Out of the `except` block, whose traceback refers to the arrays of the first try.
-    return _rehearse(train_fn, order, agent, interrupt, mail, RehearsedState.INITIAL)
+    return _rehearse(train_fn, order, agent, interrupt, mail, kept, RehearsedState.INITIAL)
 
 
 def _rehearse(
@@ -120,22 +125,25 @@ def _rehearse(
     agent: TrainingControl,
     interrupt: Callable[[], None],
     mail: MailOpener,
+    kept: list[KeptArrays],
     rehearsed_state: RehearsedState,
 ) -> bool:
     generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
-    committed.first_step = generation.step
+    committed.first_step, committed.kept = generation.step, kept
     info = GenerationInfo(
         number=generation.number,
         hosts=(*(member.host for member in others), order.host),
         process_index=ProcessIndex(len(others)),
         change="grow",
         reason="a rehearsal",
+        layer_speeds=generation.slowness.speeds,
+        is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)
     reducer = Reducer(jax.devices, info.process_index, committed.contributions, session, max_microbatches=1)
     try:
-        with collective_thread.rehearse(), _watch(interrupt):
+        with collective_thread.rehearse(), _watch(control, interrupt):
             train_fn(World(info, session, control, reducer, mail=mail))
     except GenerationEnded:
         agent.raise_if_ended()
@@ -143,8 +151,8 @@ def _rehearse(
 
 
 @contextlib.contextmanager
-def _watch(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Break the calling thread out if it has waited for too long without compiling."""
+def _watch(control: RehearsalControl, interrupt: Callable[[], None]) -> Iterator[None]:
+    """Break the calling thread out if it has waited for too long without compiling, where it asks nobody meanwhile."""
     ended, thread = threading.Event(), threading.current_thread().ident
 
     def watch() -> None:
@@ -152,7 +160,9 @@ def _watch(interrupt: Callable[[], None]) -> Iterator[None]:
         while not ended.wait(CHECK_INTERVAL_S):
             if is_compiling(thread):
                 idle_since_s = time.monotonic()
-            while time.monotonic() - idle_since_s > MAX_IDLE_S and not ended.wait(ABORT_INTERVAL_S):
+            while time.monotonic() - max(idle_since_s, control.asked_s) > MAX_IDLE_S and not ended.wait(
+                ABORT_INTERVAL_S
+            ):
                 interrupt()
 
     watcher = threading.Thread(target=watch, name="resilient-jax-rehearsal", daemon=True)

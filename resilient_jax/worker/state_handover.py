@@ -85,7 +85,7 @@ class StateHandover:
     def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
         """Have this host's part of the state, if it has one, where the train function finds it."""
         if self._host in generation.receivers:
-            self._committed.clear()
+            self._committed.clear(keeps_copies=in_place)
         elif not in_place:
             self._committed.move_kept_to_host()
         self._committed.set_parts(generation.step)

@@ -23,6 +23,7 @@ class StepServices:
     Attributes:
         host: of this worker.
         watch: finds hosts that are slow; None: nothing is found.
+        is_joining: whether this worker takes part from the next generation on, of which this one is the rehearsal.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
     """
@@ -33,6 +34,7 @@ class StepServices:
     watch: SlowHostWatch | None = None
     layer_speeds: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
     stage_hosts: tuple[HostName, ...] = ()
+    is_joining: bool = False
 
     @property
     def wait_timeout_s(self) -> float:
@@ -65,6 +67,11 @@ class StepServices:
     def must_resume_from_parts(self) -> bool:
         """Whether this generation resumes from what members have in arrays that they keep, and has not yet."""
         return self._session.committed.parts_step is not None
+
+    @property
+    def parts_step(self) -> int | None:
+        """The number of committed steps of the state that members have in such arrays; None: it is elsewhere."""
+        return self._session.committed.parts_step
 
     def resume_from_parts(self, step: int, state: Any) -> None:  # noqa: ANN401 - a pytree
         """Make `state`, after `step` steps, the committed one: this host has what it needs of it."""

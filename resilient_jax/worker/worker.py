@@ -356,7 +356,8 @@ class Worker:
         started_s, problem = time.monotonic(), ""
         self._monitor.begin_generation(order.generation)
         try:
-            if not rehearse(train_fn, order, self._agent, self._connector.interrupt, self._mail):
+            kept = self._committed.kept
+            if not rehearse(train_fn, order, self._agent, self._connector.interrupt, self._mail, kept):
                 problem = "the train function did not come to a commit"
         except CallerError as error:
             self._agent.raise_if_ended()

@@ -99,9 +99,9 @@ class World:
         self._reducer = reducer
         self._compiler = compiler
         mail = mail or make_local_opener()
-        stage_hosts = info.stage_hosts or info.hosts
+        stage_hosts, speeds = info.stage_hosts or info.hosts, dict(info.layer_speeds)
         self.step_services = StepServices(
-            info.host, session, mail, reducer.watch, dict(info.layer_speeds), stage_hosts
+            info.host, session, mail, reducer.watch, speeds, stage_hosts, info.is_joining
         )
 
     # Devices and meshes.

@@ -117,6 +117,23 @@ def test_blocks_outlive_the_world_that_they_were_in(broken: PipelinedJob) -> Non
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["host-1", "host-0", "host-2"])
+def test_any_host_may_die_while_blocks_are_copied_to_one_that_joins(
+    victim: str, broken: PipelinedJob
+) -> None:
+    """host-1 joins; of the others each sends it some, and may lack some itself."""
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    broken.job.hold(FailPoint.DURING_COPIES, ["host-0"], ANY_STEP)
+    broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    broken.job.wait_held(["host-0"], broken.patience_s)
+    broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    broken.job.release()
+    broken.wait_protected(HOSTS, after_generation=before.number + 1)
+
+
+@pytest.mark.timeout(600)
 def test_what_survivors_had_done_of_the_step_is_kept(broken: PipelinedJob) -> None:
     events = [e for e in broken.job.read_events() if e.kind is EventKind.PIPELINE_STEP_RESUMED]
     assert sum(int(event.detail["kept"]) for event in events) > 0
@@ -133,6 +150,22 @@ def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage
     assert EventKind.SNAPSHOT_RESTORED not in kinds
     # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
     assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(PLACES) + 1) * (HOSTS - 1)
+
+
+@pytest.mark.timeout(600)
+def test_hosts_that_came_back_had_their_blocks_before_and_nothing_moved(broken: PipelinedJob) -> None:
+    """Of many, one at least: on a busy machine copies may be late."""
+    kept = [e for e in broken.job.read_events() if e.kind is EventKind.PIPELINE_STATE_KEPT]
+    by_step: dict[tuple[int, int], list[Event]] = {}
+    for event in kept:
+        by_step.setdefault((int(event.detail["step"]), event.generation or 0), []).append(event)
+    joined = [found for found in by_step.values() if len({event.host for event in found}) == HOSTS]
+    assert joined
+    assert any(
+        all(int(event.detail["received"]) == 0 for event in found)
+        and any(int(event.detail["copied"]) > 0 for event in found)
+        for found in joined
+    )
 
 
 @pytest.mark.timeout(600)

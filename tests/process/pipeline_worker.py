@@ -30,6 +30,7 @@ from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
+from resilient_jax.pipeline.unit_copies import UnitCopies
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -91,6 +92,7 @@ class Host:
         self.service: MailService | None = None
         self.pipeline: PipelineWorker | None = None
         self.ran: list[Task] = []
+        self.copies: UnitCopies | None = None
 
     def read(self, step: int, microbatch: int) -> tuple[Any, Any]:
         """Return batch and key on the devices."""
@@ -140,6 +142,22 @@ class Host:
                 return {"step": pipeline.agree_on_step()}
             case "move":
                 return self.move({HostName(host): set(units) for host, units in words["wanted"].items()})
+            case "serve":
+                self.serve(**words)
+                return {}
+            case "ask":
+                copies = self.make_copies(words["number"])
+                copies.request(words["addresses"], words["wanted"])
+                return {"has_all": copies.wait(words["addresses"], lambda: None)}
+            case "has_copies":
+                assert self.copies is not None
+                return {"has_told": self.copies._has_told}
+            case "stop_copies":
+                assert self.copies is not None
+                self.copies.stop()
+                return {}
+            case "take_copies":
+                return self.take_copies(words["step"])
             case "resume":
                 return self.run(lambda before: pipeline.resume_step((), before), words.get("die_before"))
             case "finish":
@@ -175,20 +193,57 @@ class Host:
         """Have the units that this host wants, of which others send those that it has not."""
         pipeline = self.pipeline
         assert pipeline is not None
-        whole = BlockState(pipeline.state.units, self.optimizer)
-        whole.init_units(self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks)
         found = exchange_units(
             pipeline.make_mail(),
             self.name,
             pipeline.unit_holders,
             wanted,
             pipeline.state.all_states,
-            [whole.states[number] for number in sorted(whole.states)],
+            self.make_shapes(),
             0,
         )
         moved = found.keys() - pipeline.state.all_states.keys()
         pipeline.state.hold({**found, **self.place({number: found[number] for number in moved})})
         return {"moved": len(moved)}
+
+    def make_shapes(self) -> list[UnitState]:
+        """Return the state of every unit of the model, as it is at first."""
+        assert self.pipeline is not None
+        whole = BlockState(self.pipeline.state.units, self.optimizer)
+        whole.init_units(self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks)
+        return [whole.states[number] for number in sorted(whole.states)]
+
+    def make_copies(self, number: int) -> UnitCopies:
+        """Have no copies yet, in a generation."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        config = pipeline.config
+        self.copies = UnitCopies(
+            self.name,
+            number,
+            pipeline.service,
+            pipeline.state,
+            self.make_shapes(),
+            self.sharding,
+            config.num_microbatches,
+            config.max_norm,
+        )
+        return self.copies
+
+    def serve(self, number: int, hosts: list[HostName], holders: list[list[HostName]]) -> None:
+        """Have copies made for a host that joins, and of what this host is to hold then."""
+        assert self.pipeline is not None
+        copies = self.make_copies(number)
+        self.pipeline.after_commit = lambda committed: copies.pass_commit(committed, hosts, holders)
+
+    def take_copies(self, step: int) -> dict:
+        """Have the copies that are of a step as units of this host."""
+        pipeline, copies = self.pipeline, self.copies
+        assert pipeline is not None
+        assert copies is not None
+        found, kept = copies.finish(step, lambda: None), pipeline.state.all_states
+        pipeline.replace_state(step, {**kept, **found}, are_copies=not kept)
+        return {"taken": sorted(found)}
 
     def evaluate(self, routes: Any, hosts: list[str], die_before: Any) -> dict:
         """Evaluate; return the sums, and how many bytes came, by the kind of mail."""

@@ -274,6 +274,79 @@ def test_units_that_move_are_kept_until_the_step_is_committed(replicas, undistur
     assert pipeline.commit() == undisturbed[1]
 
 
+REPLICA_AND_ONE = [[("a", 2), ("b", 3)], [("c", 5)]]
+MEMBERS, JOINED = [[("a", 2), ("b", 2), ("c", 1)]], [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]]
+MAX_STEPS = 100
+"""Until copies are there: they take a few steps, whose number depends on the machine."""
+
+
+def copy_units(pipeline, joiner):
+    """Have copies made for a host that joins, until all members have theirs; return the digests of these steps."""
+    found = []
+    pipeline.begin_copies(joiner, JOINED)
+    while not all(one["has_told"] for one in pipeline.ask(pipeline.hosts, "has_copies").values()):
+        assert len(found) < MAX_STEPS
+        found.append(pipeline.step())
+    return found
+
+
+@pytest.mark.parametrize("steps_after", [0, 2])
+def test_units_that_were_copied_to_a_host_while_others_trained_need_not_move_and_change_no_bit(
+    hosts, steps_after
+):
+    joiner = hosts[NAMES.index("d")]
+    pipeline = Pipeline(hosts[:3], MEMBERS, [MICROBATCHES], max_norm=0.5)
+    digests = [pipeline.step(), *copy_units(pipeline, joiner)]
+    assert joiner.answer() == {"has_all": True}
+    digests += [pipeline.step() for _ in range(steps_after)]
+    taken = pipeline.take_copies(joiner, len(digests))
+    assert {host: bool(units) for host, units in taken.items()} == dict.fromkeys("abcd", True) | {"a": False}
+    assert pipeline.cut_anew(JOINED, [2, 2]) == 0
+    digests += [pipeline.step(), pipeline.step()]
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
+def test_copies_of_an_earlier_step_are_not_taken(hosts):
+    """The sums of the last step are not there: units move as without copies."""
+    joiner = hosts[NAMES.index("d")]
+    pipeline = Pipeline(hosts[:3], MEMBERS, [MICROBATCHES], max_norm=0.5)
+    digests = [pipeline.step(), *copy_units(pipeline, joiner)]
+    assert joiner.answer() == {"has_all": True}
+    pipeline.ask(pipeline.hosts, "stop_copies")
+    digests.append(pipeline.step())
+    assert not any(pipeline.take_copies(joiner, len(digests)).values())
+    assert pipeline.cut_anew(JOINED, [2, 2]) > 0
+    digests.append(pipeline.step())
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
+@pytest.mark.parametrize("victim", ["a", "d"])
+def test_a_host_that_dies_while_units_are_copied_changes_no_bit(breakable, victim):
+    """One that sends copies in the middle of a step, or the one that is to have them."""
+    hosts = breakable
+    joiner = hosts[NAMES.index("d")]
+    pipeline = Pipeline(hosts[:3], REPLICA_AND_ONE, [2, 2], max_norm=0.5, wait_timeout_s=5.0)
+    digests = [pipeline.step()]
+    pipeline.begin_copies(joiner, JOINED)
+    digests += [pipeline.step(), pipeline.step()]
+    if victim == "d":
+        joiner.process.kill()
+        digests += [pipeline.step(), pipeline.step()]
+    else:
+        pipeline.run(die_before=Task(TaskKind.INPUT_GRADIENT, 1, Hop(HostName("a"), 0, 2)))
+        assert pipeline.recover() == len(digests)
+        pipeline.resume()
+        digests.append(pipeline.commit())
+    if victim == "d":
+        alone = Pipeline(hosts[:3], [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    else:
+        joiner.process.kill()  # it still waits, for a generation that is over
+        alone = Pipeline(hosts[1:3], [[("b", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
 AXES = ("tensor", "fsdp")
 """Of the two devices of a host."""
 

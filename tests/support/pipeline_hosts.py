@@ -108,6 +108,7 @@ class Pipeline:
             **config,
         }
         self.schedule = PipelineSchedule(str(settings["schedule"]))
+        self.settings = settings
         self.addresses = {
             host.name: found["address"] for host, found in self.ask(self.hosts, "start", **settings).items()
         }
@@ -190,17 +191,46 @@ class Pipeline:
         named = [[(HostName(host), count) for host, count in team] for team in teams]
         self.routes, self.holders = make_routes(named, quotas), find_holders(named)
         self.recover()
-        wanted = {
-            host.name: [
-                number
-                for number, blocks in enumerate(host.units)
-                if any(host.name in self.holders[block] for block in blocks)
-            ]
-            for host in self.hosts
-        }
+        wanted = self.list_wanted(self.hosts, teams)
         found = self.ask(self.hosts, "move", wanted=wanted)
         assert all("moved" in one for one in found.values()), found
         return sum(one["moved"] for one in found.values())
+
+    def list_wanted(
+        self, hosts: Sequence[PipelineHost], teams: Sequence[Sequence[tuple[str, int]]]
+    ) -> dict[str, list[int]]:
+        """Return the units that each host is to hold as replicas of these hosts and blocks."""
+        holders = find_holders([[(HostName(host), count) for host, count in team] for team in teams])
+        return {
+            host.name: [
+                number
+                for number, blocks in enumerate(host.units)
+                if any(host.name in holders[block] for block in blocks)
+            ]
+            for host in hosts
+        }
+
+    def begin_copies(self, joiner: PipelineHost, teams: Sequence[Sequence[tuple[str, int]]]) -> None:
+        """Have a host that is none of these ask for what all are to hold when it has joined; it waits for that."""
+        members = list(self.hosts)
+        holders = [
+            sorted({host for block in blocks for host in self.holders[block]}) for blocks in members[0].units
+        ]
+        words = {"hosts": [host.name for host in members], "holders": holders}
+        self.ask(members, "serve", number=self.generation, **words)
+        self.addresses[joiner.name] = self.ask([joiner], "start", **self.settings)[joiner]["address"]
+        joiner.tell(
+            "ask",
+            number=self.generation,
+            addresses={host.name: self.addresses[host.name] for host in members},
+            wanted=self.list_wanted([*members, joiner], teams),
+        )
+
+    def take_copies(self, joiner: PipelineHost, step: int) -> dict[str, list[int]]:
+        """Have a host that joins, and all others, take what they have copies of; return the units, by host."""
+        self.hosts.append(joiner)
+        found = self.ask(self.hosts, "take_copies", step=step)
+        return {host.name: one["taken"] for host, one in found.items()}
 
     def resume(self) -> int:
         """Go on with the tasks of the step; return how many were run."""

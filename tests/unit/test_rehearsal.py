@@ -40,7 +40,7 @@ ORDER = TakeSeat(
 
 
 def run(train: Callable[[World], None]) -> bool:
-    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener())
+    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener(), [])
 
 
 def make_state() -> dict[str, jax.Array]:
@@ -159,7 +159,7 @@ def test_another_order_ends_it():
         world.restore_or_init(make_state)
 
     with pytest.raises(GenerationEnded):
-        rehearse(train, ORDER, Ordered("b"), lambda: None, make_local_opener())
+        rehearse(train, ORDER, Ordered("b"), lambda: None, make_local_opener(), [])
 
 
 def test_a_collective_is_loaded_and_gives_zeros_of_its_shape_and_sharding():
@@ -225,5 +225,6 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
         StandaloneControl("b"),
         lambda: None,
         make_local_opener(),
+        [],
     )
     assert seen == [tuple(hosts)]

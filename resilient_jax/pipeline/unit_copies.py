@@ -1,0 +1,399 @@
+"""Copies of units for hosts that are about to hold them: made and kept up to date while training goes on.
+
+1. A worker that joins tells all members, by mail, what each host is to hold when it has joined.
+2. After its next commit, one holder of each unit that somebody lacks begins to send it: a thread packs the state. After
+   each later commit it sends the sums of the unit's gradients, with norm and loss.
+3. Whoever lacks a unit updates its copy with these sums, by the program that holders use: it has the same bits.
+4. When the members change, a copy that is of the step which all go on with is a unit like any other, and nothing moves.
+
+A copy is no part of the job's state before that. If a host dies, or something is late, copies are dropped, and the
+units move between two steps as they do without.
+"""
+
+import contextlib
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
+from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
+from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
+from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.sharding.stage_sharding import StageSharding
+from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_service import MailService
+
+ANY_STEP: Final = 2**62
+"""In the keys of this mail, in place of a step: what is finished with a step is refused, and hosts differ in theirs."""
+PATIENCE_S: Final = 60.0
+"""A worker that joins does without copies if nothing has come for so long: a generation has ended, or a host hangs."""
+CATCH_UP_TIMEOUT_S: Final = 5.0
+"""The longest wait for the sums of the last step. They are a third of what else would be sent, or less."""
+TELL_TIMEOUT_S: Final = 0.1
+"""For the message to a worker that it is to wait no more. It waits for `PATIENCE_S` without."""
+CHECK_INTERVAL_S: Final = 0.05
+MAX_DELIVERY_S: Final = 300.0
+"""For so long copies are kept up to date, if nobody joins."""
+MAX_IDLE_S: Final = 10.0
+MIN_IDLE_STEPS: Final = 2
+"""A worker that has all copies waits to join, and keeps the sums that come in memory. It does at the next boundary
+mostly; if it is to wait for longer, which the leader may decide, it gets no more."""
+
+
+class CopyRequest(msgspec.Struct, frozen=True):
+    """What a worker that joins tells the members.
+
+    Attributes:
+        host: of the worker.
+        address: of its mailbox.
+        wanted: the units that each host, this one included, is to hold when it has joined.
+    """
+
+    host: HostName
+    address: str
+    wanted: Mapping[HostName, tuple[int, ...]]
+
+    @property
+    def number(self) -> int:
+        """A number of the worker: what an earlier one of its host has sent is no first copy of it."""
+        return zlib.crc32(self.address.encode())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """What a holder has updated its units with.
+
+    Attributes:
+        step: the number of committed steps.
+        norm: of the mean gradient of the whole model.
+        loss: mean of the step.
+        sums: of the gradients of each unit that this host holds, by number and name.
+    """
+
+    step: int
+    norm: float
+    loss: float
+    sums: Mapping[int, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """A unit after some steps."""
+
+    step: int
+    state: UnitState
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Delivery:
+    """What this host sends for a worker that joins.
+
+    Attributes:
+        moves: the units that this host sends.
+        since_s: when it began to send states; None: it has sent nothing yet.
+        idle_since_s: since when the worker has had all copies; None: it has not.
+        idle_steps: since then.
+        packing: the states that are being packed.
+    """
+
+    moves: tuple[UnitMove, ...]
+    since_s: float | None = None
+    idle_since_s: float | None = None
+    idle_steps: int = 0
+    packing: tuple[Future[None], ...] = ()
+
+
+class UnitCopies:
+    """The copies that one host receives in one generation, and those that it sends.
+
+    Attributes:
+        generation: in which the others train.
+    """
+
+    def __init__(
+        self,
+        own: HostName,
+        generation: int,
+        service: MailService,
+        state: BlockState,
+        shapes: Sequence[UnitState],
+        sharding: StageSharding,
+        num_microbatches: int,
+        max_norm: float | None,
+    ) -> None:
+        """Have no copy.
+
+        Args:
+            own: this host.
+            generation: of the members.
+            service: the mail of this host.
+            state: of the units that it holds.
+            shapes: of the state of each unit.
+            sharding: over the devices of this host.
+            num_microbatches: of a step.
+            max_norm: to which gradients are scaled down; None: they are not.
+        """
+        self.generation = generation
+        self._own = own
+        self._service = service
+        self._state = state
+        self._shapes = shapes
+        self._sharding = sharding
+        self._num_microbatches, self._max_norm = num_microbatches, max_norm
+        self._wanted: frozenset[int] = frozenset()
+        """The units that this host is to have copies of."""
+        self._copies: dict[int, _Copy] = {}
+        self._request: CopyRequest | None = None
+        self._delivery: _Delivery | None = None
+        self._packer: ThreadPoolExecutor | None = None
+        self._has_told = False
+        """Whether the worker that joins knows that this host has all copies."""
+
+    # The worker that joins.
+
+    def request(self, addresses: Mapping[HostName, str], wanted: Mapping[HostName, Collection[int]]) -> None:
+        """Ask the members for copies, of which this host wants all that it is to hold.
+
+        Args:
+            addresses: of the mailboxes of the members.
+            wanted: the units that each host is to hold when this one has joined.
+        """
+        self._service.begin_generation(self.generation, addresses)
+        self._wanted = frozenset(wanted[self._own])
+        asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
+        self._request = CopyRequest(host=self._own, address=self._service.address, wanted=asked)
+        for host in sorted(addresses):
+            self._tell(host, MailKind.COPIES_WANTED, msgspec.msgpack.encode(self._request))
+
+    def wait(self, members: Collection[HostName], check: Callable[[], None]) -> bool:
+        """Wait until this host and all members have the copies that they want; return whether they have.
+
+        Args:
+            members: of the generation.
+            check: raises what ends the wait.
+        """
+        box, missing, since_s = self._service.box, set(members), time.monotonic()
+        while True:
+            check()
+            while (mail := box.try_take_kind(MailKind.COPIES_HERE)) is not None:
+                missing.discard(HostName(bytes(mail.data).decode()))
+                since_s = time.monotonic()
+            if self._take():
+                since_s = time.monotonic()
+            if self._has_all and not missing:
+                for host in sorted(members):
+                    self._tell(host, MailKind.COPIES_HERE, self._own.encode())
+                return True
+            if self._was_told(MailKind.COPIES_STOPPED) or time.monotonic() - since_s > PATIENCE_S:
+                self.drop()
+                return False
+            box.wait_for_more(CHECK_INTERVAL_S)
+
+    # A member.
+
+    def pass_commit(
+        self, committed: CommittedStep, hosts: Collection[HostName], holders: Sequence[Collection[HostName]]
+    ) -> None:
+        """Send what a worker that joins, or another member, is to have of this step; update the copies that are here.
+
+        Args:
+            committed: the step that was just committed here.
+            hosts: the members.
+            holders: the hosts that have each unit.
+        """
+        try:
+            while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
+                self._accept(decode_message(_REQUEST, mail.data, "a request for copies"), hosts, holders)
+            if self._delivery is not None:
+                self._deliver(self._delivery, committed)
+            if self._delivery is None or self._request is None:  # it may have been the last
+                return
+            self._take()
+            if self._has_all and not self._has_told:
+                self._has_told = True
+                self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
+        except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
+            self.stop()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this host has sent copies, or has some."""
+        return bool(self._copies) or (self._delivery is not None and self._delivery.since_s is not None)
+
+    def _accept(
+        self, request: CopyRequest, hosts: Collection[HostName], holders: Sequence[Collection[HostName]]
+    ) -> None:
+        """Begin with the copies for a worker that joins; those for an earlier one are dropped."""
+        if set(request.wanted) != {*hosts, request.host} or request.host in hosts:
+            return  # it was meant for other members
+        self.stop()
+        self._service.add_peer(request.host, request.address)
+        moves = plan_moves(holders, request.wanted)
+        mine = tuple(move for move in moves if move.sender == self._own)
+        self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
+        self._request, self._has_told, self._delivery = request, False, _Delivery(moves=mine)
+
+    def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
+        now_s = time.monotonic()
+        if delivery.since_s is None:
+            delivery.since_s = now_s
+            self._begin_packing(delivery, committed.step)
+            return
+        if self._was_told(MailKind.COPIES_HERE):
+            delivery.idle_since_s = now_s
+        elif delivery.idle_since_s is not None:
+            delivery.idle_steps += 1
+        is_idle = delivery.idle_since_s is not None and now_s - delivery.idle_since_s > MAX_IDLE_S
+        is_over = now_s - delivery.since_s > MAX_DELIVERY_S or (
+            is_idle and delivery.idle_steps >= MIN_IDLE_STEPS
+        )
+        if is_over or any(one.done() and one.exception() is not None for one in delivery.packing):
+            self.stop()
+            return
+        for unit in sorted({move.unit for move in delivery.moves}):
+            self._send_sums(delivery, unit, committed)
+
+    def _begin_packing(self, delivery: _Delivery, step: int) -> None:
+        self._packer = self._packer or ThreadPoolExecutor(1, thread_name_prefix=f"rj-copies-{self._own}")
+        found: list[Future[None]] = []
+        for unit in sorted({move.unit for move in delivery.moves}):
+            leaves = jax.tree.leaves(self._state.states[unit])
+            for leaf in leaves:
+                # JAX makes the list of shards at the first read; two threads must not do that at once.
+                _ = leaf.addressable_shards
+            receivers = [move.receiver for move in delivery.moves if move.unit == unit]
+            found.append(self._packer.submit(self._pack, unit, step, leaves, receivers))
+        delivery.packing = tuple(found)
+
+    def _pack(self, unit: int, step: int, leaves: list[jax.Array], receivers: list[HostName]) -> None:
+        data = pack_arrays(leaves)
+        for host in receivers:
+            self._send(host, self._make_key(MailKind.COPY, step, unit), data)
+
+    def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
+        sums = committed.sums[unit]
+        numbers = np.array([committed.norm, committed.loss], np.float32)
+        data = pack_arrays([numbers, *(sums[name] for name in sorted(sums))])
+        key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
+        for move in delivery.moves:
+            if move.unit == unit:
+                self._send(move.receiver, key, data)
+
+    # Whoever receives copies.
+
+    @property
+    def _has_all(self) -> bool:
+        return self._wanted <= self._copies.keys()
+
+    def _take(self) -> bool:
+        """Take the copies that have come, and update them by all sums that have; return whether something had come."""
+        box, has_come = self._service.box, False
+        while (mail := box.try_take_kind(MailKind.COPY)) is not None:
+            unit, step, has_come = mail.key.block, mail.key.microbatch, True
+            leaves, structure = jax.tree.flatten(self._shapes[unit])
+            # A copy: each array would keep the one buffer in which all of them have arrived.
+            arrays = [np.array(array) for array in unpack_arrays(mail.data, leaves, str(mail.key))]
+            if unit in self._wanted:
+                state = place_unit(self._state.units[unit], structure.unflatten(arrays), self._sharding)
+                self._copies[unit] = _Copy(step, state)
+        for unit, copy in self._copies.items():
+            while (mail := box.try_take(self._make_key(MailKind.COPY_SUMS, copy.step, unit))) is not None:
+                self._update(unit, copy, mail)
+                has_come = True
+        return has_come
+
+    def _update(self, unit: int, copy: _Copy, mail: Mail) -> None:
+        weights = {weight.name: weight for weight in self._state.units[unit].weights if weight.is_trained}
+        names, shapes = sorted(weights), [jax.ShapeDtypeStruct((2,), np.float32)]
+        for weight in map(weights.__getitem__, names):
+            shapes.append(jax.ShapeDtypeStruct(weight.shape, jnp.promote_types(weight.dtype, np.float32)))
+        (norm, loss), *sums = unpack_arrays(mail.data, shapes, str(mail.key))
+        placed = {
+            name: jax.device_put(value, self._sharding.place(self._sharding.find_weight_spec(name)))
+            for name, value in zip(names, sums, strict=True)
+        }
+        copy.state = self._state.make_next(
+            unit, copy.state, placed, self._num_microbatches, norm, self._max_norm, loss
+        )
+        copy.step += 1
+
+    def finish(self, step: int, check: Callable[[], None]) -> dict[int, UnitState]:
+        """Return the copies that are of a step, by unit, when the sums of the step before have come; then have none.
+
+        Args:
+            step: the number of committed steps that all hosts go on with.
+            check: raises what ends the wait.
+        """
+        deadline_s, has_all_hosts = time.monotonic() + CATCH_UP_TIMEOUT_S, True
+        while True:
+            check()
+            self._take()
+            is_late = (
+                time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
+            )
+            if is_late or all(copy.step >= step for copy in self._copies.values()):
+                break
+            has_all_hosts = not self._service.box.wait_for_more(CHECK_INTERVAL_S)
+        found = {unit: copy.state for unit, copy in self._copies.items() if copy.step == step}
+        self.drop()
+        return found
+
+    def leave(self, hosts: Collection[HostName]) -> None:
+        """Stop if the worker that asked for copies is none of the hosts of the next generation; it is told."""
+        if self._request is not None and self._request.host not in hosts:
+            self.stop()
+            with contextlib.suppress(
+                ResilientJaxError
+            ):  # what is not sent when a generation begins is dropped
+                self._service.wait_sent(time.monotonic() + TELL_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Send no more for the worker that joins, and tell it and whoever has copies; drop those that are here."""
+        if self._request is not None and self._delivery is not None:
+            for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
+                with contextlib.suppress(ResilientJaxError):
+                    self._tell(host, MailKind.COPIES_STOPPED)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop all copies, and send no more."""
+        self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
+        for kind in (MailKind.COPY, MailKind.COPY_SUMS):
+            while self._service.box.try_take_kind(kind) is not None:
+                continue
+        if self._packer is not None:
+            self._packer.shutdown(wait=False, cancel_futures=True)
+            self._packer = None
+
+    def _was_told(self, kind: MailKind) -> bool:
+        """Return whether any host has sent such a message about copies for the worker that joins."""
+        request = self._request
+        if request is None:
+            return False
+        keys = [self._make_key(kind, request.number, index) for index in range(len(request.wanted))]
+        return any([self._service.box.try_take(key) is not None for key in keys])
+
+    def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
+        return MailKey(self.generation, ANY_STEP, kind, step, unit)
+
+    def _send(self, to: HostName, key: MailKey, data: memoryview) -> None:
+        self._service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
+
+    def _tell(self, to: HostName, kind: MailKind, text: bytes = b"") -> None:
+        """Send a message about copies for the worker that joins."""
+        assert self._request is not None, "there is such a worker"
+        index = sorted(self._request.wanted).index(self._own)
+        self._send(to, self._make_key(kind, self._request.number, index), memoryview(text))
+
+
+_REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)

@@ -1,0 +1,117 @@
+"""Which units of a pipeline a host has copies of when a worker joins: the shell around `pipeline.unit_copies`."""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+
+from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.world_values import publish_value, read_values
+from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.pipeline.pipeline_step import PipelineWorker
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.trainer.unit_placement import UnitPlacement
+from resilient_jax.worker.world import World
+
+DIRECTORY: Final = "resilient_jax/mail"
+"""Of the mailboxes of the members, in the values of their world: by generation and host."""
+FIND_TIMEOUT_S: Final = 5.0
+"""Until the members have published their mailboxes: they do when a generation begins."""
+FIND_INTERVAL_S: Final = 0.02
+
+
+class CopiedUnits:
+    """The copies of one host, in one generation after the other.
+
+    Attributes:
+        bytes_taken: of the units that it had copies of when the present generation began.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_taken = 0
+        self._copies: UnitCopies | None = None
+        self._world: World | None = None
+        """In which this host is a member; None: it is not, and nothing here keeps devices that go away."""
+        self._holders: list[frozenset[HostName]] = []
+
+    def begin_generation(
+        self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
+    ) -> None:
+        """Have copies made for workers that join this generation, of which this host is a member."""
+        world = self._world = placement.world
+        self._copies = _make_copies(placement, worker, shapes)
+        self._holders = [placement.list_holders(number) for number in range(len(shapes))]
+        worker.after_commit = self._pass_commit
+        publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
+
+    def follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
+        """Wait until this host, which joins the members of `placement.world`, has its copies, if they come."""
+        world = placement.world
+        self.drop()
+        members = [host for host in world.hosts if host != world.host]
+        addresses = _find_mailboxes(world, members)
+        if addresses is None:
+            return
+        copies = self._copies = _make_copies(placement, worker, shapes)
+        copies.request(addresses, placement.list_units_by_host())
+        copies.wait(members, world.raise_if_ended)
+
+    def take(self, world: World, worker: PipelineWorker) -> None:
+        """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
+        copies, self._copies, self._world, self.bytes_taken = self._copies, None, None, 0
+        step, kept = world.step_services.parts_step, worker.state.all_states
+        if copies is None:
+            return
+        copies.leave(world.hosts)
+        # In the middle of a step units are as they were at its beginning.
+        if step is None or worker.routed_in:
+            copies.drop()
+            return
+        step = worker.step if kept else step
+        if found := copies.finish(step, world.raise_if_ended):
+            self.bytes_taken = sum(leaf.nbytes for leaf in jax.tree.leaves(found))
+            worker.replace_state(step, {**kept, **found}, are_copies=not kept)
+
+    def drop(self) -> None:
+        """Drop all copies."""
+        copies, self._copies, self._world = self._copies, None, None
+        if copies is not None:
+            copies.drop()
+
+    def _pass_commit(self, committed: CommittedStep) -> None:
+        copies, world = self._copies, self._world
+        if copies is None or world is None:
+            return
+        copies.pass_commit(committed, world.hosts, self._holders)
+        if copies.has_begun:
+            world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
+
+
+def _make_copies(placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> UnitCopies:
+    config = worker.config
+    return UnitCopies(
+        worker.host,
+        placement.world.generation,
+        worker.service,
+        worker.state,
+        shapes,
+        placement.sharding,
+        config.num_microbatches,
+        config.max_norm,
+    )
+
+
+def _find_mailboxes(world: World, members: Sequence[HostName]) -> dict[HostName, str] | None:
+    """Return the addresses of the mailboxes of all members; None: some are not published."""
+    end_s = time.monotonic() + FIND_TIMEOUT_S
+    while time.monotonic() < end_s:
+        world.raise_if_ended()
+        found = {
+            HostName(name): text for name, text in read_values(f"{DIRECTORY}/{world.generation}").items()
+        }
+        if found.keys() >= set(members):
+            return {host: found[host] for host in members}
+        time.sleep(FIND_INTERVAL_S)
+    return None

@@ -1,0 +1,162 @@
+"""Copies of units for a worker that joins: the bits of the original after each step, and no harm from whoever dies."""
+
+import contextlib
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from small_decoders import KEY, MAKERS, make_batch
+
+from resilient_jax.blocks.cut_model import cut_model
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.state_units import list_state_units
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
+from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
+from resilient_jax.sharding.stage_sharding import make_single_device_stage
+from resilient_jax.transport import Credentials
+from resilient_jax.transport.mail_service import MailService
+
+MEMBER, JOINER = HostName("a"), HostName("d")
+GENERATION, MICROBATCHES, MAX_NORM = 3, 4, 0.5
+WAIT_S = 60.0
+
+
+class Host:
+    """A host with a state and copies."""
+
+    def __init__(self, name, units, weights, optimizer):
+        self.name, self.step = name, 0
+        self.service = MailService(name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
+        self.state = BlockState(units, optimizer)
+        self.state.init_units(weights, name, [frozenset((name,))] * len(units))
+        shapes = [self.state.states[number] for number in range(len(units))]
+        self.copies = UnitCopies(
+            name,
+            GENERATION,
+            self.service,
+            self.state,
+            shapes,
+            make_single_device_stage(),
+            MICROBATCHES,
+            MAX_NORM,
+        )
+
+    def train(self):
+        """Commit a step with made-up sums of gradients."""
+        draw = np.random.default_rng(self.step)
+        sums = {
+            number: {
+                weight.name: jax.numpy.asarray(draw.standard_normal(weight.shape), np.float32)
+                for weight in self.state.units[number].weights
+                if weight.is_trained
+            }
+            for number in self.state.states
+        }
+        norm, loss = draw.random(2, np.float32)
+        self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss)
+        self.step += 1
+        committed = CommittedStep(step=self.step, norm=float(norm), loss=float(loss), sums=sums)
+        self.copies.pass_commit(committed, [MEMBER], [{MEMBER}] * len(self.state.units))
+
+
+@pytest.fixture
+def make_host():
+    decoder = MAKERS["nnx"]()
+    cut = cut_model(decoder.loss, decoder.variables, make_batch(), KEY)
+    weights, units = cut.trace.table.split(decoder.variables), list_state_units(cut)
+    with contextlib.ExitStack() as stack:
+
+        def make(name):
+            host = Host(name, units, weights, optax.adamw(1e-2))
+            stack.callback(host.service.close)
+            stack.callback(host.copies.drop)
+            return host
+
+        yield make
+
+
+@pytest.fixture
+def pair(make_host):
+    """A member that trains, and a host that joins; its own state is of no step."""
+    member, joiner = make_host(MEMBER), make_host(JOINER)
+    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    member.train()
+    ask(joiner, member)
+    return member, joiner
+
+
+def ask(joiner, member):
+    """Ask the member, and have it train until it has begun to send."""
+    everything = range(len(joiner.state.units))
+    joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
+    end_s = time.monotonic() + WAIT_S
+    before = member.copies._request
+    while member.copies._request is before or not member.copies.has_begun:
+        assert time.monotonic() < end_s
+        member.train()
+
+
+def list_bits(states):
+    return {
+        number: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+        for number, state in states.items()
+    }
+
+
+@pytest.mark.parametrize("steps_after", [0, 3])
+def test_a_copy_has_the_bits_of_the_original_after_every_step(pair, steps_after):
+    member, joiner = pair
+    assert joiner.copies.wait([MEMBER], lambda: None)
+    for _ in range(steps_after):
+        member.train()
+    found = joiner.copies.finish(member.step, lambda: None)
+    assert list_bits(found) == list_bits(member.state.states)
+
+
+def test_copies_that_lack_the_sums_of_a_step_are_not_taken(pair):
+    member, joiner = pair
+    assert joiner.copies.wait([MEMBER], lambda: None)
+    member.copies.stop()
+    member.train()
+    assert joiner.copies.finish(member.step, lambda: None) == {}
+
+
+def test_a_member_trains_on_when_the_worker_dies_and_serves_the_next_of_that_host(pair, make_host):
+    member, joiner = pair
+    joiner.service.close()
+    end_s = time.monotonic() + WAIT_S
+    while member.copies.has_begun:  # until it sees that nobody is there
+        assert time.monotonic() < end_s
+        member.train()
+    second = make_host(JOINER)
+    ask(second, member)
+    assert second.copies.wait([MEMBER], lambda: None)
+    member.train()
+    assert list_bits(second.copies.finish(member.step, lambda: None)) == list_bits(member.state.states)
+
+
+def test_a_worker_that_is_not_of_the_next_generation_is_told_to_wait_no_more(pair, make_host):
+    member, _ = pair
+    third = make_host(HostName("e"))
+    everything = range(len(third.state.units))
+    wanted = {MEMBER: everything, third.name: everything}
+    third.copies.request({MEMBER: member.service.address}, wanted)
+    end_s = time.monotonic() + WAIT_S
+    while member.copies._request is None or member.copies._request.host != third.name:
+        assert time.monotonic() < end_s
+        member.train()
+    member.copies.leave([MEMBER, JOINER])
+    assert not third.copies.wait([MEMBER, HostName("nobody")], lambda: None)
+
+
+def test_holders_take_turns_in_sending_and_what_a_host_has_is_not_sent():
+    a, b, c = map(HostName, "abc")
+    found = plan_moves([{a, b}, {a, b}, {c}], {a: {0, 1, 2}, b: {0, 1}, c: {0, 1, 2}})
+    assert found == (
+        UnitMove(unit=0, sender=a, receiver=c),
+        UnitMove(unit=1, sender=b, receiver=c),
+        UnitMove(unit=2, sender=c, receiver=a),
+    )
