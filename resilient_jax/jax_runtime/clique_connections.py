@@ -72,6 +72,8 @@ class CliqueConnections:
         self._before = NO_CONNECTIONS
         """What there was before the present members began, except for connections of their own."""
         self._program: _Program | None = None
+        self._given_up: Seats = frozenset()
+        """The processes of the replica whose program was broken off, until this process has left it."""
         self._descriptors: frozenset[str] = frozenset()
         """The open ones when `begin_program` or `end_program` last looked for connections in this generation."""
 
@@ -160,13 +162,15 @@ class CliqueConnections:
         At once: the replica's other processes may wait for this one in a program that it has left.
         """
         with self._lock:
+            self._given_up = frozenset()
             program, self._program = self._program, None
             if program is None:
                 return
             if (descriptors := list_descriptors()) != self._descriptors:
                 self._found, self._descriptors = find_connections(gloo), descriptors
                 known = self._by_members.get(program.seats, NO_CONNECTIONS)
-                self._by_members[program.seats] = known | (self._found - program.before)
+                # Not those that `clique_interruption` has made and closed meanwhile.
+                self._by_members[program.seats] = known | (find_open_connections(gloo) - program.before)
             if not is_intact:
                 self._break(program.seats)
 
@@ -178,7 +182,7 @@ class CliqueConnections:
             seats, before = self._program.seats, self._program.before
             new = find_connections(gloo) - before
             self._by_members[seats] = self._by_members.get(seats, NO_CONNECTIONS) | new
-            self._program = None
+            self._program, self._given_up = None, seats
             self._break(seats)
             return True
 
@@ -196,6 +200,8 @@ class CliqueConnections:
         with self._lock:
             if self._seat not in seats or (self._program is not None and seats <= self._program.seats):
                 return False
+            if seats == self._given_up:
+                return True
             return seats <= self._members and seats not in self._by_members and seats not in self._broken
 
     def is_broken(self, members: Sequence[Seat]) -> bool:

@@ -13,7 +13,7 @@ SEATS = 12
 PAIR_SUM = sum_to(4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     found = Pool()
     yield found
@@ -21,12 +21,14 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def workers(pool: Pool) -> list[Worker]:
+def workers(pool: Pool) -> Iterator[list[Worker]]:
     """Four processes in one world, in whose first generation all have been in a program over all of them."""
     found = pool.take(4)
     pool.join(found, SEATS)
     assert everyone_adds_up(found) == [sum_to(8)] * 4
-    return found
+    yield list(found)
+    pool.leave([worker for worker in found if worker.process.poll() is None])
+    pool.end_services()
 
 
 def everyone_adds_up(workers: list[Worker]) -> list[float]:
@@ -123,6 +125,7 @@ def test_a_process_whose_partner_is_stopped_is_freed_once_the_pair_is_given_up(
     assert found["collective"], found
     found = everyone([workers[0]], "reduce_in_replica", seats=[0, 1])
     assert found[0]["error"] == "FormingFailed", "a clique is not made twice"
+    pool.drop(workers[1])
     begin(workers, [0, 2, 3])
     pairs_add_up(workers, (2, 3))
     pairs_add_up(workers, (0, 2))
@@ -163,3 +166,4 @@ def test_a_process_that_joins_completes_a_pair(pool: Pool, workers: list[Worker]
     for seat, worker in by_seat.items():
         found = worker.answer()
         assert found.get("total") == PAIR_SUM, (seat, found)
+    pool.leave([newcomer])

@@ -111,6 +111,9 @@ def test_a_replica_that_lost_a_process_is_broken_off_whole(peers: Peers) -> None
     cliques.abort(peers.gloo)
     assert not cliques.is_in_program
     assert not peers.is_open("replica"), "seat 2 is freed, too"
+    assert cliques.is_current(seats(0, 1, 2)), "should it not be complete, its forming is ended"
+    cliques.end_program(peers.gloo, is_intact=False)
+    assert not cliques.is_current(seats(0, 1, 2))
     with pytest.raises(FormingFailed, match="broken off earlier"):
         cliques.begin_program(seats(0, 1, 2), peers.gloo)
 
@@ -164,3 +167,15 @@ def test_after_deaths_exactly_the_replicas_of_the_living_are_left(
         assert not peers.is_open("members")
         for replica in replicas:
             assert peers.is_open(str(replica)) == (not replica & dead) or replica <= dead
+
+
+def test_a_connection_that_was_closed_while_a_program_ran_is_not_the_replicas(peers: Peers) -> None:
+    cliques = begin(peers, seats(0, 1, 2))
+    cliques.begin_program(seats(0, 1), peers.gloo)
+    peers.connect("replica", seats(0, 1))
+    peers.connect("to end a wait", seats(0, 3))
+    peers.die(Seat(3))
+    cliques.end_program(peers.gloo, is_intact=True)
+    cliques.abort(peers.gloo)
+    cliques.begin_program(seats(0, 1), peers.gloo)
+    assert peers.is_open("replica")
