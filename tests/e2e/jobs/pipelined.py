@@ -1,12 +1,11 @@
 """A tiny job of the trainer whose model is split over hosts.
 
 Usage: pipelined.py WORK_DIR STAGES [loop=own] [pace=SECONDS] [schedule=NAME] [log_bytes=N] [state_bytes_per_s=N]
-[rows=N] [tensor=N] [fsdp=N]. The last two are axes of the devices of each host, rows are of a microbatch; `loop=own` is
-a loop of the script's. The job reads the order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps while there
-is a file `hurry`, and writes
-`steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the weights and optimizer state of each unit
-that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest of the
-result.
+[rows=N] [tensor=N] [fsdp=N]. The last two are axes of the devices of each host, rows are of a microbatch; `loop=own`
+is a loop of the script's. The job reads the order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps
+while there is a file `hurry`, and writes `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of
+the weights and optimizer state of each unit that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per
+evaluation. At the end it prints the digest of the result.
 """
 
 import hashlib
