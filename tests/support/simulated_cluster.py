@@ -324,6 +324,7 @@ class Host:
             services=tuple(self.services),
             snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
             snapshots=self.snapshots,
+            num_devices=2,
         )
 
 
