@@ -394,8 +394,8 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     gathers_s = PATIENCE * last.return_s if last is not None else 0.0
     wait_s = {RecoveryAction.GATHER: gathers_s, RecoveryAction.POSTPONE: RECONSIDER_S}.get(chosen, 0.0)
     choice = make_choice(chosen, usual, tuple(options.values()), prices, wait_s)
-    is_gathering = chosen is RecoveryAction.GATHER and last is not None
-    return dataclasses.replace(choice, num_awaited=last.count if is_gathering else 0)
+    gathers_for = last if chosen is RecoveryAction.GATHER else None
+    return dataclasses.replace(choice, num_awaited=gathers_for.count if gathers_for is not None else 0)
 
 
 def _price_gather(

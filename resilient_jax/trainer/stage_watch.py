@@ -179,7 +179,7 @@ class StageWatch:
                 absent=placement.absent,
                 num_stages=placement.num_stages,
                 schedule=self._schedule,
-                block_seconds=find_block_seconds(placement.teams, placement.block_costs, measured, {})
+                block_seconds=tuple(find_block_seconds(placement.teams, placement.block_costs, measured, {}))
                 if is_measured and not placement.absent
                 else make_even_seconds(placement.block_costs, self._schedule),
                 block_bytes=self._block_bytes,
