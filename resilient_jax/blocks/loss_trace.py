@@ -40,8 +40,8 @@ from resilient_jax.sharding.jaxprs import (
 )
 from resilient_jax.sharding.logical_axes import format_path
 
-LossOfVariables = Callable[[Tree, Tree, jax.Array], Any]
-"""`loss(variables, batch, key)` returns a scalar, or a scalar and a tree of arrays."""
+LossOfVariables = Callable[[Tree, Tree, Any], Any]
+"""`loss(variables, batch, key)` returns a scalar, or a scalar and a tree of arrays; the key may be a tree with one."""
 EXPECTED_LAYERS: Final = (
     "expected a Linen model or, by blocks.layer_marks.mark_layers(net), an NNX model with a list of layers whose "
     "parameters are equal in number and shape; a lax.scan over parameters that are stacked along their first dim; or "

@@ -400,12 +400,12 @@ class PipelineWorker:
         rows = make_rows(sums, gradients, config.num_microbatches, report)
         found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
         table = make_table(found)
+        before_update(table)  # first: of numbers that are not finite it says so
         if table.misfits:
             raise InternalError(
                 f"blocks {list(table.misfits)}: found gradients beyond the limits that follow from microbatch 0, "
                 "expected sums in fixed point. Use reduction='exact_wide': pipelines cannot make a sum again yet"
             )
-        before_update(table)
         self._commit(table, gradients)
         self.reports = {host: one.report for host, one in found.items() if one.report is not None}
         return table

@@ -15,7 +15,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import optax
 from byte_lm.model import ByteLM
@@ -24,7 +23,6 @@ from byte_lm.objective import make_optimizer
 from byte_lm.settings import Settings
 from byte_lm.text import draw_microbatch, read_standard_library
 from flax import nnx
-from train_lm import make_trainer
 
 import resilient_jax as rj
 from benchmarks.paths import REPOSITORY
@@ -75,36 +73,42 @@ def make_topology():
     return Topology(name="one machine", levels=(level,), hosts=(host,))
 
 
+def make_sleeper():
+    """Return model, loss, optimizer, rows of a microbatch, and a function that draws one."""
+
+    def draw(step, index):
+        return np.full((ROWS, WIDTH), 1.0 + step + index, np.float32)
+
+    return Sleeper, sleeper_loss, optax.sgd(0.0), ROWS, draw
+
+
+def make_example():
+    """Return the same of the example."""
+    settings = load_toml(SETTINGS, Settings)
+    text, rows = read_standard_library(settings.text.max_bytes), settings.sequences
+
+    def draw(step, index):
+        key = (settings.seed, step, index)
+        return draw_microbatch(text, key, sequences=rows, context=settings.model.context)
+
+    def model(rngs):
+        return ByteLM(settings.model, rngs)
+
+    return model, example_loss, make_optimizer(settings.optimizer), rows, draw
+
+
 def make_program():
     """Return the pipeline, and a function that draws the batch of a step."""
-    if KIND == "sleeps":
-        model, loss, optimizer, rows = Sleeper, sleeper_loss, optax.sgd(0.0), ROWS
-
-        def draw(step, index):
-            return np.full((ROWS, WIDTH), 1.0 + step + index, np.float32)
-
-        trainer = rj.Trainer(
-            model=model,
-            optimizer=optimizer,
-            loss_fn=loss,
-            data=draw,
-            batch_size=MICROBATCHES * ROWS,
-            microbatch_size=ROWS,
-        )
-    else:
-        settings = load_toml(SETTINGS, Settings)
-        settings = msgspec.structs.replace(settings, microbatches=MICROBATCHES)
-        text, rows = read_standard_library(settings.text.max_bytes), settings.sequences
-        trainer = make_trainer(settings, text, SETTINGS.parent)
-        optimizer, loss = make_optimizer(settings.optimizer), example_loss
-
-        def model(rngs):
-            return ByteLM(settings.model, rngs)
-
-        def draw(step, index):
-            key = (settings.seed, step, index)
-            return draw_microbatch(text, key, sequences=rows, context=settings.model.context)
-
+    model, loss, optimizer, rows, draw = make_sleeper() if KIND == "sleeps" else make_example()
+    trainer = rj.Trainer(
+        model=model,
+        optimizer=optimizer,
+        loss_fn=loss,
+        data=draw,
+        batch_size=MICROBATCHES * rows,
+        microbatch_size=rows,
+        numerics=rj.Numerics(clip_norm=1.0),
+    )
     cost = rj.analyze_program(model, loss, draw(0, 0), name=KIND, optimizer=optimizer)
     axes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: STAGES}
     (plan,) = search_plans(
@@ -116,9 +120,8 @@ def make_program():
     )
 
     def draw_batch(step):
-        return jax.tree.map(
-            lambda *parts: np.concatenate(parts), *(draw(step, i) for i in range(MICROBATCHES))
-        )
+        parts = [draw(step, index) for index in range(MICROBATCHES)]
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
     return trainer.compile_plan(plan, devices=jax.devices()), draw_batch
 
