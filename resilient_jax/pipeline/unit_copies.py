@@ -190,7 +190,7 @@ class UnitCopies:
                 since_s = time.monotonic()
             if self._take():
                 since_s = time.monotonic()
-            if self._has_all and not missing:
+            if self._wanted <= self._copies.keys() and not missing:
                 for host in sorted(members):
                     self._tell(host, MailKind.COPIES_HERE, self._own.encode())
                 return True
@@ -219,7 +219,7 @@ class UnitCopies:
             if self._delivery is None or self._request is None:  # it may have been the last
                 return
             self._take()
-            if self._has_all and not self._has_told:
+            if self._wanted <= self._copies.keys() and not self._has_told:
                 self._has_told = True
                 self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
@@ -290,10 +290,6 @@ class UnitCopies:
                 self._send(move.receiver, key, data)
 
     # Whoever receives copies.
-
-    @property
-    def _has_all(self) -> bool:
-        return self._wanted <= self._copies.keys()
 
     def _take(self) -> bool:
         """Take the copies that have come, and update them by all sums that have; return whether something had come."""

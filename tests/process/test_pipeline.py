@@ -327,7 +327,7 @@ def test_a_host_that_dies_while_units_are_copied_changes_no_bit(breakable, victi
     """One that sends copies in the middle of a step, or the one that is to have them."""
     hosts = breakable
     joiner = hosts[NAMES.index("d")]
-    pipeline = Pipeline(hosts[:3], REPLICA_AND_ONE, [2, 2], max_norm=0.5, wait_timeout_s=5.0)
+    pipeline = Pipeline(hosts[:3], REPLICA_AND_ONE, [2, 2], max_norm=0.5)
     digests = [pipeline.step()]
     pipeline.begin_copies(joiner, JOINED)
     digests += [pipeline.step(), pipeline.step()]
