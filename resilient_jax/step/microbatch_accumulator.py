@@ -107,6 +107,7 @@ class MicrobatchAccumulator:
     """Calls the user's function for one microbatch after the other.
 
     Attributes:
+        partners: the other hosts of replicas on several hosts; None: their programs are run without agreement.
         digests: of what was computed of the audited microbatches, by index.
         inputs: what is known of each microbatch that was read here.
         lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
@@ -121,14 +122,13 @@ class MicrobatchAccumulator:
         hooks: StepHooks,
         turns: CompilationTurns,
         audits: Sequence[Audit] = (),
-        partners: ReplicaPartners | None = None,
     ) -> None:
         self._compute_fn = compute_fn
         self._spec = spec
         self._data = data
         self._hooks = hooks
         self._turns = turns
-        self._partners = partners
+        self.partners: ReplicaPartners | None = None
         self._audited = {audit.microbatch for audit in audits}
         self.digests: dict[int, Digest] = {}
         self.inputs: list[MicrobatchInput] = []
@@ -247,9 +247,9 @@ class MicrobatchAccumulator:
         return self._corrupt(found, index)
 
     def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
-        if self._partners is None:
+        if self.partners is None:
             return collective_thread.run(self._compute_fn, microbatch)
-        return self._partners.run(replica, self._compute_fn, microbatch)
+        return self.partners.run(replica, self._compute_fn, microbatch)
 
     def _corrupt(self, found: Tree, index: int) -> Tree:
         """Return what was computed, or what a test makes of it."""

@@ -194,9 +194,11 @@ class Reducer:
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
 
-    def _meet_partners(self, locations: tuple[ReplicaLocation, ...], replicas: dict[int, Replica]) -> None:
+    def _meet_partners(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
+        locations, replicas = self._arrange(shape)
         if self.partners is not None:
             self.partners.prepare(locations, replicas, self.all_reduce)
+        return locations, replicas
 
     def all_reduce(self, tree: Tree) -> Tree:
         """Return the sum over hosts of each leaf, exact where these are floats."""
@@ -240,8 +242,7 @@ class Reducer:
     ) -> tuple[Tree, list[str]]:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
-        locations, replicas = self._arrange(replica_shape)
-        self._meet_partners(locations, replicas)
+        locations, replicas = self._meet_partners(replica_shape)
         # On other numbers of devices a program has other shapes.
         are_alike = len({location.devices for location in locations}) == 1
         typical = next(iter(replicas.values()), None) if are_alike else None
@@ -270,9 +271,8 @@ class Reducer:
             _announce_reads(data, spec, assignment, replicas, speeds)
         audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._collectives)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
-        accumulator = MicrobatchAccumulator(
-            compute, spec, data, self._hooks, self._turns, audits, self.partners
-        )
+        accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
+        accumulator.partners = self.partners
         self._compute(accumulator, contributions, replicas, assignment, agree)
         if audits:
             self._audit(audits, accumulator, spec, assignment, replicas)
