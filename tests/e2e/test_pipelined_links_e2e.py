@@ -21,6 +21,8 @@ SLOW_MBIT_PER_S = 8.0
 MEASURED_STEPS = 132
 """What links take is measured in step 128, while nothing is wrong."""
 SLOW = "host-1"
+NAMED_S = 400.0
+"""A timeout for a busy machine, on which devices seem to be slow and are measured first; it takes some 30 s."""
 
 
 @pytest.fixture
@@ -35,12 +37,14 @@ def network() -> Iterator[Network]:
         found.remove()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_slow_link_of_a_pipeline_is_named_and_no_bit_changes(network: Network, tmp_path: Path) -> None:
     words = [str(HOSTS), "pace=0", f"rows={ROWS}"]
     # A host that is lost on a busy machine would be another cause for everything to begin anew.
     config = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 30.0")
     assert config != CONFIG_WITHOUT_STANDBYS
+    # A host that other programs of this machine slow down would lose layers, and what links take begin anew.
+    config += 'slow_hosts = "report"\n'
     with Pod(
         tmp_path, None, network.sites(), script=SCRIPT, words=words, config=f"{config}snapshot_parity = 1\n"
     ) as pod:
@@ -48,20 +52,22 @@ def test_a_slow_link_of_a_pipeline_is_named_and_no_bit_changes(network: Network,
         assert list_slow(pod) == [], "nothing is wrong yet"
         lift = network.throttle_link(SLOW, SLOW_MBIT_PER_S)
         try:
-            wait_until("a slow host", lambda: list_slow(pod) != [], PATIENCE_S)
-            wait_until("a slow host in the report", lambda: is_shown(pod), PATIENCE_S)
+            wait_until("a slow link", lambda: list_slow(pod) != [], NAMED_S)
+            wait_until("a slow link in the report", lambda: is_shown(pod), PATIENCE_S)
         finally:
             lift()
-        assert list_slow(pod) == [(SLOW, FindingKind.LINK)]
+        assert list_slow(pod) == [SLOW]
         pod.end()
-        assert set(list_slow(pod)) == {(SLOW, FindingKind.LINK)}
+        assert set(list_slow(pod)) == {SLOW}
         check_units(tmp_path, "\n".join(agent.output() for agent in pod.agents.values()), words=words[2:])
 
 
-def list_slow(pod: Pod) -> list[tuple[str, str]]:
-    """Return who was named as slow, and what of it."""
+def list_slow(pod: Pod) -> list[str]:
+    """Return the hosts whose links were named as slow."""
     return [
-        (str(e.detail["slow"]), str(e.detail["part"])) for e in pod.events() if e.kind is EventKind.HOST_SLOW
+        str(event.detail["slow"])
+        for event in pod.events()
+        if event.kind is EventKind.HOST_SLOW and event.detail["part"] == FindingKind.LINK
     ]
 
 
