@@ -22,6 +22,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
@@ -100,8 +101,13 @@ class PipelinedSteps:
         self._worker: PipelineWorker | None = None
         self._placement: UnitPlacement | None = None
         self._watch: StageWatch | None = None
-        self._units: UnitStates | None = None
         self.abstract_state = programs.abstract_state
+        self._units = UnitStates(
+            list_state_units(self.cut, self._config.params),
+            config.recipe.optimizer,
+            self.abstract_state.variables,
+            self.abstract_state.opt_state,
+        )
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
         self._bytes_per_s = options.state_bytes_per_s
@@ -118,7 +124,7 @@ class PipelinedSteps:
     def begin_generation(self, world: World) -> UnitPlacement:
         """Return where the units are on the live hosts."""
         worker = self._open_worker(world)
-        units = self._require_units()
+        units = self._units
         placement = UnitPlacement(
             world,
             units,
@@ -183,7 +189,7 @@ class PipelinedSteps:
 
     def _restore_from_parts(self, placement: UnitPlacement) -> PipelinedState:
         """Return the state that the hosts have kept; units that this host is to hold, and has not, come from others."""
-        worker, world, shapes = self._require_worker(), placement.world, self._require_units().abstract
+        worker, world, shapes = self._require_worker(), placement.world, self._units.abstract
         started_s = time.monotonic()
         step = self._agree(worker)
         world.step_services.hit_failpoint(FailPoint.DURING_RESTORE, step=step)
@@ -298,7 +304,7 @@ class PipelinedSteps:
 
     def gather_state(self, state: PipelinedState) -> TrainingState:
         """Return the state of the whole model in this host's memory. Every host must call this."""
-        placement, units = self._require_placement(), self._require_units()
+        placement, units = self._require_placement(), self._units
         numbers = range(len(units.units))
         found: dict[int, UnitState] = self._exchange(
             placement,
@@ -335,7 +341,7 @@ class PipelinedSteps:
         kept = self._worker.offered_units if self._worker is not None else ()
         if not kept:
             return None
-        part = StatePart.from_units(kept, len(self._require_units().units))
+        part = StatePart.from_units(kept, len(self._units.units))
         if self._placement is None or self._watch is None:
             return part
         generation = self._placement.world.generation
@@ -378,12 +384,6 @@ class PipelinedSteps:
                 self._read,
                 lambda: self._require_placement().world.raise_if_ended(),
             )
-            self._units = UnitStates(
-                self._worker.state.units,
-                self._recipe.optimizer,
-                self.abstract_state.variables,
-                self.abstract_state.opt_state,
-            )
         return self._worker
 
     def _rehearse(self, placement: UnitPlacement, state: PipelinedState) -> None:
@@ -395,7 +395,7 @@ class PipelinedSteps:
         finally:
             worker.drop_state()  # it is no part of the job's state
         if placement.world.step_services.is_joining:
-            self._copied.follow(placement, worker, self._require_units().abstract)
+            self._copied.follow(placement, worker, self._units.abstract)
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"
@@ -404,10 +404,6 @@ class PipelinedSteps:
     def _require_placement(self) -> UnitPlacement:
         assert self._placement is not None, "begin_generation comes first"
         return self._placement
-
-    def _require_units(self) -> UnitStates:
-        assert self._units is not None, "begin_generation comes first"
-        return self._units
 
 
 def _expect_data(data: Prefetcher, placement: UnitPlacement, step: int) -> None:
