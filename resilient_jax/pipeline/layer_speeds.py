@@ -79,61 +79,80 @@ def estimate_pipeline_slowdown(
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
     base = find_block_seconds(_divide(shape, present), shape.block_costs, measured, factors)
-
-    def price(speeds: HostSpeeds, slow: Mapping[HostName, float], without: HostName | None = None) -> float:
-        hosts = tuple(host for host in shape.hosts if host != without)
-        return _price_cut(msgspec.structs.replace(shape, hosts=hosts), speeds, base, slow)
-
-    full_s, tasks_s = price((), {}), price(present, factors)
-    # Some of it is that of slow tasks, if these became slow at the same time.
+    tasks_s = _price_cut(shape, present, base, factors)
+    full_s = _price_cut(shape, (), base, {})
+    # Some of what steps take longer is that of slow tasks, if these became slow at the same time.
     of_links = {host: max(1.0, growth * full_s / tasks_s) for host, growth in links.items()}
-
-    def find_speed(seconds: float, healed: HostName | None = None) -> float:
-        """Return the speed with tasks that take so long, and with slow links but for that of a host."""
-        rest = [found for host, found in of_links.items() if host != healed]
-        return full_s / (seconds * max(rest, default=1.0))
-
+    speeds = _Speeds(shape=shape, base=base, present=present, factors=factors, links=of_links, full_s=full_s)
     slowdown = Slowdown(
         generation=generation,
-        kept=find_speed(tasks_s),
-        redivided=find_speed(price(wanted, factors)) if wanted != present else 0.0,
+        kept=speeds.find(present),
+        redivided=speeds.find(wanted) if wanted != present else 0.0,
         speeds=wanted,
     )
     candidates = sorted({*factors, *links})
     if not candidates:
         return slowdown
-
-    def price_without(host: HostName, *, is_replaced: bool) -> float:
-        """Return the speed with a sound host in the place of one, or without it."""
-        left = {name: factor for name, factor in factors.items() if name != host}
-        speeds = tuple(one for one in present if one[0] != host)
-        return find_speed(price(speeds, left, None if is_replaced else host), host)
-
-    # Of equal ones the one that is slower by itself: with even shares no one alone may help.
+    # Of equal ones the slowest by itself: where two are as slow, to replace one of them may not help.
     slowest = max(
         candidates,
-        key=lambda host: (
-            price_without(host, is_replaced=True),
-            factors.get(host, of_links.get(host, 1.0)),
-            host,
-        ),
+        key=lambda host: (speeds.find_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
     )
     can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
     return msgspec.structs.replace(
         slowdown,
         host=slowest,
-        replaced=price_without(slowest, is_replaced=True),
-        without=price_without(slowest, is_replaced=False) if can_do_without else 0.0,
+        replaced=speeds.find_healed(slowest),
+        without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
         devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
         why_all_devices="a stage of a pipeline computes on all devices of its host",
     )
 
 
-def _list_link_growths(findings: Sequence[Finding], find_growth: FindGrowth) -> dict[HostName, float]:
-    """Return how many times as long steps take, for each host whose link is slow and makes them longer."""
-    links = [one for one in findings if one.kind is FindingKind.LINK]
-    growths = {HostName(one.host): find_growth(one.since_step) for one in links}
-    return {host: growth for host, growth in growths.items() if growth > 1}
+class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """The speeds of a pipeline, as parts of that with all hosts and links sound.
+
+    Attributes:
+        shape: of the pipeline.
+        base: what its blocks take on a sound host.
+        present: the speeds by which layers are divided.
+        factors: how many times as long the tasks of slow hosts take.
+        links: how many times as long steps take because of the slow link of a host.
+        full_s: what a step takes with all of them sound.
+    """
+
+    shape: PipelineShape
+    base: BlockTable
+    present: HostSpeeds
+    factors: Mapping[HostName, float]
+    links: Mapping[HostName, float]
+    full_s: float
+
+    def find(self, speeds: HostSpeeds) -> float:
+        """Return the speed with layers divided by `speeds`."""
+        return self._find(self.shape, speeds, self.factors, self.links)
+
+    def find_healed(self, host: HostName, *, is_gone: bool = False) -> float:
+        """Return the speed with a sound host in the place of one, or without it."""
+        shape = self.shape
+        if is_gone:
+            shape = msgspec.structs.replace(shape, hosts=tuple(one for one in shape.hosts if one != host))
+        factors, links = (
+            {name: factor for name, factor in found.items() if name != host}
+            for found in (self.factors, self.links)
+        )
+        return self._find(shape, tuple(one for one in self.present if one[0] != host), factors, links)
+
+    def _find(
+        self,
+        shape: PipelineShape,
+        speeds: HostSpeeds,
+        factors: Mapping[HostName, float],
+        links: Mapping[HostName, float],
+    ) -> float:
+        return self.full_s / (
+            _price_cut(shape, speeds, self.base, factors) * max(links.values(), default=1.0)
+        )
 
 
 def find_block_seconds(
