@@ -4,6 +4,8 @@ import collections
 import dataclasses
 from typing import Final
 
+import msgspec
+
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import PlanError
@@ -54,7 +56,8 @@ def list_possible_slowness(topology: Topology) -> list[PossibleSlowness]:
         alike[host.accelerator, host.devices, host.device_speeds, host.speed].append(host)
     found: list[PossibleSlowness] = []
     for hosts in alike.values():
-        last, kinds = hosts[-1], [(None, len(hosts))]
+        last = hosts[-1]
+        kinds: list[tuple[int | None, int]] = [(None, len(hosts))]
         if last.devices > 1:
             kinds.append((last.living_devices[-1], len(hosts) * last.devices))
         found += [
@@ -84,26 +87,25 @@ def estimate_possible_slowdown(
         [one.step_time_s for one in (kept, stayed) if one is not None],
         default=plan.step_time_s / slow.speed,
     )
-    speeds = {
-        "kept": plan.step_time_s / kept_s,
-        "without": _find_speed(plan, topology, (slow.host.name,)),
-        "redivided": _find_redivided_speed(plan, now) if is_pipeline else 0.0,
-    }
+    slowdown = Slowdown(
+        generation=GenerationNumber(0),
+        host=slow.host.name,
+        kept=plan.step_time_s / kept_s,
+        replaced=1.0,
+        without=_find_speed(plan, topology, (slow.host.name,)),
+        redivided=_find_redivided_speed(plan, now) if is_pipeline else 0.0,
+    )
     if slow.device is None:
         why = (
             "no device of it is slower than its other ones" if slow.host.devices > 1 else "it has one device"
         )
-        return _make_slowdown(slow, speeds, why_all_devices=why)
+        return msgspec.structs.replace(slowdown, why_all_devices=why)
+    slowdown = msgspec.structs.replace(slowdown, devices=(slow.device,))
     if is_pipeline or not used:
         why = ALL_DEVICES if is_pipeline else "it cannot do without a device"
-        return _make_slowdown(slow, speeds, devices=(slow.device,), why_all_devices=why)
+        return msgspec.structs.replace(slowdown, why_all_devices=why)
     out = tuple(f"{slow.host.name}/{device}" for device in slow.host.living_devices if device not in used)
-    fewer = _find_speed(plan, topology, out)
-    return _make_slowdown(slow, speeds, devices=(slow.device,), fewer_devices=fewer)
-
-
-def _make_slowdown(slow: PossibleSlowness, speeds: dict[str, float], **devices: object) -> Slowdown:
-    return Slowdown(generation=GenerationNumber(0), host=slow.host.name, replaced=1.0, **speeds, **devices)
+    return msgspec.structs.replace(slowdown, fewer_devices=_find_speed(plan, topology, out))
 
 
 def _find_speed(plan: Plan, topology: Topology, lost: tuple[str, ...]) -> float:

@@ -14,7 +14,6 @@ def test_of_a_tensor_group_with_a_slow_member_the_power_of_two_is_kept_that_is_f
     """ResiHP (arXiv 2605.06374): of speeds 1, 1, 1, 0.4 all four compute at 1.6, and two at 2.0."""
     choice = choose_devices_to_leave_out([(0, 1.0), (1, 1.0), (2, 1.0), (3, 0.4)], [3], "even")
     assert choice == DeviceChoice(out=(3,), used=(0, 1), speed=2.0 / 4)
-    assert choice.speed > min(1.0, 0.4)
 
 
 def test_the_devices_used_are_the_tensor_group_of_the_planner():

@@ -7,6 +7,7 @@ import jax
 import pytest
 from eight_devices import eight_devices
 
+from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import (
     ANY_STEP,
     FailPoint,
@@ -31,7 +32,7 @@ class Host:
         self._controller = FailPointController(work)
         self.throttle = DeviceThrottle(FailPoints(work, "host-0"), self.list_devices, NUMBERS)
 
-    def list_devices(self) -> list[jax.Device]:
+    def list_devices(self) -> list[Device]:
         return jax.devices()[: len(NUMBERS)]
 
     def slow_down(self, number: int, host: str = "host-0") -> None:
