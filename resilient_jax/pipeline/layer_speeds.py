@@ -74,7 +74,10 @@ def estimate_pipeline_slowdown(
         find_growth: returns how many times as long steps take as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
-    links = _list_link_growths(findings, find_growth)
+    growths = {
+        HostName(one.host): find_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
+    }
+    links = {host: growth for host, growth in growths.items() if growth > 1}
     if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
