@@ -257,6 +257,9 @@ def test_a_backward_pass_that_is_run_again_adds_no_gradient_a_second_time(model)
 class LostReceivers:
     """The mail of a host whose peers are lost."""
 
+    def pack(self, arrays):
+        return pack_arrays(arrays)
+
     def __init__(self):
         self.tried = []
 
