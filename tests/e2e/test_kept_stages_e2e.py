@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 from pipelined_job import PipelinedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS
 
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import Event, EventKind
@@ -19,9 +18,8 @@ SLOW_NETWORK = "state_bytes_per_s=1000"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
     """Yield a running job; check the bits of all steps at the end."""
-    config = f'{CONFIG_WITHOUT_STANDBYS}slow_hosts = "report"\n'
     folder = tmp_path_factory.mktemp("kept")
-    with PipelinedJob(folder, HOSTS, STAGES, parity=2, config=config, words=[SLOW_NETWORK]) as running:
+    with PipelinedJob(folder, HOSTS, STAGES, parity=2, words=[SLOW_NETWORK]) as running:
         yield running
         running.finish()
 

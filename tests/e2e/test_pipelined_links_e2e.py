@@ -43,8 +43,6 @@ def test_a_slow_link_of_a_pipeline_is_named_and_no_bit_changes(network: Network,
     # A host that is lost on a busy machine would be another cause for everything to begin anew.
     config = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 30.0")
     assert config != CONFIG_WITHOUT_STANDBYS
-    # A host that other programs of this machine slow down would lose layers, and what links take begin anew.
-    config += 'slow_hosts = "report"\n'
     with Pod(
         tmp_path, None, network.sites(), script=SCRIPT, words=words, config=f"{config}snapshot_parity = 1\n"
     ) as pod:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from pipelined_job import PipelinedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS
 
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
@@ -16,8 +15,7 @@ HOSTS, STAGES = 4, 2
 
 @pytest.mark.timeout(600)
 def test_a_stage_killed_in_an_own_loop_costs_no_bit(tmp_path: Path) -> None:
-    config = f'{CONFIG_WITHOUT_STANDBYS}slow_hosts = "report"\n'
-    with PipelinedJob(tmp_path, HOSTS, STAGES, words=["loop=own"], config=config) as job:
+    with PipelinedJob(tmp_path, HOSTS, STAGES, words=["loop=own"]) as job:
         job.wait_protected(HOSTS)
         before = job.wait_training(HOSTS).generation
         assert before is not None

@@ -49,10 +49,6 @@ def trains_on_all(report: JobReport) -> bool:
     return all(not status.devices for status in report.hosts)
 
 
-def is_divided_evenly_again(event: Event) -> bool:
-    return is_decision(RecoveryAction.REDIVIDE, event) and "is slow" not in str(event.detail["reason"])
-
-
 def list_members(report: JobReport) -> list[str]:
     assert report.generation is not None
     return [member.host for member in report.generation.members]
@@ -118,7 +114,7 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
 
 
 @pytest.mark.timeout(600)
-def test_a_slow_stage_loses_layers_and_gets_them_back_when_it_is_sound(tmp_path: Path) -> None:
+def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
     with PipelinedJob(tmp_path, 2, 2, words=["pace=0"], config=CONFIG) as job:
         before = job.wait_training(2)
         assert before.generation is not None
@@ -135,19 +131,14 @@ def test_a_slow_stage_loses_layers_and_gets_them_back_when_it_is_sound(tmp_path:
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert after.generation is not None
         assert [host for host, _ in after.generation.slowness.speeds] == [SLOW]
-        # Measured while it was slow, its devices took long; the next time is when that was a hundredth of the time.
-        job.job.wait_event("layers as before", is_divided_evenly_again, job.patience_s)
-        healthy = job.wait_training(2, after.generation.number)
-        assert healthy.generation is not None
-        assert healthy.generation.slowness.speeds == ()
         formed = [
             e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED and e.host == "host-0"
         ]
         cuts = [str(e.detail["cut"]) for e in formed]
         assert cuts[0] == "host-0 0-2 -> host-1 3-5"
         assert cuts[1] in ("host-0 0-3 -> host-1 4-5", "host-0 0-4 -> host-1 5-5")
-        assert cuts[2:] == cuts[:1]
+        assert not cuts[2:]
         kinds = [e.kind for e in job.job.read_events()]
-        assert kinds.count(EventKind.PIPELINE_STATE_KEPT) == 4, "blocks came from memory"
+        assert kinds.count(EventKind.PIPELINE_STATE_KEPT) == 2, "blocks came from memory"
         assert EventKind.SNAPSHOT_RESTORED not in kinds
         job.finish()
