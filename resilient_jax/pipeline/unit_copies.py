@@ -27,11 +27,11 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
+from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
-from resilient_jax.transport.mail_service import MailService
 
 ANY_STEP: Final = 2**62
 """In the keys of this mail, in place of a step: what is finished with a step is refused, and hosts differ in theirs."""
@@ -124,7 +124,7 @@ class UnitCopies:
         self,
         own: HostName,
         generation: int,
-        service: MailService,
+        service: MailCarrier,
         state: BlockState,
         shapes: Sequence[UnitState],
         sharding: StageSharding,
