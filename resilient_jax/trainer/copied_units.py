@@ -6,6 +6,7 @@ from typing import Final
 
 import jax
 
+from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.world_values import publish_value, read_values
 from resilient_jax.pipeline.block_state import UnitState
@@ -62,7 +63,11 @@ class CopiedUnits:
         if addresses is None:
             return
         copies = self._copies = _make_copies(placement, worker, shapes)
-        copies.request(addresses, placement.list_units_by_host())
+        try:
+            copies.request(addresses, placement.list_units_by_host())
+        except ResilientJaxError:  # a member is lost, or has gone on
+            self.drop()
+            return
         copies.wait(members, world.raise_if_ended, _GenerationLook(world.generation).has_ended)
 
     def take(self, world: World, worker: PipelineWorker) -> None:

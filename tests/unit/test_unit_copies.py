@@ -3,13 +3,15 @@
 import contextlib
 import time
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from small_decoders import KEY, MAKERS, make_batch
-from test_pipelined_variables import PIPELINE, make_trainer
 
+import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState
@@ -55,7 +57,7 @@ class Host:
         draw = np.random.default_rng(self.step)
         sums = {
             number: {
-                weight.name: jax.numpy.asarray(draw.standard_normal(weight.shape), np.float32)
+                weight.name: jnp.asarray(draw.standard_normal(weight.shape), np.float32)
                 for weight in self.state.units[number].weights
                 if weight.is_trained or weight.name in self.changed
             }
@@ -66,6 +68,20 @@ class Host:
         self.step += 1
         committed = CommittedStep(step=self.step, norm=float(norm), loss=float(loss), sums=sums)
         self.copies.pass_commit(committed, [MEMBER], [{MEMBER}] * len(self.state.units))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.BatchNorm(use_running_average=False)(nn.Dense(6)(x))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for number in range(2):
+            x = Layer(name=f"layer_{number}")(x)
+        return x
 
 
 class Parts:
@@ -88,7 +104,16 @@ class PartsWithStatistics(Parts):
     """A model whose layers have batch statistics, which the loss changes."""
 
     def __init__(self):
-        config = make_trainer("linen", PIPELINE)._config
+        trainer = rj.Trainer(
+            model=Net(),
+            optimizer=optax.adamw(1e-2),
+            loss_fn=lambda model, batch: jnp.mean(model(batch) ** 2),
+            data=lambda step, index: np.ones((4, 6), np.float32),
+            batch_size=4,
+            microbatch_size=4,
+            parallelism=rj.Parallelism(pipeline=rj.Pipeline(num_stages=2)),
+        )
+        config = trainer._config
         programs = TrainStep(config.recipe, make_abstract(config.data.batch(0, 0)))
         cut, _ = cut_training_loss(config, programs, {}, jax.local_devices()[:1])
         pipeline, abstract = make_pipeline_config(config, programs, cut), programs.abstract_state
