@@ -60,7 +60,7 @@ class CopiedUnits:
         self.drop()
         members = [host for host in world.hosts if host != world.host]
         addresses = _find_mailboxes(world, members)
-        if addresses is None:
+        if not addresses:
             return
         copies = self._copies = _make_copies(placement, worker, shapes)
         try:
