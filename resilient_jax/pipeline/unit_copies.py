@@ -210,7 +210,9 @@ class UnitCopies:
         box, missing, since_s = self._service.box, set(members), time.monotonic()
         while True:
             check()
-            while (mail := box.try_take_kind(MailKind.COPIES_HERE, self._about)) is not None:
+            while (
+                mail := box.try_take_kind(MailKind.COPIES_HERE, lambda key: key.step == self._about)
+            ) is not None:
                 missing.discard(HostName(bytes(mail.data).decode()))
                 since_s = time.monotonic()
             try:
@@ -332,7 +334,7 @@ class UnitCopies:
         box, has_come = self._service.box, False
         if self._request is None:
             return False
-        while (mail := box.try_take_kind(MailKind.COPY, self._about)) is not None:
+        while (mail := box.try_take_kind(MailKind.COPY, lambda key: key.step == self._about)) is not None:
             unit, step, has_come = mail.key.block, mail.key.microbatch, True
             leaves, structure = jax.tree.flatten(self._shapes[unit])
             # A copy: each array would keep the one buffer in which all of them have arrived.
@@ -409,7 +411,9 @@ class UnitCopies:
         packing = self._delivery.packing if self._delivery is not None else ()
         self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
         kept_step = ANY_STEP + keep if keep is not None else None
-        self._service.box.drop_kinds((MailKind.COPY, MailKind.COPY_SUMS), kept_step)
+        for kind in (MailKind.COPY, MailKind.COPY_SUMS):
+            while self._service.box.try_take_kind(kind, lambda key: key.step != kept_step) is not None:
+                continue
         if self._packer is not None:
             self._packer.shutdown(wait=False, cancel_futures=True)
             self._packer = None

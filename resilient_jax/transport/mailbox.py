@@ -8,7 +8,7 @@ have the same bits, so the first one is kept, and a key that was taken is rememb
 import copy
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError, StaleGeneration
@@ -81,22 +81,16 @@ class Mailbox:
         with self._changed:
             return self._pop(key)
 
-    def try_take_kind(self, kind: MailKind, step: int | None = None) -> Mail | None:
+    def try_take_kind(self, kind: MailKind, accept: Callable[[MailKey], bool] | None = None) -> Mail | None:
         """Return the first value of a kind, by key, if there is one here; it is then no longer in the box.
 
         Args:
             kind: of the value.
-            step: in its key; None: any.
+            accept: of which keys it may be; None: of any.
         """
         with self._changed:
-            found = [key for key in self._mail if key.kind is kind and step in (None, key.step)]
+            found = [key for key in self._mail if key.kind is kind and (accept is None or accept(key))]
             return self._pop(min(found)) if found else None
-
-    def drop_kinds(self, kinds: Collection[MailKind], kept_step: int | None = None) -> None:
-        """Drop all values of some kinds, but for those with the step `kept_step` in their keys."""
-        with self._changed:
-            for key in [key for key in self._mail if key.kind in kinds and key.step != kept_step]:
-                self._pop(key)
 
     def wait_for_more(self, timeout_s: float) -> bool:
         """Wait until a value arrives or the time has passed; return whether some host sends no more."""
