@@ -118,14 +118,12 @@ class _Delivery:
         since_s: when it began to send states; None: it has sent nothing yet.
         idle_since_s: since when the worker has had all copies; None: it has not.
         idle_steps: since then.
-        packing: the states that are being packed.
     """
 
     moves: tuple[UnitMove, ...]
     since_s: float | None = None
     idle_since_s: float | None = None
     idle_steps: int = 0
-    packing: tuple[Future[None], ...] = ()
 
 
 class UnitCopies:
@@ -171,6 +169,8 @@ class UnitCopies:
         """In place of a step in the keys of all mail about this request."""
         self._delivery: _Delivery | None = None
         self._packer: ThreadPoolExecutor | None = None
+        self._packing: tuple[Future[None], ...] = ()
+        """The states that are being packed."""
         self._has_told = False
         """Whether the worker that joins knows that this host has all copies."""
 
@@ -223,7 +223,7 @@ class UnitCopies:
                         self._tell(host, MailKind.COPIES_HERE, self._own.encode())
                     return True
             except ResilientJaxError:  # a member is lost, or sends what does not fit
-                since_s = -PATIENCE_S
+                since_s = float("-inf")
             is_late = time.monotonic() - since_s > PATIENCE_S
             if is_late or self._was_told(MailKind.COPIES_STOPPED) or is_over():
                 self.drop()
@@ -242,7 +242,7 @@ class UnitCopies:
             hosts: the members.
             holders: the hosts that have each unit.
         """
-        own = {number for number, hosts in enumerate(holders) if self._own in hosts}
+        own = {number for number, having in enumerate(holders) if self._own in having}
         if not own <= committed.sums.keys():
             return  # of the generation before: the hosts agree on a step, and units have not moved yet
         try:
@@ -292,7 +292,7 @@ class UnitCopies:
         is_over = now_s - delivery.since_s > MAX_DELIVERY_S or (
             is_idle and delivery.idle_steps >= MIN_IDLE_STEPS
         )
-        if is_over or any(one.done() and one.exception() is not None for one in delivery.packing):
+        if is_over or any(one.done() and one.exception() is not None for one in self._packing):
             self.stop()
             return
         for unit in sorted({move.unit for move in delivery.moves}):
@@ -308,7 +308,7 @@ class UnitCopies:
                 _ = leaf.addressable_shards
             receivers = [move.receiver for move in delivery.moves if move.unit == unit]
             found.append(self._packer.submit(self._pack, self._about, unit, step, leaves, receivers))
-        delivery.packing = tuple(found)
+        self._packing = tuple(found)
 
     def _pack(
         self, about: int, unit: int, step: int, leaves: list[jax.Array], receivers: list[HostName]
@@ -366,14 +366,16 @@ class UnitCopies:
             check: raises what ends the wait.
         """
         deadline_s, has_all_hosts = time.monotonic() + CATCH_UP_TIMEOUT_S, True
-        while has_all_hosts and time.monotonic() < deadline_s:
+        while True:
             check()
             try:
                 self._take()
             except ResilientJaxError:  # a host sends what does not fit
                 self._copies = {}
-            are_here = all(copy.step >= step for copy in self._copies.values())
-            if are_here or self._was_told(MailKind.COPIES_STOPPED):
+            is_late = (
+                time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
+            )
+            if is_late or all(copy.step >= step for copy in self._copies.values()):
                 break
             has_all_hosts = not self._service.box.wait_for_more(CHECK_INTERVAL_S)
         found = {unit: copy.state for unit, copy in self._copies.items() if copy.step == step}
@@ -408,7 +410,6 @@ class UnitCopies:
             wait_s: for how long to wait for what is being packed: until then a thread has arrays on devices.
             keep: as of `stop`.
         """
-        packing = self._delivery.packing if self._delivery is not None else ()
         self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
         kept_step = ANY_STEP + keep if keep is not None else None
         for kind in (MailKind.COPY, MailKind.COPY_SUMS):
@@ -417,7 +418,9 @@ class UnitCopies:
         if self._packer is not None:
             self._packer.shutdown(wait=False, cancel_futures=True)
             self._packer = None
-        wait_for_futures(packing, wait_s)
+        wait_for_futures([one for one in self._packing if not one.cancelled()], wait_s)
+        # What has failed has arrays in its traceback.
+        self._packing = tuple(one for one in self._packing if not one.done())
 
     def _was_told(self, kind: MailKind) -> bool:
         """Return whether any host has sent such a message about copies for the worker that joins."""

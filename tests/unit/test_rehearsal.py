@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
@@ -21,6 +21,8 @@ from resilient_jax.jax_runtime.failures import RehearsalFailed
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
+from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import make_local_opener
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.standalone import StandaloneControl
@@ -40,8 +42,9 @@ ORDER = TakeSeat(
 )  # fmt: skip
 
 
-def run(train: Callable[[World], None]) -> bool:
-    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener(), [])
+def run(train: Callable[[World], None], kept: list[KeptArrays] | None = None) -> bool:
+    kept = [] if kept is None else kept
+    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener(), kept)
 
 
 def make_state() -> dict[str, jax.Array]:
@@ -218,7 +221,8 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
     data = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
     rehearsed: list[bool] = []
     seen: list[float] = []
-    monkeypatch.setattr(trainer, "run", lambda train, **_: rehearsed.append(run(train)))
+    kept: list[KeptArrays] = []
+    monkeypatch.setattr(trainer, "run", lambda train, **_: rehearsed.append(run(train, kept)))
 
     def loss_fn(model: Any, batch: Any) -> Any:
         loss = jnp.mean((model(batch) - 1) ** 2)
@@ -244,6 +248,12 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
     ).run(train)
     assert rehearsed == [True]
     assert seen == [0.0] * 4
+    (steps,) = kept
+    assert isinstance(steps, PipelinedSteps)
+    worker = steps._worker
+    assert worker is not None
+    found = (worker._sums.sharding, worker._runner.sharding)
+    assert all(isinstance(sharding.mesh, AbstractMesh) for sharding in found), "a mesh keeps its devices"
 
 
 @pytest.mark.parametrize("kept", ["bca", "bdc", ""])
