@@ -238,12 +238,20 @@ def test_copies_of_another_model_are_dropped(pair):
     assert joiner.copies.finish(member.step + 1, lambda: None) == {}
 
 
-def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(pair):
-    member, _ = pair
-    member.copies.stop()
+def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
+    member, joiner = make_host(MEMBER), make_host(JOINER)
+    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    everything = range(len(joiner.state.units))
+    joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
+    end_s = time.monotonic() + WAIT_S
+    while not member.service.box.bytes_held:
+        assert time.monotonic() < end_s
+        member.service.box.wait_for_more(WAIT_S)
     few = CommittedStep(step=member.step, norm=1.0, loss=1.0, sums={0: {}})
     member.copies.pass_commit(few, [MEMBER], [{MEMBER}] * len(member.state.units))
     assert not member.copies.has_begun
+    member.train()
+    assert member.copies.has_begun
 
 
 def test_holders_take_turns_in_sending_and_what_a_host_has_is_not_sent():
