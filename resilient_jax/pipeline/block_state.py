@@ -244,6 +244,36 @@ def place_unit(unit: StateUnit, state: UnitState, sharding: StageSharding) -> Un
     )
 
 
+def place_sums(unit: StateUnit, sums: Mapping[str, Any], sharding: StageSharding) -> dict[str, jax.Array]:
+    """Return sums of a unit on the devices of a host: of gradients as the weights are, of variables on all of them."""
+    trained = set(unit.trained_names)
+    return {
+        name: jax.device_put(
+            value, sharding.place(sharding.find_weight_spec(name) if name in trained else P())
+        )
+        for name, value in sums.items()
+    }
+
+
+def describe_sums(
+    unit: StateUnit, changed: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of the sums of a unit, sorted by name; sums of floats have 32 bits at least.
+
+    Args:
+        unit: of the model.
+        changed: what one microbatch makes of each variable that the loss changes.
+    """
+    found = {weight.name: weight.describe() for weight in unit.weights if weight.is_trained}
+    found |= {weight.name: changed[weight.name] for weight in unit.weights if weight.name in changed}
+    return {
+        name: jax.ShapeDtypeStruct(shape.shape, jnp.promote_types(shape.dtype, np.float32))
+        if jnp.issubdtype(shape.dtype, jnp.inexact)
+        else jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+        for name, shape in sorted(found.items())
+    }
+
+
 def _run(closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding], *arguments: Any) -> list[Any]:  # noqa: ANN401
     """Run a traced update; without shardings on a single device."""
     found = core.jaxpr_as_fun(closed)(*arguments)

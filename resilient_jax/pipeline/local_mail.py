@@ -14,6 +14,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.transport.mail_protocol import Mail, MailKey
 from resilient_jax.transport.mailbox import Mailbox
+from resilient_jax.transport.received_mail import ReceivedMailCounter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,17 +34,22 @@ class LocalMailService:
 
     Attributes:
         box: what has arrived.
+        received: nothing; no mail is under way.
         address: none; there is no socket.
     """
 
     def __init__(self, own_name: HostName, boxes: Mapping[HostName, Mailbox]) -> None:
         """Use the boxes of all stages, which they share."""
         self.box, self.address = boxes[own_name], ""
+        self.received = ReceivedMailCounter()
         self._boxes = boxes
 
     def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Drop what older generations sent."""
         self.box.begin_generation(generation)
+
+    def add_peer(self, peer: HostName, address: str) -> None:
+        """Do nothing: a stage sends to every box from the beginning."""
 
     def send(self, to: HostName, mail: Mail) -> None:
         """Put a value into the box of a stage."""
@@ -77,6 +83,6 @@ class LocalStepMail(StepMail):
         self, sender: HostName, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
     ) -> tuple[Any, ...]:
         """Wait for arrays, and return them where the sender has them."""
-        found: Any = self._take(sender, key)
+        found: Any = self.take_bytes(sender, key)
         assert isinstance(found, ArraysInMail), "it was sent by `pack`"
         return found.arrays

@@ -22,7 +22,12 @@ from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import BlockState, ReduceVariable, UnitState
+from resilient_jax.pipeline.block_state import (
+    BlockState,
+    ReduceVariable,
+    UnitState,
+    place_sums,
+)
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
@@ -32,6 +37,7 @@ from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
     TaskProgress,
     catch_up,
+    drop_late_copies,
     exchange_progress,
     find_newest_routing,
     plan_continuation,
@@ -113,6 +119,7 @@ class PipelineWorker:
 
     Attributes:
         host: this one.
+        cut: the model.
         config: of the job.
         service: the mail of this host.
         state: of the units that it holds.
@@ -151,7 +158,7 @@ class PipelineWorker:
         units = list_state_units(cut, config.params)
         self.step = 0
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
-        self._cut = cut
+        self.cut = cut
         self.state = BlockState(units, optimizer, cut.sharding, config.reduce_variable)
         self.host = host
         self.config = config
@@ -200,7 +207,10 @@ class PipelineWorker:
         self._runner.sharding = self._sums.sharding = sharding
         if self._is_on_host:
             self.state.place(sharding)
-            self._gradients = _place_gradients(self._gradients, sharding)
+            self._gradients = self._gradients and {
+                number: place_sums(self._units[number], sums, sharding)
+                for number, sums in self._gradients.items()
+            }
             self._is_on_host = False
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
@@ -236,7 +246,7 @@ class PipelineWorker:
         What was done of the step is dropped, except for the sums of a step that another host may have committed.
         """
         gradients = self._gradients
-        self.drop_step()
+        self.drop_step(keep_devices=False)
         self.state.move_to_host()
         self._gradients = jax.tree.map(np.array, gradients)
         self._is_on_host = True
@@ -244,11 +254,19 @@ class PipelineWorker:
     def drop_state(self) -> None:
         """Drop every array: this host has nothing any more that the others could use."""
         self.step, self._table, self._is_on_host = 0, None, False
-        self.drop_step()
+        self.drop_step(keep_devices=False)
         self.state.replace({})
 
-    def drop_step(self) -> None:
-        """Drop all that was done of the step, with every array that it needs."""
+    def drop_step(self, *, keep_devices: bool = True) -> None:
+        """Drop all that was done of the step, with every array that it needs.
+
+        Args:
+            keep_devices: whether this generation goes on; else nothing here refers to its devices any more.
+        """
+        if not keep_devices:
+            self._runner.sharding = self._sums.sharding = _forget_devices(self._sums.sharding)
+            if self._generation is not None:
+                self._generation = dataclasses.replace(self._generation, sharding=None)
         self._routes, self.routed_in, self._gradients = (), 0, None
         self._runner.begin_step()
         self._sums.begin_step(self.step)
@@ -286,6 +304,10 @@ class PipelineWorker:
         found = exchange_progress(self.make_mail(), self._require_generation().hosts, self.host, mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
         newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
+        found = drop_late_copies(found, newest.step)
+        if self._has_copies and self.step < newest.step:
+            self.drop_step()
+            self.state.replace({})
         if not self.state.states:
             self.step, self._table = newest.step, newest.table
         elif self.step < newest.step:
@@ -331,7 +353,7 @@ class PipelineWorker:
         if not newest:
             self.begin_step(routes, before_task)
             return
-        found = plan_continuation(self._progress, len(self._cut.blocks), self.config.schedule)
+        found = plan_continuation(self._progress, len(self.cut.blocks), self.config.schedule)
         self._routes, self.routed_in = found.routes, self._require_generation().number
         self._runner.forget(found.redone)
         mail = self.make_mail()
@@ -354,8 +376,8 @@ class PipelineWorker:
             place = sharding.place(sharding.find_weight_spec(weight.name))
             return jax.device_put(np.zeros(weight.shape, dtype), place)
 
-        for kind in self._cut.kinds:
-            block = self._cut.blocks[kind.kind.blocks[0]]
+        for kind in self.cut.kinds:
+            block = self.cut.blocks[kind.kind.blocks[0]]
             weights = {weight.name: make_zeros(weight, weight.dtype) for weight in block.weights}
             data = self._read(self.step, FIRST_MICROBATCH)
             gradients, results = self._runner.rehearse(block, weights, data, KINDS[config.schedule])
@@ -369,7 +391,7 @@ class PipelineWorker:
             for number in self.state.states
         }
         make_rows(StepSums({}), sums, config.num_microbatches)
-        changed, whole = self._cut.changed_variables, sharding.place(P())
+        changed, whole = self.cut.changed_variables, sharding.place(P())
         for number, found in sums.items():
             for weight in self._units[number].weights:
                 if weight.name in changed:
@@ -466,14 +488,6 @@ class PipelineWorker:
         return self._generation
 
 
-def _place_gradients(gradients: Gradients | None, sharding: StageSharding) -> Gradients | None:
-    """Return sums on the devices of a host, each as the weight that it is of."""
-    if gradients is None:
-        return None
-    return {
-        number: {
-            name: jax.device_put(total, sharding.place(sharding.find_weight_spec(name)))
-            for name, total in sums.items()
-        }
-        for number, sums in gradients.items()
-    }
+def _forget_devices(sharding: StageSharding) -> StageSharding:
+    """Return the same without devices: a mesh of those that go away would keep their backend."""
+    return sharding.with_mesh(sharding.mesh.abstract_mesh)

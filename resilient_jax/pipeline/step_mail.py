@@ -15,6 +15,7 @@ from resilient_jax.pipeline_schedule.tasks import Boundary, BoundaryKind
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mailbox import Mailbox
+from resilient_jax.transport.received_mail import ReceivedMailCounter
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -28,10 +29,15 @@ class MailCarrier(Protocol):
     """What carries the mail of a host: a `MailService`, or within a process a `LocalMailService`."""
 
     box: Mailbox
+    received: ReceivedMailCounter
     address: str
 
     def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Have these peers from now on, with no mail of older generations."""
+        ...
+
+    def add_peer(self, peer: HostName, address: str) -> None:
+        """Have one more peer to send to in this generation."""
         ...
 
     def send(self, to: HostName, mail: Mail) -> None:

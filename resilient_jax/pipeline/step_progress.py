@@ -95,6 +95,15 @@ def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> T
     )
 
 
+def drop_late_copies(progress: Mapping[HostName, TaskProgress], step: int) -> dict[HostName, TaskProgress]:
+    """Return what all hosts say, with nothing of those that have only copies of an earlier step than `step`.
+
+    Such a host has no sums with which it could commit what the others have.
+    """
+    nothing = TaskProgress(step=step, table=None, units_here=(), units_after=(), blocks=())
+    return {host: nothing if one.has_copies and one.step < step else one for host, one in progress.items()}
+
+
 def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:
     """Return the generation of the newest routes of the step; 0: no host has begun it.
 

@@ -92,6 +92,13 @@ def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece
     return tuple(found)
 
 
+def list_scalar_results(cut: CutModel) -> list[str]:
+    """Return the names of the results that a commit table has the means of, loss among them."""
+    outputs = dict(zip(cut.trace.result_names, cut.trace.closed.out_avals, strict=True))
+    names = [name for block in range(cut.num_blocks) for name in _list_results(cut, block)]
+    return [name for name in names if outputs[name].shape == ()]
+
+
 def _list_results(cut: CutModel, block: int) -> tuple[str, ...]:
     """Return the results of a block that are no changed variables."""
     names = cut.blocks[block].programs.result_names

@@ -6,35 +6,37 @@
 3. Whoever lacks a unit updates its copy with these sums, by the program that holders use: it has the same bits.
 4. When the members change, a copy that is of the step which all go on with is a unit like any other, and nothing moves.
 
-A copy is no part of the job's state before that. If a host dies, or something is late, copies are dropped, and the
-units move between two steps as they do without.
+A copy is no part of the job's state before that. If a sender or receiver of copies dies, or something is late, copies
+are dropped, and the units move between two steps as they do without.
 """
 
 import contextlib
 import dataclasses
+import secrets
 import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
-from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
+from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
+from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
-from resilient_jax.transport.mail_service import MailService
 
 ANY_STEP: Final = 2**62
-"""In the keys of this mail, in place of a step: what is finished with a step is refused, and hosts differ in theirs."""
+"""In the keys of this mail a step is at least so much: what is finished with a step is refused, and hosts differ in
+theirs."""
+REQUEST_BITS: Final = 31
 PATIENCE_S: Final = 60.0
 """A worker that joins does without copies if nothing has come for so long: a generation has ended, or a host hangs."""
 CATCH_UP_TIMEOUT_S: Final = 5.0
@@ -46,8 +48,8 @@ MAX_DELIVERY_S: Final = 300.0
 """For so long copies are kept up to date, if nobody joins."""
 MAX_IDLE_S: Final = 10.0
 MIN_IDLE_STEPS: Final = 2
-"""A worker that has all copies waits to join, and keeps the sums that come in memory. It does at the next boundary
-mostly; if it is to wait for longer, which the leader may decide, it gets no more."""
+"""A worker that has all copies waits to join, and keeps the sums that come in memory. It joins at the next step
+boundary as a rule. If the leader delays that, no more sums are sent."""
 
 
 class CopyRequest(msgspec.Struct, frozen=True):
@@ -57,16 +59,14 @@ class CopyRequest(msgspec.Struct, frozen=True):
         host: of the worker.
         address: of its mailbox.
         wanted: the units that each host, this one included, is to hold when it has joined.
+        number: a random one, in the keys of all mail about this request: what belongs to an earlier one, of this worker
+            or another of its host, is not taken for it.
     """
 
     host: HostName
     address: str
     wanted: Mapping[HostName, tuple[int, ...]]
-
-    @property
-    def number(self) -> int:
-        """A number of the worker: what an earlier one of its host has sent is no first copy of it."""
-        return zlib.crc32(self.address.encode())
+    number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,21 @@ class CommittedStep:
     sums: Mapping[int, Mapping[str, Any]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFacts:
+    """What the updates of all units have in common.
+
+    Attributes:
+        num_microbatches: of a step.
+        max_norm: to which gradients are scaled down; None: they are not.
+        changed: what one microbatch makes of each variable that the loss changes, by name.
+    """
+
+    num_microbatches: int
+    max_norm: float | None
+    changed: Mapping[str, jax.ShapeDtypeStruct]
+
+
 @dataclasses.dataclass(slots=True)
 class _Copy:
     """A unit after some steps."""
@@ -103,14 +118,12 @@ class _Delivery:
         since_s: when it began to send states; None: it has sent nothing yet.
         idle_since_s: since when the worker has had all copies; None: it has not.
         idle_steps: since then.
-        packing: the states that are being packed.
     """
 
     moves: tuple[UnitMove, ...]
     since_s: float | None = None
     idle_since_s: float | None = None
     idle_steps: int = 0
-    packing: tuple[Future[None], ...] = ()
 
 
 class UnitCopies:
@@ -124,12 +137,11 @@ class UnitCopies:
         self,
         own: HostName,
         generation: int,
-        service: MailService,
+        service: MailCarrier,
         state: BlockState,
         shapes: Sequence[UnitState],
         sharding: StageSharding,
-        num_microbatches: int,
-        max_norm: float | None,
+        facts: UpdateFacts,
     ) -> None:
         """Have no copy.
 
@@ -140,8 +152,7 @@ class UnitCopies:
             state: of the units that it holds.
             shapes: of the state of each unit.
             sharding: over the devices of this host.
-            num_microbatches: of a step.
-            max_norm: to which gradients are scaled down; None: they are not.
+            facts: of the updates.
         """
         self.generation = generation
         self._own = own
@@ -149,13 +160,17 @@ class UnitCopies:
         self._state = state
         self._shapes = shapes
         self._sharding = sharding
-        self._num_microbatches, self._max_norm = num_microbatches, max_norm
+        self._facts = facts
         self._wanted: frozenset[int] = frozenset()
         """The units that this host is to have copies of."""
         self._copies: dict[int, _Copy] = {}
         self._request: CopyRequest | None = None
+        self._about = ANY_STEP
+        """In place of a step in the keys of all mail about this request."""
         self._delivery: _Delivery | None = None
         self._packer: ThreadPoolExecutor | None = None
+        self._packing: tuple[Future[None], ...] = ()
+        """The states that are being packed."""
         self._has_told = False
         """Whether the worker that joins knows that this host has all copies."""
 
@@ -171,30 +186,46 @@ class UnitCopies:
         self._service.begin_generation(self.generation, addresses)
         self._wanted = frozenset(wanted[self._own])
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
-        self._request = CopyRequest(host=self._own, address=self._service.address, wanted=asked)
+        number = secrets.randbits(REQUEST_BITS)
+        self._request = CopyRequest(
+            host=self._own, address=self._service.address, wanted=asked, number=number
+        )
+        self._about = ANY_STEP + number
         for host in sorted(addresses):
             self._tell(host, MailKind.COPIES_WANTED, msgspec.msgpack.encode(self._request))
 
-    def wait(self, members: Collection[HostName], check: Callable[[], None]) -> bool:
+    def wait(
+        self,
+        members: Collection[HostName],
+        check: Callable[[], None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Wait until this host and all members have the copies that they want; return whether they have.
 
         Args:
             members: of the generation.
             check: raises what ends the wait.
+            is_over: says whether the members have gone on to another generation, in which nobody sends copies.
         """
         box, missing, since_s = self._service.box, set(members), time.monotonic()
         while True:
             check()
-            while (mail := box.try_take_kind(MailKind.COPIES_HERE)) is not None:
+            while (
+                mail := box.try_take_kind(MailKind.COPIES_HERE, lambda key: key.step == self._about)
+            ) is not None:
                 missing.discard(HostName(bytes(mail.data).decode()))
                 since_s = time.monotonic()
-            if self._take():
-                since_s = time.monotonic()
-            if self._wanted <= self._copies.keys() and not missing:
-                for host in sorted(members):
-                    self._tell(host, MailKind.COPIES_HERE, self._own.encode())
-                return True
-            if self._was_told(MailKind.COPIES_STOPPED) or time.monotonic() - since_s > PATIENCE_S:
+            try:
+                if self._take():
+                    since_s = time.monotonic()
+                if self._wanted <= self._copies.keys() and not missing:
+                    for host in sorted(members):
+                        self._tell(host, MailKind.COPIES_HERE, self._own.encode())
+                    return True
+            except ResilientJaxError:  # a member is lost, or sends what does not fit
+                since_s = float("-inf")
+            is_late = time.monotonic() - since_s > PATIENCE_S
+            if is_late or self._was_told(MailKind.COPIES_STOPPED) or is_over():
                 self.drop()
                 return False
             box.wait_for_more(CHECK_INTERVAL_S)
@@ -211,6 +242,9 @@ class UnitCopies:
             hosts: the members.
             holders: the hosts that have each unit.
         """
+        own = {number for number, having in enumerate(holders) if self._own in having}
+        if not own <= committed.sums.keys():
+            return  # of the generation before: the hosts agree on a step, and units have not moved yet
         try:
             while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
                 self._accept(decode_message(_REQUEST, mail.data, "a request for copies"), hosts, holders)
@@ -236,11 +270,12 @@ class UnitCopies:
         """Begin with the copies for a worker that joins; those for an earlier one are dropped."""
         if set(request.wanted) != {*hosts, request.host} or request.host in hosts:
             return  # it was meant for other members
-        self.stop()
+        self.stop(keep=request.number)
         self._service.add_peer(request.host, request.address)
         moves = plan_moves(holders, request.wanted)
         mine = tuple(move for move in moves if move.sender == self._own)
         self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
+        self._about = ANY_STEP + request.number
         self._request, self._has_told, self._delivery = request, False, _Delivery(moves=mine)
 
     def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
@@ -257,7 +292,7 @@ class UnitCopies:
         is_over = now_s - delivery.since_s > MAX_DELIVERY_S or (
             is_idle and delivery.idle_steps >= MIN_IDLE_STEPS
         )
-        if is_over or any(one.done() and one.exception() is not None for one in delivery.packing):
+        if is_over or any(one.done() and one.exception() is not None for one in self._packing):
             self.stop()
             return
         for unit in sorted({move.unit for move in delivery.moves}):
@@ -272,18 +307,21 @@ class UnitCopies:
                 # JAX makes the list of shards at the first read; two threads must not do that at once.
                 _ = leaf.addressable_shards
             receivers = [move.receiver for move in delivery.moves if move.unit == unit]
-            found.append(self._packer.submit(self._pack, unit, step, leaves, receivers))
-        delivery.packing = tuple(found)
+            found.append(self._packer.submit(self._pack, self._about, unit, step, leaves, receivers))
+        self._packing = tuple(found)
 
-    def _pack(self, unit: int, step: int, leaves: list[jax.Array], receivers: list[HostName]) -> None:
+    def _pack(
+        self, about: int, unit: int, step: int, leaves: list[jax.Array], receivers: list[HostName]
+    ) -> None:
         data = pack_arrays(leaves)
         for host in receivers:
-            self._send(host, self._make_key(MailKind.COPY, step, unit), data)
+            self._send(host, MailKey(self.generation, about, MailKind.COPY, step, unit), data)
 
     def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
         sums = committed.sums[unit]
         numbers = np.array([committed.norm, committed.loss], np.float32)
-        data = pack_arrays([numbers, *(sums[name] for name in sorted(sums))])
+        names = describe_sums(self._state.units[unit], self._facts.changed)
+        data = pack_arrays([numbers, *(sums[name] for name in names)])
         key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
         for move in delivery.moves:
             if move.unit == unit:
@@ -294,7 +332,9 @@ class UnitCopies:
     def _take(self) -> bool:
         """Take the copies that have come, and update them by all sums that have; return whether something had come."""
         box, has_come = self._service.box, False
-        while (mail := box.try_take_kind(MailKind.COPY)) is not None:
+        if self._request is None:
+            return False
+        while (mail := box.try_take_kind(MailKind.COPY, lambda key: key.step == self._about)) is not None:
             unit, step, has_come = mail.key.block, mail.key.microbatch, True
             leaves, structure = jax.tree.flatten(self._shapes[unit])
             # A copy: each array would keep the one buffer in which all of them have arrived.
@@ -309,17 +349,12 @@ class UnitCopies:
         return has_come
 
     def _update(self, unit: int, copy: _Copy, mail: Mail) -> None:
-        weights = {weight.name: weight for weight in self._state.units[unit].weights if weight.is_trained}
-        names, shapes = sorted(weights), [jax.ShapeDtypeStruct((2,), np.float32)]
-        for weight in map(weights.__getitem__, names):
-            shapes.append(jax.ShapeDtypeStruct(weight.shape, jnp.promote_types(weight.dtype, np.float32)))
+        described = describe_sums(self._state.units[unit], self._facts.changed)
+        shapes = [jax.ShapeDtypeStruct((2,), np.float32), *described.values()]
         (norm, loss), *sums = unpack_arrays(mail.data, shapes, str(mail.key))
-        placed = {
-            name: jax.device_put(value, self._sharding.place(self._sharding.find_weight_spec(name)))
-            for name, value in zip(names, sums, strict=True)
-        }
+        placed = place_sums(self._state.units[unit], dict(zip(described, sums, strict=True)), self._sharding)
         copy.state = self._state.make_next(
-            unit, copy.state, placed, self._num_microbatches, norm, self._max_norm, loss
+            unit, copy.state, placed, self._facts.num_microbatches, norm, self._facts.max_norm, loss
         )
         copy.step += 1
 
@@ -333,7 +368,10 @@ class UnitCopies:
         deadline_s, has_all_hosts = time.monotonic() + CATCH_UP_TIMEOUT_S, True
         while True:
             check()
-            self._take()
+            try:
+                self._take()
+            except ResilientJaxError:  # a host sends what does not fit
+                self._copies = {}
             is_late = (
                 time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
             )
@@ -353,34 +391,47 @@ class UnitCopies:
             ):  # what is not sent when a generation begins is dropped
                 self._service.wait_sent(time.monotonic() + TELL_TIMEOUT_S)
 
-    def stop(self) -> None:
-        """Send no more for the worker that joins, and tell it and whoever has copies; drop those that are here."""
+    def stop(self, keep: int | None = None) -> None:
+        """Send no more for the worker that joins, and tell it and whoever has copies; drop those that are here.
+
+        Args:
+            keep: the number of a request whose mail is kept: some of it comes before the request itself.
+        """
         if self._request is not None and self._delivery is not None:
             for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)
-        self.drop()
+        self.drop(keep=keep)
 
-    def drop(self) -> None:
-        """Drop all copies, and send no more."""
+    def drop(self, wait_s: float = 0.0, keep: int | None = None) -> None:
+        """Drop all copies, and send no more.
+
+        Args:
+            wait_s: for how long to wait for what is being packed: until then a thread has arrays on devices.
+            keep: as of `stop`.
+        """
         self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
+        kept_step = ANY_STEP + keep if keep is not None else None
         for kind in (MailKind.COPY, MailKind.COPY_SUMS):
-            while self._service.box.try_take_kind(kind) is not None:
+            while self._service.box.try_take_kind(kind, lambda key: key.step != kept_step) is not None:
                 continue
         if self._packer is not None:
             self._packer.shutdown(wait=False, cancel_futures=True)
             self._packer = None
+        wait_for_futures([one for one in self._packing if not one.cancelled()], wait_s)
+        # What has failed has arrays in its traceback.
+        self._packing = tuple(one for one in self._packing if not one.done())
 
     def _was_told(self, kind: MailKind) -> bool:
         """Return whether any host has sent such a message about copies for the worker that joins."""
         request = self._request
         if request is None:
             return False
-        keys = [self._make_key(kind, request.number, index) for index in range(len(request.wanted))]
+        keys = [self._make_key(kind, 0, index) for index in range(len(request.wanted))]
         return any([self._service.box.try_take(key) is not None for key in keys])
 
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
-        return MailKey(self.generation, ANY_STEP, kind, step, unit)
+        return MailKey(self.generation, self._about, kind, step, unit)
 
     def _send(self, to: HostName, key: MailKey, data: memoryview) -> None:
         self._service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
@@ -389,7 +440,7 @@ class UnitCopies:
         """Send a message about copies for the worker that joins."""
         assert self._request is not None, "there is such a worker"
         index = sorted(self._request.wanted).index(self._own)
-        self._send(to, self._make_key(kind, self._request.number, index), memoryview(text))
+        self._send(to, self._make_key(kind, 0, index), memoryview(text))
 
 
 _REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)

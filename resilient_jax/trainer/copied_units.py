@@ -6,11 +6,12 @@ from typing import Final
 
 import jax
 
+from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.world_values import publish_value, read_values
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.worker.world import World
@@ -20,6 +21,12 @@ DIRECTORY: Final = "resilient_jax/mail"
 FIND_TIMEOUT_S: Final = 5.0
 """Until the members have published their mailboxes: they do when a generation begins."""
 FIND_INTERVAL_S: Final = 0.02
+NEWEST: Final = "resilient_jax/mail_generation"
+"""The generation of each member, in the values of their world, by host."""
+LOOK_INTERVAL_S: Final = 0.5
+"""How often a worker that waits for copies asks whether the members have gone on to another generation."""
+DROP_TIMEOUT_S: Final = 1.0
+"""For the copy that is being packed. A thread that has arrays of a world keeps its devices."""
 
 
 class CopiedUnits:
@@ -44,6 +51,7 @@ class CopiedUnits:
         self._copies = _make_copies(placement, worker, shapes)
         self._holders = [placement.list_holders(number) for number in range(len(shapes))]
         worker.after_commit = self._pass_commit
+        publish_value(f"{NEWEST}/{world.host}", str(world.generation))
         publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
 
     def follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
@@ -52,11 +60,15 @@ class CopiedUnits:
         self.drop()
         members = [host for host in world.hosts if host != world.host]
         addresses = _find_mailboxes(world, members)
-        if addresses is None:
+        if not addresses:
             return
         copies = self._copies = _make_copies(placement, worker, shapes)
-        copies.request(addresses, placement.list_units_by_host())
-        copies.wait(members, world.raise_if_ended)
+        try:
+            copies.request(addresses, placement.list_units_by_host())
+        except ResilientJaxError:  # a member is lost, or has gone on
+            self.drop()
+            return
+        copies.wait(members, world.raise_if_ended, _GenerationLook(world.generation).has_ended)
 
     def take(self, world: World, worker: PipelineWorker) -> None:
         """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
@@ -78,7 +90,7 @@ class CopiedUnits:
         """Drop all copies."""
         copies, self._copies, self._world = self._copies, None, None
         if copies is not None:
-            copies.drop()
+            copies.drop(DROP_TIMEOUT_S)
 
     def _pass_commit(self, committed: CommittedStep) -> None:
         copies, world = self._copies, self._world
@@ -87,6 +99,22 @@ class CopiedUnits:
         copies.pass_commit(committed, world.hosts, self._holders)
         if copies.has_begun:
             world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
+
+
+class _GenerationLook:
+    """Whether the members are in a later generation than this one, as they publish it; asked now and then."""
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._looked_s = time.monotonic()
+
+    def has_ended(self) -> bool:
+        """Return whether some member is in a later generation."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_INTERVAL_S:
+            return False
+        self._looked_s = now_s
+        return any(int(text) > self._generation for text in read_values(NEWEST).values())
 
 
 def _make_copies(placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> UnitCopies:
@@ -98,8 +126,11 @@ def _make_copies(placement: UnitPlacement, worker: PipelineWorker, shapes: Seque
         worker.state,
         shapes,
         placement.sharding,
-        config.num_microbatches,
-        config.max_norm,
+        UpdateFacts(
+            num_microbatches=config.num_microbatches,
+            max_norm=config.max_norm,
+            changed={name: shape for name, (_, shape) in worker.cut.changed_variables.items()},
+        ),
     )
 
 

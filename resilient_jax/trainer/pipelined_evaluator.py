@@ -69,11 +69,14 @@ class PipelinedEvaluator:
         return self._evaluation.is_due(step, self._num_steps)
 
     def evaluate(self, layout: StateLayout, state: PipelinedState) -> dict[str, float]:
-        """Return the mean of each metric over all microbatches. Every host must call this.
+        """Return the mean of each metric over all microbatches; in a rehearsal zeros. Every host must call this.
 
         Raises:
             PeerUnreachable: a host is lost, or late; in the next generation the evaluation is made anew.
         """
+        if layout.world.is_rehearsal:  # the other hosts send nothing
+            names = [name for block in self._blocks for name in block.result_names]
+            return compute_metrics(EvaluationSums(0.0, dict.fromkeys(names, 0.0)), self._num_microbatches)
         placement, mail = self._steps.find_stage()
         world, step = layout.world, mail.step
         # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.

@@ -24,6 +24,7 @@ from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.sum_pieces import list_scalar_results
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.protocol.failpoints import FailPoint
@@ -230,7 +231,7 @@ class PipelinedSteps:
     # A step.
 
     def step(self, state: PipelinedState, step: int) -> tuple[PipelinedState, dict[str, float]]:
-        """Return the next state and the metrics.
+        """Return the next state and the metrics; in a rehearsal zeros.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the policy is to stop.
@@ -240,7 +241,7 @@ class PipelinedSteps:
         world = placement.world
         if world.is_rehearsal:
             self._rehearse(placement, state)
-            return state, {}
+            return state, dict.fromkeys([*list_scalar_results(self.cut), LOSS_METRIC, "grad_norm"], 0.0)
         watch = self._watch
         assert watch is not None, "begin_generation comes first"
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts

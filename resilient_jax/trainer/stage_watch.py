@@ -144,14 +144,13 @@ class StageWatch:
 
     def end_tasks(self, step: int) -> StageReport | None:
         """Count the tasks of a step, which all are done here; return what to tell, in a step in which hosts do."""
-        work = self._worker.timings.end_step()
+        work, received = self._worker.timings.end_step(), self._worker.received.take()
         if self._slow_hosts is not None and work.microbatches:
             inputs = [
                 MicrobatchInput(waited_s, self._data.lengths(step, microbatch))
                 for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
             ]
             self._slow_hosts.add(self._describe_step(step), [len(work.microbatches)], work.seconds, inputs)
-            received = self._worker.received.take()
             self._slow_hosts.add_received(self._describe_step(step), received.num_bytes, received.seconds)
         self._num_steps += 1
         if self._num_steps <= UNUSUAL_ACCUMULATIONS:

@@ -95,7 +95,8 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     Attributes:
         generation: of the routes in which the value is sent; the only part that a second copy does not share.
-        step: of the state from which the value was computed; of readiness, the number of the replicas' shape.
+        step: of the state from which the value was computed; of readiness, the number of the replicas' shape; of
+            copies, the number of their request, above all steps.
         kind: what the value is.
         microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
             of rows, progress, results and digests, the number of the host that says it; of state, the number of the

@@ -81,10 +81,15 @@ class Mailbox:
         with self._changed:
             return self._pop(key)
 
-    def try_take_kind(self, kind: MailKind) -> Mail | None:
-        """Return the first value of a kind, by key, if there is one here; it is then no longer in the box."""
+    def try_take_kind(self, kind: MailKind, accept: Callable[[MailKey], bool] | None = None) -> Mail | None:
+        """Return the first value of a kind, by key, if there is one here; it is then no longer in the box.
+
+        Args:
+            kind: of the value.
+            accept: of which keys it may be; None: of any.
+        """
         with self._changed:
-            found = [key for key in self._mail if key.kind is kind]
+            found = [key for key in self._mail if key.kind is kind and (accept is None or accept(key))]
             return self._pop(min(found)) if found else None
 
     def wait_for_more(self, timeout_s: float) -> bool:

@@ -131,13 +131,16 @@ def _rehearse(
     generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
     committed.first_step, committed.kept = generation.step, kept
+    hosts = (*(member.host for member in others), order.host)
     info = GenerationInfo(
         number=generation.number,
-        hosts=(*(member.host for member in others), order.host),
+        hosts=hosts,
         process_index=ProcessIndex(len(others)),
         change="grow",
         reason="a rehearsal",
         layer_speeds=generation.slowness.speeds,
+        # As the leader decides when this host is a member: a stage that is kept for it stays where it is.
+        stage_hosts=generation.stage_hosts if set(generation.stage_hosts) == set(hosts) else (),
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)

@@ -30,7 +30,7 @@ from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import UnitCopies
+from resilient_jax.pipeline.unit_copies import UnitCopies, UpdateFacts
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -225,8 +225,7 @@ class Host:
             pipeline.state,
             self.make_shapes(),
             self.sharding,
-            config.num_microbatches,
-            config.max_norm,
+            UpdateFacts(num_microbatches=config.num_microbatches, max_norm=config.max_norm, changed={}),
         )
         return self.copies
 

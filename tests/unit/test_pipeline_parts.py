@@ -21,7 +21,7 @@ from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, m
 from resilient_jax.pipeline.stage_evaluation import MicrobatchResults, sum_results
 from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_progress import TaskProgress, plan_continuation
+from resilient_jax.pipeline.step_progress import TaskProgress, drop_late_copies, plan_continuation
 from resilient_jax.pipeline.sum_pieces import list_sum_pieces
 from resilient_jax.pipeline_schedule.rerouting import Resend
 from resilient_jax.pipeline_schedule.routes import Hop, Route, find_holders, make_routes
@@ -216,6 +216,18 @@ def test_a_host_that_was_started_again_does_again_what_it_had_done():
     assert found.done == {done[0]}
     assert [resend.boundary for resend in found.resends] == [activation(0)]
     assert found.routes[0].hops[0] == Hop(A, 0, 1)
+
+
+def test_copies_of_an_earlier_step_are_nothing_that_a_host_has():
+    progress = {
+        host: TaskProgress(
+            step=step, table=None, units_here=(0,), units_after=(0,), blocks=(0,), has_copies=copies
+        )
+        for host, step, copies in ((A, 2, False), (B, 1, True), (C, 2, True))
+    }
+    found = drop_late_copies(progress, 2)
+    assert {host: one.units_here for host, one in found.items()} == {A: (0,), B: (), C: (0,)}
+    assert {one.step for one in found.values()} == {2}
 
 
 def test_what_was_done_by_older_routes_does_not_count():

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
@@ -20,6 +21,8 @@ from resilient_jax.jax_runtime.failures import RehearsalFailed
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
+from resilient_jax.trainer.pipelined_steps import PipelinedSteps
+from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import make_local_opener
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.standalone import StandaloneControl
@@ -39,8 +42,9 @@ ORDER = TakeSeat(
 )  # fmt: skip
 
 
-def run(train: Callable[[World], None]) -> bool:
-    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener(), [])
+def run(train: Callable[[World], None], kept: list[KeptArrays] | None = None) -> bool:
+    kept = [] if kept is None else kept
+    return rehearse(train, ORDER, StandaloneControl("b"), lambda: None, make_local_opener(), kept)
 
 
 def make_state() -> dict[str, jax.Array]:
@@ -203,6 +207,75 @@ def test_a_trainer_saves_logs_and_reports_nothing(
     assert rehearsed == [num_steps > STEP]
     assert reports == []
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for number in range(2):
+            x = x + nn.Dense(1, name=f"layer_{number}")(x)
+        return x
+
+
+def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monkeypatch: pytest.MonkeyPatch):
+    data = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    rehearsed: list[bool] = []
+    seen: list[float] = []
+    kept: list[KeptArrays] = []
+    monkeypatch.setattr(trainer, "run", lambda train, **_: rehearsed.append(run(train, kept)))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss = jnp.mean((model(batch) - 1) ** 2)
+        return loss, {"twice": 2 * loss}
+
+    def train(world: World, train_step: Any) -> None:
+        state = train_step.restore_or_init()
+        seen.append(train_step.evaluate(state)["eval_loss"])
+        for step in world.steps(STEP + 1):
+            state, metrics = train_step(state, step)
+            seen.extend((metrics["loss"], metrics["twice"], metrics["grad_norm"]))
+            world.commit(state, **metrics)
+
+    rj.Trainer(
+        model=Net(),
+        optimizer=optax.sgd(0.1),
+        loss_fn=loss_fn,
+        data=data,
+        batch_size=8,
+        microbatch_size=2,
+        evaluation=rj.Evaluation(data=data, interval_steps=1),
+        parallelism=rj.Parallelism(pipeline=rj.Pipeline(num_stages=2)),
+    ).run(train)
+    assert rehearsed == [True]
+    assert seen == [0.0] * 4
+    (steps,) = kept
+    assert isinstance(steps, PipelinedSteps)
+    worker = steps._worker
+    assert worker is not None
+    found = (worker._sums.sharding, worker._runner.sharding)
+    assert all(isinstance(sharding.mesh, AbstractMesh) for sharding in found), "a mesh keeps its devices"
+
+
+@pytest.mark.parametrize("kept", ["bca", "bdc", ""])
+def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: str):
+    seated = tuple(
+        Member(host=HostName(name), incarnation=Incarnation(1), seat=Seat(seat))
+        for seat, name in enumerate("ac")
+    )
+    generation = msgspec.structs.replace(
+        ORDER.generation, members=seated, stage_hosts=tuple(map(HostName, kept))
+    )
+    seen: list[tuple[str, ...]] = []
+    order = msgspec.structs.replace(ORDER, generation=generation)
+    rehearse(
+        lambda world: seen.append(world.step_services.stage_hosts),
+        order,
+        StandaloneControl("b"),
+        lambda: None,
+        make_local_opener(),
+        [],
+    )
+    assert seen == [tuple(kept) if kept == "bca" else tuple("acb")]
 
 
 @pytest.mark.parametrize(

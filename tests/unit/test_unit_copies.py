@@ -3,20 +3,28 @@
 import contextlib
 import time
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from small_decoders import KEY, MAKERS, make_batch
 
+import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
 from resilient_jax.sharding.stage_sharding import make_single_device_stage
+from resilient_jax.trainer.accumulation import make_abstract
+from resilient_jax.trainer.pipelined_loss import cut_training_loss, make_pipeline_config
+from resilient_jax.trainer.train_step import TrainStep
+from resilient_jax.trainer.unit_states import UnitStates
 from resilient_jax.transport import Credentials
+from resilient_jax.transport.mail_protocol import Mail, MailKind
 from resilient_jax.transport.mail_service import MailService
 
 MEMBER, JOINER = HostName("a"), HostName("d")
@@ -27,12 +35,13 @@ WAIT_S = 60.0
 class Host:
     """A host with a state and copies."""
 
-    def __init__(self, name, units, weights, optimizer):
+    def __init__(self, name, parts):
         self.name, self.step = name, 0
         self.service = MailService(name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
-        self.state = BlockState(units, optimizer)
-        self.state.init_units(weights, name, [frozenset((name,))] * len(units))
-        shapes = [self.state.states[number] for number in range(len(units))]
+        self.changed = parts.changed
+        self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable)
+        self.state.replace(parts.states)
+        shapes = [self.state.states[number] for number in range(len(parts.units))]
         self.copies = UnitCopies(
             name,
             GENERATION,
@@ -40,8 +49,7 @@ class Host:
             self.state,
             shapes,
             make_single_device_stage(),
-            MICROBATCHES,
-            MAX_NORM,
+            UpdateFacts(num_microbatches=MICROBATCHES, max_norm=MAX_NORM, changed=parts.changed),
         )
 
     def train(self):
@@ -49,9 +57,9 @@ class Host:
         draw = np.random.default_rng(self.step)
         sums = {
             number: {
-                weight.name: jax.numpy.asarray(draw.standard_normal(weight.shape), np.float32)
+                weight.name: jnp.asarray(draw.standard_normal(weight.shape), np.float32)
                 for weight in self.state.units[number].weights
-                if weight.is_trained
+                if weight.is_trained or weight.name in self.changed
             }
             for number in self.state.states
         }
@@ -62,15 +70,69 @@ class Host:
         self.copies.pass_commit(committed, [MEMBER], [{MEMBER}] * len(self.state.units))
 
 
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.BatchNorm(use_running_average=False)(nn.Dense(6)(x))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for number in range(2):
+            x = Layer(name=f"layer_{number}")(x)
+        return x
+
+
+class Parts:
+    """What a host is made of: a small decoder."""
+
+    optimizer, reduce_variable = optax.adamw(1e-2), None
+
+    def __init__(self):
+        decoder = MAKERS["nnx"]()
+        cut = cut_model(decoder.loss, decoder.variables, make_batch(), KEY)
+        weights = cut.trace.table.split(decoder.variables)
+        self.units = list_state_units(cut)
+        self.changed = {}
+        whole = BlockState(self.units, self.optimizer)
+        whole.init_units(weights, MEMBER, [{MEMBER}] * len(self.units))
+        self.states = whole.states
+
+
+class PartsWithStatistics(Parts):
+    """A model whose layers have batch statistics, which the loss changes."""
+
+    def __init__(self):
+        trainer = rj.Trainer(
+            model=Net(),
+            optimizer=optax.adamw(1e-2),
+            loss_fn=lambda model, batch: jnp.mean(model(batch) ** 2),
+            data=lambda step, index: np.ones((4, 6), np.float32),
+            batch_size=4,
+            microbatch_size=4,
+            parallelism=rj.Parallelism(pipeline=rj.Pipeline(num_stages=2)),
+        )
+        config = trainer._config
+        programs = TrainStep(config.recipe, make_abstract(config.data.batch(0, 0)))
+        cut, _ = cut_training_loss(config, programs, {}, jax.local_devices()[:1])
+        pipeline, abstract = make_pipeline_config(config, programs, cut), programs.abstract_state
+        self.units = list_state_units(cut, pipeline.params)
+        self.optimizer, self.reduce_variable = config.recipe.optimizer, pipeline.reduce_variable
+        self.changed = {name: shape for name, (_, shape) in cut.changed_variables.items()}
+        assert self.changed
+        units = UnitStates(self.units, self.optimizer, abstract.variables, abstract.opt_state)
+        variables = programs.init().variables
+        self.states = {number: units.init_unit(number, variables) for number in range(len(self.units))}
+
+
 @pytest.fixture
-def make_host():
-    decoder = MAKERS["nnx"]()
-    cut = cut_model(decoder.loss, decoder.variables, make_batch(), KEY)
-    weights, units = cut.trace.table.split(decoder.variables), list_state_units(cut)
+def make_host(request):
+    parts = getattr(request, "param", Parts)()
     with contextlib.ExitStack() as stack:
 
         def make(name):
-            host = Host(name, units, weights, optax.adamw(1e-2))
+            host = Host(name, parts)
             stack.callback(host.service.close)
             stack.callback(host.copies.drop)
             return host
@@ -106,6 +168,7 @@ def list_bits(states):
     }
 
 
+@pytest.mark.parametrize("make_host", [Parts, PartsWithStatistics], indirect=True)
 @pytest.mark.parametrize("steps_after", [0, 3])
 def test_a_copy_has_the_bits_of_the_original_after_every_step(pair, steps_after):
     member, joiner = pair
@@ -150,6 +213,45 @@ def test_a_worker_that_is_not_of_the_next_generation_is_told_to_wait_no_more(pai
         member.train()
     member.copies.leave([MEMBER, JOINER])
     assert not third.copies.wait([MEMBER, HostName("nobody")], lambda: None)
+
+
+def test_a_second_request_of_a_worker_is_served_as_the_first(pair):
+    member, joiner = pair
+    assert joiner.copies.wait([MEMBER], lambda: None)
+    joiner.copies.drop()
+    ask(joiner, member)
+    assert joiner.copies.wait([MEMBER], lambda: None)
+    member.train()
+    assert list_bits(joiner.copies.finish(member.step, lambda: None)) == list_bits(member.state.states)
+
+
+def test_a_worker_waits_no_more_when_the_members_have_gone_on(pair):
+    _, joiner = pair
+    assert not joiner.copies.wait([MEMBER, HostName("nobody")], lambda: None, lambda: True)
+
+
+def test_copies_of_another_model_are_dropped(pair):
+    member, joiner = pair
+    assert joiner.copies.wait([MEMBER], lambda: None)
+    key = joiner.copies._make_key(MailKind.COPY_SUMS, member.step, 0)
+    joiner.service.box.put(Mail(key=key, data=memoryview(b"short"), shape=(5,)))
+    assert joiner.copies.finish(member.step + 1, lambda: None) == {}
+
+
+def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
+    member, joiner = make_host(MEMBER), make_host(JOINER)
+    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    everything = range(len(joiner.state.units))
+    joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
+    end_s = time.monotonic() + WAIT_S
+    while not member.service.box.bytes_held:
+        assert time.monotonic() < end_s
+        member.service.box.wait_for_more(WAIT_S)
+    few = CommittedStep(step=member.step, norm=1.0, loss=1.0, sums={0: {}})
+    member.copies.pass_commit(few, [MEMBER], [{MEMBER}] * len(member.state.units))
+    assert not member.copies.has_begun
+    member.train()
+    assert member.copies.has_begun
 
 
 def test_holders_take_turns_in_sending_and_what_a_host_has_is_not_sent():
