@@ -15,6 +15,7 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
+    find_seat,
     has_service,
     is_draining,
     is_on_its_way,
@@ -107,10 +108,22 @@ def decide_after_loss(
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
-    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts."""
+    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts.
+
+    None of them is on its way, or has a seat.
+    """
     decision = state.generation.decision
     is_kept = decision is not None and decision.action is RecoveryAction.KEEP_STAGES
-    return () if is_kept and not is_wait_over(state, now) else list_absent(state.generation)
+    if is_kept and not is_wait_over(state, now):
+        return ()
+    return tuple(host for host in list_absent(state.generation) if not _has_seat_or_comes(state, host))
+
+
+def _has_seat_or_comes(state: MembershipState, host: HostName) -> bool:
+    status = state.hosts.get(host)
+    if status is None or is_draining(state, host) or status.worker is None or not status.worker.is_alive:
+        return False
+    return is_on_its_way(status) or find_seat(state.generation, status) is not None
 
 
 def decide_admission(
@@ -152,6 +165,7 @@ def decide_admission(
         awaited=tuple(awaited.values()),
         can_join_in_place=can_change_in_place(state, staying, joining),
         is_last_copy=not generation.losses_left,
+        has_stage=not set(names).isdisjoint(list_absent(generation)),
         before=before,
     )
     hosts = {*(status.host for status in staying), *names}

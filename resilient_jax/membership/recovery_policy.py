@@ -92,6 +92,7 @@ class Admission:
         awaited: of each other host that is expected back the seconds until it is ready, ascending.
         can_join_in_place: whether those that are ready have taken seats.
         is_last_copy: whether the next loss may be that of the state.
+        has_stage: whether the stage of one that is ready was kept for it.
         before: what was chosen for the same hosts before; None: nothing.
     """
 
@@ -101,6 +102,7 @@ class Admission:
     awaited: tuple[float, ...] = ()
     can_join_in_place: bool = True
     is_last_copy: bool = False
+    has_stage: bool = False
     before: RecoveryAction | None = None
 
 
@@ -277,32 +279,32 @@ def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_no
         speed = (ready + 1) / loss.places * loss.stage.kept
     elif loss.stage is not None and action is RecoveryAction.SHRINK:
         speed = (ready + 1) / loss.places * loss.stage.cut
-        pause_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
-        join_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+        pause_s += _find_move_s(loss.stage, prices)
     first = Phase(pause_s=pause_s, speed=speed)
     later = _group_returns(loss.awaited)
     phases = _list_phases(first, ready, later, join_s=join_s, places=loss.places)
     return make_option(action, phases, ready, prices, why_not)
 
 
-def _find_move_s(change: TimedChange, stage: StageLoss, prices: Prices) -> float:
-    """Return how much longer a change is because blocks move; 0 if it was measured, and has that in it."""
-    return 0.0 if change in prices.measured else stage.move_s
+def _find_move_s(stage: StageLoss, prices: Prices) -> float:
+    """Return how much longer a shrink is because blocks move; 0 if it was measured, and has that in it.
+
+    When the host is back they move without a pause: they are copied before.
+    """
+    return 0.0 if TimedChange.SHRINK in prices.measured else stage.move_s
 
 
 def _find_break_even_s(loss: Loss, prices: Prices) -> float:
-    """Return when a kept stage has cost as much as moves would, in seconds; until the next failure at most.
+    """Return when a kept stage has cost as much as to move blocks would, in seconds; until the next failure at most.
 
-    To move blocks then costs no more than twice what would have been best, whenever the host is back: the rule of those
-    who rent skis until the rent is their price.
+    To move them then is 2-competitive: whenever the host is back, at most about twice the least is lost.
     """
     assert loss.stage is not None, "else no stage is kept"
-    # T = (longer pause, now and at the return) / (speed lost)
+    # T = (longer pause) / (speed lost)
     slower = (loss.ready + 1) / loss.places * (loss.stage.cut - loss.stage.kept)
     seconds = prices.seconds
     longer_s = seconds[TimedChange.SHRINK] - seconds[TimedChange.KEEP_STAGES]
-    longer_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
-    longer_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+    longer_s += _find_move_s(loss.stage, prices)
     most_s = prices.next_failure_s
     return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
 
@@ -372,7 +374,8 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     first = Phase(pause_s=join_s, speed=ready / places)
     now = _list_phases(first, ready, groups, join_s=join_s, places=places)
     before = Phase(pause_s=0.0, speed=admission.training / places)
-    refusal = "the next loss may be that of the state" if admission.is_last_copy else ""
+    refusal = "the stage of a host that is ready was kept for it" if admission.has_stage else ""
+    refusal = "the next loss may be that of the state" if admission.is_last_copy else refusal
     gathers = [
         (_price_gather(admission, prices, number, refusal, risk_s), group)
         for number, group in enumerate(groups, 1)
@@ -412,12 +415,6 @@ def _price_gather(
     later = [_Returns(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
     phases = (wait, *_list_phases(joined, present, later, join_s=join_s, places=places))
     return make_option(RecoveryAction.GATHER, phases, admission.training, prices, why_not, risk_s=risk_s)
-
-
-def describe_option(option: RecoveryOption) -> str:
-    """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
-    text = f"{option.action}: score {option.score:.6f}, {option.num_hosts} hosts after {option.pause_s:.2g} s"
-    return f"{text} (not possible: {option.why_not})" if option.why_not else text
 
 
 def make_option(

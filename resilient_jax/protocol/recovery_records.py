@@ -65,6 +65,11 @@ class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
     num_hosts: int
     why_not: str = ""
 
+    def describe(self) -> str:
+        """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
+        text = f"{self.action}: score {self.score:.6f}, {self.num_hosts} hosts after {self.pause_s:.2g} s"
+        return f"{text} (not possible: {self.why_not})" if self.why_not else text
+
 
 class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The choice at one change.

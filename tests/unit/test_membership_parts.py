@@ -2,11 +2,17 @@
 
 import msgspec
 import pytest
-from membership_job import Job, change_leader, keep, sharded, snapshot, stop_at_boundary
+from membership_job import Job, change_leader, keep, know, sharded, snapshot, stop_at_boundary
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.protocol.records import GenerationPhase, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.records import (
+    GenerationPhase,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerState,
+    WorldChange,
+)
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.protocol.state_records import StageLoss, StatePart
@@ -227,3 +233,30 @@ def test_another_leader_keeps_the_stage_too():
     change_leader(job)
     job.wait(1.0)
     assert (job.phase, job.generation.stage_hosts) == (GenerationPhase.ACTIVE, tuple("abcd"))
+
+
+def test_a_kept_stage_outlives_the_decision_that_another_host_waits():
+    job = lose_stage()
+    job.form()
+    job.train(7)
+    kept = job.generation.decision
+    # No join pays any more, but for the host whose stage is kept.
+    know(job, grow=1e7)
+    job.restart("e")
+    job.take_seat("e")
+    assert (job.phase, job.generation.decision) == (GenerationPhase.ACTIVE, kept)
+    join_again(job, "b")
+    assert "b" in job.members
+
+
+def test_a_stage_is_kept_on_while_its_host_is_on_its_way():
+    job = lose_stage()
+    assert job.generation.decision is not None
+    job.form()
+    job.train(7)
+    job.restart("b")
+    job.report("b", state=WorkerState.PREPARING)
+    job.wait(2 * job.generation.decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE, "it comes"
+    job.worker("b", exit_code=-9)
+    assert job.phase is GenerationPhase.PAUSE

@@ -109,7 +109,7 @@ def choose(
     [
         # Layouts of papers.md, 16 bytes of state for each parameter.
         (13, (4, 8, 8), 3.0, 10.0, RecoveryAction.KEEP_STAGES),
-        (13, (4, 8, 8), 3.0, 300.0, RecoveryAction.KEEP_STAGES),
+        (13, (4, 8, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
         (13, (4, 8, 8), 3.0, 7200.0, RecoveryAction.SHRINK),
         (70, (8, 4, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
         (70, (8, 4, 8), 50.0, 10.0, RecoveryAction.KEEP_STAGES),
@@ -155,7 +155,7 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
         return
-    moves_s, wait_s = 2 * move_s, choice.wait_s
+    moves_s, wait_s = move_s, choice.wait_s
     kept_s = min(returned_s, wait_s) * difference + (moves_s if returned_s > wait_s else 0.0)
     # Of the speed that a cut has; PATIENCE for the first return is on top.
     assert kept_s <= 2 * min(moves_s, returned_s * difference) + 2.0
