@@ -173,6 +173,7 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
         last_s: when the last one was, in seconds of `JobHistory.observed_s`.
         return_s: the mean time until the host was ready to join again, in which the last few count most.
         num_returns: how often that was measured.
+        streak: of a host: how often in a row, up to now. A host that is lost before it is back begins anew.
     """
 
     cause: LossCause
@@ -183,6 +184,7 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
     last_s: float = 0.0
     return_s: float = 0.0
     num_returns: int = 0
+    streak: int = 0
 
 
 class Absence(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,6 +130,8 @@ def test_a_job_that_would_need_two_new_worlds_waits_for_its_host_once(do_come):
     job.serve()
     assert decided(job).action is RecoveryAction.REFORM
     assert (job.phase, job.members) == (GenerationPhase.FORM, list("abc") if do_come else list("ab"))
+    (record,) = job.generation.history.host_losses
+    assert (record.num_returns, record.return_s) == ((1, pytest.approx(5.5)) if do_come else (0, 0.0))
 
 
 def test_a_job_measures_its_changes_and_passes_them_on():
