@@ -103,12 +103,8 @@ def _list_missed(state: MembershipState, after: Generation, now: float) -> list[
 
 def _is_planned(before: Generation, host: HostName) -> bool:
     """Return whether a worker was lost because it was decided that its host goes on with fewer devices."""
-    decision = before.slowness.decision
-    return (
-        decision is not None
-        and decision.action is RecoveryAction.FEWER_DEVICES
-        and (decision.number, decision.slow) == (before.number, host)
-    )
+    member = before.find_member(host)
+    return member is not None and (host, member.incarnation) in before.slowness.restarting
 
 
 def _has_waited(before: Generation, memory: LeaderMemory, now: float) -> bool:

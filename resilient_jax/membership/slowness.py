@@ -59,6 +59,8 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     if decision.action is RecoveryAction.FEWER_DEVICES:
         # The generation goes on until the host's agent ends its worker.
         slowness = _note_devices_out(slowness, decision.slow, decision.devices)
+        restarting = tuple((m.host, m.incarnation) for m in generation.members if m.host == decision.slow)
+        slowness = msgspec.structs.replace(slowness, restarting=(*slowness.restarting, *restarting))
         return msgspec.structs.replace(generation, slowness=slowness)
     number = GenerationNumber(generation.number + 1)
     taken_out: HostName | None = None
@@ -83,7 +85,8 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
 def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
     """Return what to do about slow hosts; None: none is slow, that was decided in this generation, or it is too soon.
 
-    It is while a spare, which would take the place of the slow one, takes its seat.
+    It is while a spare, which would take the place of the slow one, takes its seat, and until the slow host has started
+    its worker again without devices that were taken out.
 
     Args:
         state: of the machine, whose members train.
@@ -92,6 +95,8 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     generation, report = state.generation, _get_report(state)
     slowdown = report.slowdown
     if slowdown is None or slowdown.generation != generation.number or not config.act_on_slow_hosts:
+        return None
+    if any(host == slowdown.host for host, _ in generation.slowness.restarting):
         return None
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
@@ -162,7 +167,7 @@ def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> li
 def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
     """Return the generation with speeds, by which layers are divided, of its members alone; no member is out.
 
-    A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
+    A worker that is no member any more is not about to be started again. A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
     could not be taken out again.
 
     Args:
@@ -178,7 +183,9 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
         generation = msgspec.structs.replace(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
     out = tuple(host for host in slowness.out if generation.find_member(host) is None)
-    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out)
+    members = {(member.host, member.incarnation) for member in generation.members}
+    restarting = tuple(one for one in slowness.restarting if one in members)
+    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out, restarting=restarting)
     return msgspec.structs.replace(generation, slowness=slowness)
 
 

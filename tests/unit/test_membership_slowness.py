@@ -473,6 +473,20 @@ def test_a_device_that_is_slow_again_is_out_for_longer_and_its_restart_is_no_fai
     assert [one.num_before for one in job.quarantined_devices] == [0, 1]
 
 
+def test_a_restart_without_a_slow_device_is_planned_after_other_changes_too():
+    job = training("a", "b", "c", spare_seats=4)
+    narrow(job)
+    job.restart("d")
+    job.take_seat("d")
+    go_on(job, 9)
+    assert job.members == list("abcd")
+    narrow(job)
+    assert len(job.quarantined_devices) == 1, "its agent has not ended the worker yet"
+    failures = job.generation.history.failures
+    job.restart("c")
+    assert job.generation.history.failures == failures
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "why_not"),
     [
