@@ -119,7 +119,9 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
         refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
-        refusal_fewer_devices=_explain_refusal_fewer_devices(state, slowdown.host, len(rest)),
+        refusal_fewer_devices=_explain_refusal_fewer_devices(
+            state, slowdown.host, len(rest), config.min_hosts
+        ),
         can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
     )
     choice = choose_for_slow_host(
@@ -271,7 +273,9 @@ def _explain_refusal_without(generation: Generation, num_left: int, min_hosts: i
     return ""
 
 
-def _explain_refusal_fewer_devices(state: MembershipState, slow: HostName, num_left: int) -> str:
+def _explain_refusal_fewer_devices(
+    state: MembershipState, slow: HostName, num_left: int, min_hosts: int
+) -> str:
     """Return why a slow host's worker may not be started again on fewer devices; empty: it may."""
     generation, status = state.generation, state.hosts.get(slow)
     if status is None or generation.find_member(slow) is None:
@@ -281,6 +285,8 @@ def _explain_refusal_fewer_devices(state: MembershipState, slow: HostName, num_l
     # Its agent ends no worker with the last copy of the state: `may_replace`.
     if generation.losses_left is not None and not (generation.losses_left and num_left):
         return "the next loss may be that of the state"
+    if num_left < max(min_hosts, 1):
+        return f"fewer than min_hosts = {max(min_hosts, 1)} would train until its worker has started again"
     return ""
 
 

@@ -517,6 +517,16 @@ def test_a_host_with_the_last_copy_of_the_state_keeps_its_slow_devices():
     assert options[RecoveryAction.FEWER_DEVICES] == "the next loss may be that of the state"
 
 
+def test_no_worker_is_started_again_without_slow_devices_if_the_others_would_have_to_wait_for_it():
+    job = training("a", "b", "c", spare_seats=4, min_hosts=3)
+    narrow(job)
+    options = {option.action: option.why_not for option in decided(job).options}
+    assert options[RecoveryAction.FEWER_DEVICES] == (
+        "fewer than min_hosts = 3 would train until its worker has started again"
+    )
+    assert job.quarantined_devices == []
+
+
 ACTIONS = (
     RecoveryAction.KEEP,
     RecoveryAction.REPLACE,
