@@ -45,6 +45,7 @@ def plan_change(
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.PAUSE,
         attempts=0,
+        are_parts_doubtful=False,
         taken_out=None,
         decision=decision,
         reason=reason,

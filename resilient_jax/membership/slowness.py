@@ -76,6 +76,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         number=number,
         phase=GenerationPhase.PAUSE,
         attempts=0,
+        are_parts_doubtful=False,
         taken_out=taken_out,
         slowness=slowness,
         reason=decision.reason,

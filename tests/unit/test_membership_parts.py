@@ -6,6 +6,7 @@ from membership_job import Job, change_leader, keep, know, sharded, snapshot, st
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.protocol.records import (
     GenerationPhase,
     WorkerFailure,
@@ -144,6 +145,43 @@ def test_after_a_failure_that_no_death_explains_a_snapshot_is_read():
     unwind(job, "a", "b", "c", "d")
     job.serve("c")
     assert not job.generation.is_state_in_parts
+    assert job.generation.snapshot is not None
+
+
+def fail_once() -> Job:
+    """Return a job that forms again from its snapshot, after a failure that no death explains."""
+    job = sharded("abcd", parity=2)
+    for name in "abcd":
+        job.report(name, part=PARTS[name], holds_state=False)
+    failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="a unit did not come")
+    job.report("a", failure=failure)
+    unwind(job, *"abcd", holds_state=False)
+    job.serve("c")
+    job.form()
+    return job
+
+
+def test_parts_count_again_once_all_have_finished_a_step_after_a_failure():
+    job = fail_once()
+    assert (job.generation.attempts, job.generation.are_parts_doubtful) == (1, True)
+    before = measure_redundancy(job.state)
+    assert before is not None
+    assert not before.is_in_parts
+    for name in "abcd":
+        job.report(name, has_finished_step=True, step=6)
+    after = measure_redundancy(job.state)
+    assert after is not None
+    assert (after.is_in_parts, job.generation.losses_left) == (True, after.losses)
+    job.give(HostLeft(HostName("b")))
+    unwind(job, *"acd", step=6)
+    assert job.generation.is_state_in_parts
+
+
+def test_a_death_before_they_have_finished_a_step_does_not_make_parts_fit():
+    job = fail_once()
+    job.give(HostLeft(HostName("b")))
+    unwind(job, *"acd", step=6)
+    assert (job.generation.attempts, job.generation.is_state_in_parts) == (0, False)
     assert job.generation.snapshot is not None
 
 
