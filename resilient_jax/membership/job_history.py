@@ -18,7 +18,13 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     is_joiner,
 )
-from resilient_jax.membership.failure_forecast import MAX_RECORDS, add_return, average, count_losses, forget_returns
+from resilient_jax.membership.failure_forecast import (
+    MAX_RECORDS,
+    add_return,
+    average,
+    count_losses,
+    forget_returns,
+)
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange

@@ -86,6 +86,7 @@ def decide_after_loss(
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
+    stage = find_stage_loss(kept, joiners, awaited)
     loss = Loss(
         places=places,
         ready=len(present),
@@ -95,16 +96,17 @@ def decide_after_loss(
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
-        stage=find_stage_loss(kept, joiners, awaited),
+        stage=stage,
+        stage_return_s=awaited[stage.host] if stage is not None else 0.0,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     lost = (one.host for one in generation.history.away if one.number == generation.number)
-    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
-    if choice.action is RecoveryAction.KEEP_STAGES:
+    if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
+        decision = _record(state, choice, (), [stage.host], about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
-    return decision
+    return _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:

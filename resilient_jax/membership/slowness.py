@@ -170,8 +170,8 @@ def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> li
 def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) -> Generation:
     """Return the generation with speeds, by which layers are divided, of its members alone; no member is out.
 
-    A worker that is no member any more is not about to be started again. A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
-    could not be taken out again.
+    A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
+    could not be taken out again. A worker that is no member any more is not about to be started again.
 
     Args:
         generation: that forms.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import PRIOR_S, Loss, Prices, choose_after_loss
+from resilient_jax.membership.recovery_policy import PATIENCE, PRIOR_S, Loss, Prices, choose_after_loss
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
@@ -138,6 +138,14 @@ def test_a_host_that_is_not_expected_back_has_no_stage_kept():
     assert choice.action is RecoveryAction.SHRINK
     (kept,) = [one for one in choice.options if one.action is RecoveryAction.KEEP_STAGES]
     assert (kept.why_not, kept.score > 0) == ("no host is on its way back", True)
+
+
+def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
+    stage = StageLoss(host=HostName("a"), kept=0.85, cut=0.95, move_s=38.0)
+    loss = Loss(places=8, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
+    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    assert choice.action is RecoveryAction.KEEP_STAGES
+    assert choice.wait_s >= PATIENCE * 300.0
 
 
 @given(
