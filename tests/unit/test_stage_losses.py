@@ -141,8 +141,8 @@ def test_a_host_that_is_not_expected_back_has_no_stage_kept():
 
 
 def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
-    stage = StageLoss(host=HostName("a"), kept=0.85, cut=0.95, move_s=38.0)
-    loss = Loss(places=8, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
+    stage = StageLoss(host=HostName("a"), kept=0.8, cut=1.0, move_s=85.0)
+    loss = Loss(places=7, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert choice.action is RecoveryAction.KEEP_STAGES
     assert choice.wait_s >= PATIENCE * 300.0
