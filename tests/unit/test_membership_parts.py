@@ -15,6 +15,7 @@ from resilient_jax.protocol.records import (
     WorldChange,
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.protocol.state_records import StageLoss, StatePart
 
@@ -298,3 +299,24 @@ def test_a_stage_is_kept_on_while_its_host_is_on_its_way():
     assert job.phase is GenerationPhase.ACTIVE, "it comes"
     job.worker("b", exit_code=-9)
     assert job.phase is GenerationPhase.PAUSE
+
+
+@pytest.mark.parametrize(("replicas", "is_restored"), [("abcd", False), ("ab", True)])
+def test_a_slow_host_of_a_pipeline_is_taken_out_without_a_restore_if_the_others_have_the_state(
+    replicas: str, is_restored: bool
+):
+    job = sharded("abcd", parity=2)
+    know(job, shrink=0.2, restore=50.0)
+    for name in "abcd":
+        # Without other replicas nobody else has what b has.
+        job.report(name, part=PARTS[name] if name in replicas else FRONT, holds_state=False, step=6)
+    number = job.generation.number
+    job.report(
+        "a",
+        slow_hosts=(SlowHost(host=HostName("b"), kind="link", factor=3.0, since_step=3),),
+        slowdown=Slowdown(generation=number, host=HostName("b"), kept=0.5, replaced=1.0, without=0.7),
+    )
+    decision = job.generation.slowness.decision
+    assert decision is not None
+    (option,) = [one for one in decision.options if one.action is RecoveryAction.TAKE_OUT]
+    assert option.pause_s == pytest.approx(50.2 if is_restored else 0.2)
