@@ -52,7 +52,6 @@ def decide_slow_hosts(
     plan: Plan,
     topology: Topology,
     after_loss: DevicesAfterLoss,
-    *,
     has_spare: bool = False,
     min_replicas: int = 1,
 ) -> list[SlowDecision]:
