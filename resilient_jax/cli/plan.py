@@ -103,7 +103,7 @@ def plan(
     search_s = time.monotonic() - started
     change = _replan(find(before, 1)[0], now, constraints) if now != before else None
     losses = decide_losses(plans[0], now, min_replicas=min_replicas) if decide else None
-    slow_hosts = decide_slow_hosts(plans[0], now, devices_after_loss, has_spare=spare) if decide else None
+    slow_hosts = decide_slow_hosts(plans[0], now, devices_after_loss, spare, min_replicas) if decide else None
     with open_console() as console:
         if json_only:
             print_plans_as_json(plans, change, search_s, losses, slow_hosts)

@@ -49,7 +49,11 @@ class SlowDecision:
 
 
 def decide_slow_hosts(
-    plan: Plan, topology: Topology, after_loss: DevicesAfterLoss, *, has_spare: bool = False
+    plan: Plan,
+    topology: Topology,
+    after_loss: DevicesAfterLoss,
+    has_spare: bool = False,
+    min_replicas: int = 1,
 ) -> list[SlowDecision]:
     """Return what the policy would choose for each host or device that may be slow.
 
@@ -58,6 +62,7 @@ def decide_slow_hosts(
         topology: on which it runs.
         after_loss: what a host does with the devices that are left; see `JobConfig`.
         has_spare: whether a host spares.
+        min_replicas: as of `replan`.
     """
     places = len(topology.hosts)
     prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])
@@ -66,7 +71,7 @@ def decide_slow_hosts(
         devices = slow.host.living_devices
         out = [] if slow.device is None else [devices.index(slow.device)]
         used = tuple(devices[place] for place in select_devices(len(devices), out, after_loss))
-        slowdown = estimate_possible_slowdown(plan, topology, slow, used)
+        slowdown = estimate_possible_slowdown(plan, topology, slow, used, min_replicas=min_replicas)
         training = SlowTraining(
             places=places,
             training=places,

@@ -55,7 +55,6 @@ from resilient_jax.membership.machine import (
     QuarantineChanged,
     Tick,
 )
-from resilient_jax.membership.recovery_policy import describe_option
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.severities import Action
@@ -412,7 +411,7 @@ class _Term:
             step=generation.progress,
             action=str(decision.action),
             reason=decision.reason,
-            options="; ".join(map(describe_option, decision.options)),
+            options="; ".join(option.describe() for option in decision.options),
             next_failure_s=round(decision.next_failure_s, 1),
             wait_s=round(decision.wait_s, 3),
         )

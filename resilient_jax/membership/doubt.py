@@ -1,10 +1,13 @@
-"""States that are in doubt, because a host that computed wrongly may have touched them, or may not fit. Pure."""
+"""States that are in doubt: a host that computed wrongly may have touched them, or their parts may not fit together.
+
+Pure.
+"""
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.facts import MembershipState, list_live_workers
-from resilient_jax.protocol.records import Generation, WorkerReport
+from resilient_jax.membership.facts import MembershipState, have_all_finished_step, list_live_workers
+from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
 from resilient_jax.protocol.snapshots import VoidSnapshots
 
 
@@ -42,7 +45,22 @@ def are_parts_trusted(generation: Generation) -> bool:
 
     After a failure that no death explains parts may not fit together; a snapshot surely does.
     """
-    return generation.trusted_step is None and not generation.attempts
+    return generation.trusted_step is None and not generation.are_parts_doubtful
+
+
+def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
+    """Return whether a member's part is one of a state: also once it has finished a step, to which all contribute."""
+    if are_parts_trusted(generation):
+        return True
+    is_current = generation.phase is GenerationPhase.ACTIVE and report.generation == generation.number
+    return generation.trusted_step is None and is_current and report.has_finished_step
+
+
+def are_parts_still_doubtful(state: MembershipState) -> bool:
+    """Return whether parts may not fit together when a generation ends; not if all have finished a step in it."""
+    generation = state.generation
+    is_over = generation.phase is GenerationPhase.ACTIVE and have_all_finished_step(state)
+    return generation.are_parts_doubtful and not is_over
 
 
 def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Generation | None:

@@ -33,7 +33,7 @@ from resilient_jax.protocol.recovery_records import (
 
 RECENT_S: Final = 6 * HOUR_S
 """A loss that was so long ago counts 1 / e in the rate of the last hours: a host seldom fails for longer than a working
-day before somebody looks at it, and a shorter time would take two failures of one day for a bad host."""
+day before somebody looks at it. With a longer time a host would stay suspect for days after it was mended."""
 MAX_RECORDS: Final = 64
 """The hosts and causes that are counted one by one: the newest. The record stays small in a large job."""
 MAX_WEIGHT: Final = 8
@@ -100,14 +100,17 @@ def expect_return_s(history: JobHistory, host: HostName, prior_s: float) -> floa
 
 
 def list_expected(history: JobHistory) -> list[HostName]:
-    """Return the hosts that are away and have come back each time before: they are expected though nothing is there."""
-    expected = []
-    for absence in history.away:
-        records = [record for record in history.host_losses if record.host == absence.host]
-        returns = sum(record.num_returns for record in records)
-        if returns and returns >= sum(record.count for record in records) - 1:
-            expected.append(absence.host)
-    return expected
+    """Return the hosts that are away and came back each of the last times: they are expected though nothing is there.
+
+    A return that no leader measured says nothing.
+    """
+    returned = {record.host for record in history.host_losses if record.streak}
+    return [absence.host for absence in history.away if absence.host in returned]
+
+
+def forget_returns(history: JobHistory, hosts: Collection[HostName]) -> JobHistory:
+    """Return the history after hosts did not come back: they are not expected again before they do."""
+    return msgspec.structs.replace(history, host_losses=_end_streaks(history.host_losses, hosts))
 
 
 def count_losses(
@@ -123,7 +126,8 @@ def count_losses(
     if not lost:
         return history
     failed = [cause for cause in lost.values() if cause is not LossCause.NOTICE]
-    by_host, by_cause = history.host_losses, history.losses
+    missed = [one.host for one in history.away if one.host in lost]
+    by_host, by_cause = _end_streaks(history.host_losses, missed), history.losses
     for host, cause in lost.items():
         part = 1 / max(len(failed), 1) if cause is not LossCause.NOTICE else 1.0
         by_host = _add_loss(by_host, host, cause, part, history.observed_s)
@@ -197,9 +201,16 @@ def _add_return(
 ) -> tuple[LossRecord, ...]:
     old = _find(records, host, cause)
     new = msgspec.structs.replace(
-        old, return_s=average(old.return_s, old.num_returns, seconds), num_returns=old.num_returns + 1
+        old,
+        return_s=average(old.return_s, old.num_returns, seconds),
+        num_returns=old.num_returns + 1,
+        streak=old.streak + bool(host),
     )
     return tuple(new if one is old else one for one in records)
+
+
+def _end_streaks(records: tuple[LossRecord, ...], hosts: Collection[HostName]) -> tuple[LossRecord, ...]:
+    return tuple(msgspec.structs.replace(one, streak=0) if one.host in hosts else one for one in records)
 
 
 def _find(records: tuple[LossRecord, ...], host: HostName, cause: LossCause) -> LossRecord:

@@ -18,7 +18,13 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     is_joiner,
 )
-from resilient_jax.membership.failure_forecast import MAX_RECORDS, add_return, average, count_losses
+from resilient_jax.membership.failure_forecast import (
+    MAX_RECORDS,
+    add_return,
+    average,
+    count_losses,
+    forget_returns,
+)
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
@@ -70,21 +76,41 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         memory = dataclasses.replace(memory, stalled_since_s=None)
     if after.phase is GenerationPhase.FORM and before.phase is not GenerationPhase.FORM:
         history, memory = _note_losses(history, memory, find_left(state, after), after, now)
-        away = tuple(one for one in history.away if after.find_member(one.host) is None)
-        history = msgspec.structs.replace(history, away=away)
+        history, memory = _note_members_back(history, memory, after, now)
+        history = forget_returns(history, _list_missed(state, after, now))
     return dataclasses.replace(
         state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
     )
 
 
+def _note_members_back(
+    history: JobHistory, memory: LeaderMemory, after: Generation, now: float
+) -> tuple[JobHistory, LeaderMemory]:
+    """Return both without the members that were away; those that were waited for are back only now."""
+    waiting = dict(memory.lost_since_s)
+    for host, (since_s, cause) in memory.lost_since_s.items():
+        if after.find_member(host) is not None:
+            del waiting[host]
+            history = add_time(history, TimedChange.RETURN, now - since_s)
+            history = add_return(history, host, cause, now - since_s)
+    away = tuple(one for one in history.away if after.find_member(one.host) is None)
+    return msgspec.structs.replace(history, away=away), dataclasses.replace(memory, lost_since_s=waiting)
+
+
+def _list_missed(state: MembershipState, after: Generation, now: float) -> list[HostName]:
+    """Return the hosts that were waited for to the end, and are no members after it."""
+    decision = state.generation.decision
+    if decision is None or decision.action not in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES):
+        return []
+    if now - state.memory.decided_s <= decision.wait_s:
+        return []
+    return [host for host in decision.awaited if after.find_member(host) is None]
+
+
 def _is_planned(before: Generation, host: HostName) -> bool:
     """Return whether a worker was lost because it was decided that its host goes on with fewer devices."""
-    decision = before.slowness.decision
-    return (
-        decision is not None
-        and decision.action is RecoveryAction.FEWER_DEVICES
-        and (decision.number, decision.slow) == (before.number, host)
-    )
+    member = before.find_member(host)
+    return member is not None and (host, member.incarnation) in before.slowness.restarting
 
 
 def _has_waited(before: Generation, memory: LeaderMemory, now: float) -> bool:
@@ -177,14 +203,12 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
 
 
 def _note_returns(state: MembershipState, now: float) -> MembershipState:
-    """Return the state with the times of the hosts that are ready to join again; members have returned, too."""
+    """Return the state with the times of the hosts that are ready to join again."""
     generation, memory = state.generation, state.memory
     history, waiting = _get_history(state), dict(memory.lost_since_s)
     for host, (since_s, cause) in memory.lost_since_s.items():
         status = state.hosts.get(host)
-        if generation.find_member(host) is not None:
-            del waiting[host]
-        elif status is not None and is_joiner(generation, status, None):
+        if status is not None and is_joiner(generation, status, None):
             del waiting[host]
             history = add_time(history, TimedChange.RETURN, now - since_s)
             history = add_return(history, host, cause, now - since_s)

@@ -1,5 +1,6 @@
 """Why members were lost, read from the statuses of hosts. Pure."""
 
+import math
 from collections.abc import Iterable
 
 from resilient_jax.ids import HostName
@@ -34,15 +35,24 @@ def has_notice(state: MembershipState, host: HostName) -> bool:
     return host in state.memory.noticed if status is None else status.is_draining
 
 
+def _count_used(devices: str) -> float:
+    """Return how many devices a host uses, by a text such as "2 of 3 devices"; more than any number: all.
+
+    >>> _count_used("2 of 3 devices"), _count_used("")
+    (2, inf)
+    """
+    return int(devices.split()[0]) if devices else math.inf
+
+
 def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
     status = state.hosts.get(host)
     if has_notice(state, host):
         return LossCause.NOTICE
     if status is None:
         return LossCause.HOST
-    before = state.memory.devices.get(host, "")
-    if status.devices != before:
-        return LossCause.DEVICE if status.devices else None
+    before, now = (_count_used(text) for text in (state.memory.devices.get(host, ""), status.devices))
+    if now != before:
+        return LossCause.DEVICE if now < before else None
     member, worker = state.generation.find_member(host), status.worker
     is_there = (
         worker is not None

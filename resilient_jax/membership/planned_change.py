@@ -5,6 +5,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
+from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.recovery_decision import decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
@@ -32,10 +33,11 @@ def plan_change(
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
         admission = decide_admission(state, joining, now, config)
-        if admission is not None and admission.action is not RecoveryAction.JOIN:
-            return msgspec.structs.replace(generation, decision=admission)
-        if admission is not None:
+        # While a stage is kept, the record says so, and until when: others that are ready wait as long at most.
+        if admission is not None and admission.action is RecoveryAction.JOIN:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
+        elif admission is not None and not list_absent(generation):
+            return msgspec.structs.replace(generation, decision=admission)
     if reason is None:
         return act_on_slow_host(state, config)
     return msgspec.structs.replace(
@@ -43,6 +45,7 @@ def plan_change(
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.PAUSE,
         attempts=0,
+        are_parts_doubtful=False,
         taken_out=None,
         decision=decision,
         reason=reason,

@@ -15,6 +15,7 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
+    find_seat,
     has_service,
     is_draining,
     is_on_its_way,
@@ -85,6 +86,7 @@ def decide_after_loss(
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
+    stage = find_stage_loss(kept, joiners, awaited)
     loss = Loss(
         places=places,
         ready=len(present),
@@ -94,23 +96,36 @@ def decide_after_loss(
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
-        stage=find_stage_loss(kept, joiners, awaited),
+        stage=stage,
+        stage_return_s=awaited[stage.host] if stage is not None else 0.0,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     lost = (one.host for one in generation.history.away if one.number == generation.number)
-    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
-    if choice.action is RecoveryAction.KEEP_STAGES:
+    if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
+        decision = _record(state, choice, (), [stage.host], about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
-    return decision
+    return _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
-    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts."""
+    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts.
+
+    None of them is on its way, or has a seat.
+    """
     decision = state.generation.decision
     is_kept = decision is not None and decision.action is RecoveryAction.KEEP_STAGES
-    return () if is_kept and not is_wait_over(state, now) else list_absent(state.generation)
+    if is_kept and not is_wait_over(state, now):
+        return ()
+    return tuple(host for host in list_absent(state.generation) if not _has_seat_or_comes(state, host))
+
+
+def _has_seat_or_comes(state: MembershipState, host: HostName) -> bool:
+    status = state.hosts.get(host)
+    if status is None or is_draining(state, host) or status.worker is None or not status.worker.is_alive:
+        return False
+    return is_on_its_way(status) or find_seat(state.generation, status) is not None
 
 
 def decide_admission(
@@ -152,6 +167,7 @@ def decide_admission(
         awaited=tuple(awaited.values()),
         can_join_in_place=can_change_in_place(state, staying, joining),
         is_last_copy=not generation.losses_left,
+        has_stage=not set(names).isdisjoint(list_absent(generation)),
         before=before,
     )
     hosts = {*(status.host for status in staying), *names}

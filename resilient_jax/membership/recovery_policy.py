@@ -18,11 +18,12 @@ come by then are not awaited again.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.failure_forecast import estimate_rate
+from resilient_jax.membership.return_groups import PATIENCE, ReturnGroup, group_returns, list_phases
 from resilient_jax.planning.recovery_score import Phase, describe_s, score_phases
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
@@ -48,8 +49,6 @@ HYSTERESIS: Final = 0.2
 """The part of what the usual option loses until the next failure that another one must save."""
 MIN_SAVED_S: Final = 0.5
 """And it must save so many seconds: the times of one kind of change differ by that much (docs/benchmarks.md)."""
-PATIENCE: Final = 1.5
-"""A wait lasts so many times the expected time of what is waited for, at most."""
 RECONSIDER_S: Final = 60.0
 """How long a join is postponed until it is looked at again: the job has seen more of its failures by then."""
 
@@ -68,6 +67,7 @@ class Loss:
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
         stage: what the loss makes of a pipeline, if one host was lost and that is known.
+        stage_return_s: until that host is expected to be ready, in seconds; 0: it is the first of `awaited`.
     """
 
     places: int
@@ -79,6 +79,7 @@ class Loss:
     needs_restore: bool = False
     may_wait: bool = True
     stage: StageLoss | None = None
+    stage_return_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class Admission:
         awaited: of each other host that is expected back the seconds until it is ready, ascending.
         can_join_in_place: whether those that are ready have taken seats.
         is_last_copy: whether the next loss may be that of the state.
+        has_stage: whether the stage of one that is ready was kept for it.
         before: what was chosen for the same hosts before; None: nothing.
     """
 
@@ -101,6 +103,7 @@ class Admission:
     awaited: tuple[float, ...] = ()
     can_join_in_place: bool = True
     is_last_copy: bool = False
+    has_stage: bool = False
     before: RecoveryAction | None = None
 
 
@@ -169,7 +172,7 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     }
     waits = [
         (_price_wait(loss, prices, num_groups, _explain_refusal(RecoveryAction.WAIT, usual, loss)), group)
-        for num_groups, group in enumerate(_group_returns(loss.awaited), 1)
+        for num_groups, group in enumerate(group_returns(loss.awaited), 1)
     ]
     wait, last = max(waits, key=lambda one: one[0].score, default=(None, None))
     options[RecoveryAction.WAIT] = wait or _price_wait(
@@ -180,59 +183,14 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     )
     reachable = min(loss.ready + len(loss.awaited), loss.places)
     chosen = choose_option(options, usual, prices, reachable / loss.places)
-    waits_for = last if chosen in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES) else None
+    waits_for = last if chosen is RecoveryAction.WAIT else None
+    if chosen is RecoveryAction.KEEP_STAGES:
+        waits_for = _find_own_return(loss)
     wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
     if chosen is RecoveryAction.KEEP_STAGES:
         wait_s = max(wait_s, _find_break_even_s(loss, prices))
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
     return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Returns:
-    """Hosts that are expected back about the same time: when the last of them is, and how many are until then."""
-
-    return_s: float
-    count: int
-
-
-def _group_returns(awaited: Sequence[float]) -> list[_Returns]:
-    """Return the groups of hosts that would be waited for together: as long as for the first of them, at most.
-
-    >>> [(group.return_s, group.count) for group in _group_returns((4.0, 5.0, 60.0))]
-    [(5.0, 2), (60.0, 3)]
-    """
-    groups: list[_Returns] = []
-    first_s = 0.0
-    for count, return_s in enumerate(awaited, 1):
-        if groups and return_s <= PATIENCE * first_s:
-            groups[-1] = _Returns(return_s, count)
-        else:
-            first_s = return_s
-            groups.append(_Returns(return_s, count))
-    return groups
-
-
-def _list_phases(
-    first: Phase, ready: int, later: Sequence[_Returns], *, join_s: float, places: int
-) -> tuple[Phase, ...]:
-    """Return what follows a choice: other hosts join as they come back, each group with a pause.
-
-    Args:
-        first: the pause, and the speed after it.
-        ready: the hosts that train then; those that come back are counted from here.
-        later: the hosts that come back, from the moment of the choice.
-        join_s: the pause of each join.
-        places: of the job.
-    """
-    phases, now_s = [first], first.pause_s + (first.training_s or 0.0)
-    for group in later:
-        hosts = min(ready + group.count, places)
-        waits_s = max(group.return_s - now_s, 0.0)
-        phases[-1] = dataclasses.replace(phases[-1], training_s=waits_s + (phases[-1].training_s or 0.0))
-        phases.append(Phase(pause_s=join_s, speed=hosts / places))
-        now_s += waits_s + join_s
-    return tuple(phases)
 
 
 _CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
@@ -273,50 +231,59 @@ def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_no
     ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
     pause_s, speed = prices.seconds[_CHANGE_OF[action]], ready / loss.places
     join_s = _find_join_s(loss, prices)
+    later = group_returns(loss.awaited)
     if loss.stage is not None and action is RecoveryAction.KEEP_STAGES:
+        own = _find_own_return(loss)
+        # Another host that joins sooner would end it.
+        later = [own, *(one for one in later if one.return_s > own.return_s)] if own.count else later
         speed = (ready + 1) / loss.places * loss.stage.kept
     elif loss.stage is not None and action is RecoveryAction.SHRINK:
         speed = (ready + 1) / loss.places * loss.stage.cut
-        pause_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
-        join_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+        pause_s += _find_move_s(loss.stage, prices)
     first = Phase(pause_s=pause_s, speed=speed)
-    later = _group_returns(loss.awaited)
-    phases = _list_phases(first, ready, later, join_s=join_s, places=loss.places)
+    phases = list_phases(first, ready, later, join_s=join_s, places=loss.places)
     return make_option(action, phases, ready, prices, why_not)
 
 
-def _find_move_s(change: TimedChange, stage: StageLoss, prices: Prices) -> float:
-    """Return how much longer a change is because blocks move; 0 if it was measured, and has that in it."""
-    return 0.0 if change in prices.measured else stage.move_s
+def _find_own_return(loss: Loss) -> ReturnGroup:
+    """Return when the host of the lost stage is expected back; the count is 0 if none is."""
+    return_s = loss.stage_return_s or min(loss.awaited, default=0.0)
+    return ReturnGroup(return_s, sum(one <= return_s for one in loss.awaited))
+
+
+def _find_move_s(stage: StageLoss, prices: Prices) -> float:
+    """Return how much longer a shrink is because blocks move; 0 if it was measured, and has that in it.
+
+    When the host is back they move without a pause: they are copied before.
+    """
+    return 0.0 if TimedChange.SHRINK in prices.measured else stage.move_s
 
 
 def _find_break_even_s(loss: Loss, prices: Prices) -> float:
-    """Return when a kept stage has cost as much as moves would, in seconds; until the next failure at most.
+    """Return when a kept stage has cost as much as to move blocks would, in seconds; until the next failure at most.
 
-    To move blocks then costs no more than twice what would have been best, whenever the host is back: the rule of those
-    who rent skis until the rent is their price.
+    To move them then is 2-competitive: whenever the host is back, at most about twice the least is lost.
     """
     assert loss.stage is not None, "else no stage is kept"
-    # T = (longer pause, now and at the return) / (speed lost)
+    # T = (longer pause) / (speed lost)
     slower = (loss.ready + 1) / loss.places * (loss.stage.cut - loss.stage.kept)
     seconds = prices.seconds
     longer_s = seconds[TimedChange.SHRINK] - seconds[TimedChange.KEEP_STAGES]
-    longer_s += _find_move_s(TimedChange.SHRINK, loss.stage, prices)
-    longer_s += _find_move_s(TimedChange.GROW, loss.stage, prices)
+    longer_s += _find_move_s(loss.stage, prices)
     most_s = prices.next_failure_s
     return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
 
 
 def _price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
     """Return the option of a wait for the first groups of hosts that come back."""
-    groups = _group_returns(loss.awaited)
-    last = groups[num_groups - 1] if num_groups else _Returns(prices.seconds[TimedChange.RETURN], 0)
+    groups = group_returns(loss.awaited)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
     join_s = _find_join_s(loss, prices)
     ready = min(loss.ready + last.count, loss.places)
     pause_s = last.return_s + max(join_s, prices.seconds[_CHANGE_OF[_find_usual(loss)]])
     first = Phase(pause_s=pause_s, speed=ready / loss.places)
     later = groups[num_groups:]
-    phases = _list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
+    phases = list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
     return make_option(RecoveryAction.WAIT, phases, ready, prices, why_not)
 
 
@@ -368,11 +335,12 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     ready = min(admission.training + admission.joining, places)
     # What losses of the hosts that join would cost the others: they would not have them without these.
     risk_s = prices.joiner_losses * prices.seconds[TimedChange.SHRINK]
-    groups = _group_returns(admission.awaited)
+    groups = group_returns(admission.awaited)
     first = Phase(pause_s=join_s, speed=ready / places)
-    now = _list_phases(first, ready, groups, join_s=join_s, places=places)
+    now = list_phases(first, ready, groups, join_s=join_s, places=places)
     before = Phase(pause_s=0.0, speed=admission.training / places)
-    refusal = "the next loss may be that of the state" if admission.is_last_copy else ""
+    refusal = "the stage of a host that is ready was kept for it" if admission.has_stage else ""
+    refusal = "the next loss may be that of the state" if admission.is_last_copy else refusal
     gathers = [
         (_price_gather(admission, prices, number, refusal, risk_s), group)
         for number, group in enumerate(groups, 1)
@@ -403,21 +371,15 @@ def _price_gather(
 ) -> RecoveryOption:
     """Return the option that hosts which are ready join together with the first groups of those that come back."""
     places, join_s = admission.places, _find_join_s(admission, prices)
-    groups = _group_returns(admission.awaited)
-    last = groups[num_groups - 1] if num_groups else _Returns(prices.seconds[TimedChange.RETURN], 0)
+    groups = group_returns(admission.awaited)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
     present = admission.training + admission.joining
     wait = Phase(pause_s=0.0, speed=admission.training / places, training_s=last.return_s)
     joined = Phase(pause_s=join_s, speed=min(present + last.count, places) / places)
     # From the join on, which is so long after the choice.
-    later = [_Returns(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
-    phases = (wait, *_list_phases(joined, present, later, join_s=join_s, places=places))
+    later = [ReturnGroup(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
+    phases = (wait, *list_phases(joined, present, later, join_s=join_s, places=places))
     return make_option(RecoveryAction.GATHER, phases, admission.training, prices, why_not, risk_s=risk_s)
-
-
-def describe_option(option: RecoveryOption) -> str:
-    """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
-    text = f"{option.action}: score {option.score:.6f}, {option.num_hosts} hosts after {option.pause_s:.2g} s"
-    return f"{text} (not possible: {option.why_not})" if option.why_not else text
 
 
 def make_option(

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.doubt import are_parts_trusted
+from resilient_jax.membership.doubt import is_part_trusted
 from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
@@ -194,13 +194,13 @@ class RedundancyTally:
         report = worker.report
         if report.holds_state:
             return _HostShare(report.step, None, snapshots)
-        part = report.part if are_parts_trusted(self._state.generation) else None
+        part = report.part if is_part_trusted(self._state.generation, report) else None
         return _HostShare(report.step if part is not None else None, part, snapshots)
 
     def _has_newest(self, host: HostName, worker: WorkerStatus) -> bool:
         """Return whether a member's worker has what the generation resumed from, or that of a later step.
 
-        None has it where the loss of one worker costs all.
+        No member counts as a holder if all workers are replaced after a loss.
         """
         generation, report = self._state.generation, worker.report
         # Those that a failure met between two commits catch up with the others.

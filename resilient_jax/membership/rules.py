@@ -50,7 +50,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
-from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_hosts
+from resilient_jax.membership.doubt import are_parts_still_doubtful, doubt_newer_states, find_corrupt_hosts
 from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
@@ -239,6 +239,7 @@ def _quiesce(
         dropped_workers=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
         attempts=attempts,
+        are_parts_doubtful=attempts > 0 or are_parts_still_doubtful(state),
         failed_host=why.failed_host,
         suspects=suspects,
         taken_out=generation.taken_out if attempts > 1 else None,

@@ -19,6 +19,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.commands import QuarantineDevice
 from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.doubt import is_part_trusted
 from resilient_jax.membership.facts import (
     MembershipState,
     find_seat,
@@ -34,6 +35,7 @@ from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
+from resilient_jax.protocol.state_records import are_parts_complete
 
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
@@ -59,6 +61,8 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     if decision.action is RecoveryAction.FEWER_DEVICES:
         # The generation goes on until the host's agent ends its worker.
         slowness = _note_devices_out(slowness, decision.slow, decision.devices)
+        restarting = tuple((m.host, m.incarnation) for m in generation.members if m.host == decision.slow)
+        slowness = msgspec.structs.replace(slowness, restarting=(*slowness.restarting, *restarting))
         return msgspec.structs.replace(generation, slowness=slowness)
     number = GenerationNumber(generation.number + 1)
     taken_out: HostName | None = None
@@ -74,6 +78,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         number=number,
         phase=GenerationPhase.PAUSE,
         attempts=0,
+        are_parts_doubtful=False,
         taken_out=taken_out,
         slowness=slowness,
         reason=decision.reason,
@@ -83,7 +88,8 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
 def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
     """Return what to do about slow hosts; None: none is slow, that was decided in this generation, or it is too soon.
 
-    It is while a spare, which would take the place of the slow one, takes its seat.
+    It is while a spare, which would take the place of the slow one, takes its seat, and until the slow host has started
+    its worker again without devices that were taken out.
 
     Args:
         state: of the machine, whose members train.
@@ -92,6 +98,8 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     generation, report = state.generation, _get_report(state)
     slowdown = report.slowdown
     if slowdown is None or slowdown.generation != generation.number or not config.act_on_slow_hosts:
+        return None
+    if any(host == slowdown.host for host, _ in generation.slowness.restarting):
         return None
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
@@ -111,10 +119,12 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         is_spare_in_place=bool(spares) and can_change_in_place(state, rest, spares),
         can_stay_in_place=can_change_in_place(state, staying, []),
         can_shrink_in_place=can_change_in_place(state, rest, []),
-        needs_restore=not any(s.worker is not None and s.worker.report.holds_state for s in rest),
+        needs_restore=not _have_state(generation, rest),
         refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
-        refusal_fewer_devices=_explain_refusal_fewer_devices(state, slowdown.host, len(rest)),
+        refusal_fewer_devices=_explain_refusal_fewer_devices(
+            state, slowdown.host, len(rest), config.min_hosts
+        ),
         can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
     )
     choice = choose_for_slow_host(
@@ -163,7 +173,7 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
     """Return the generation with speeds, by which layers are divided, of its members alone; no member is out.
 
     A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
-    could not be taken out again.
+    could not be taken out again. A worker that is no member any more is not about to be started again.
 
     Args:
         generation: that forms.
@@ -178,7 +188,9 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
         generation = msgspec.structs.replace(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
     out = tuple(host for host in slowness.out if generation.find_member(host) is None)
-    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out)
+    members = {(member.host, member.incarnation) for member in generation.members}
+    restarting = tuple(one for one in slowness.restarting if one in members)
+    slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out, restarting=restarting)
     return msgspec.structs.replace(generation, slowness=slowness)
 
 
@@ -264,7 +276,9 @@ def _explain_refusal_without(generation: Generation, num_left: int, min_hosts: i
     return ""
 
 
-def _explain_refusal_fewer_devices(state: MembershipState, slow: HostName, num_left: int) -> str:
+def _explain_refusal_fewer_devices(
+    state: MembershipState, slow: HostName, num_left: int, min_hosts: int
+) -> str:
     """Return why a slow host's worker may not be started again on fewer devices; empty: it may."""
     generation, status = state.generation, state.hosts.get(slow)
     if status is None or generation.find_member(slow) is None:
@@ -274,7 +288,18 @@ def _explain_refusal_fewer_devices(state: MembershipState, slow: HostName, num_l
     # Its agent ends no worker with the last copy of the state: `may_replace`.
     if generation.losses_left is not None and not (generation.losses_left and num_left):
         return "the next loss may be that of the state"
+    if num_left < max(min_hosts, 1):
+        return f"fewer than min_hosts = {max(min_hosts, 1)} would train until its worker has started again"
     return ""
+
+
+def _have_state(generation: Generation, rest: list[HostStatus]) -> bool:
+    """Return whether members have the state: one of them all of it, or each a part."""
+    reports = [status.worker.report for status in rest if status.worker is not None]
+    if any(report.holds_state for report in reports):
+        return True
+    parts = [r.part for r in reports if r.part is not None and is_part_trusted(generation, r)]
+    return generation.keeps_workers and bool(parts) and are_parts_complete(parts)
 
 
 def _describe_cause(state: MembershipState, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:

@@ -58,15 +58,17 @@ def admit_hosts(
 ) -> tuple[list[HostStatus], list[HostStatus]]:
     """Return the joiners for which there is a place beside the members that stay, and the others.
 
-    If there are too many: those with the newest state if no member has it, then those that have taken a seat, and of
-    these spares last. None has the place that is kept from it.
+    If there are too many: those for which stages are kept, and those with the newest state if no member has it, then
+    those that have taken a seat, and of these spares last. None has the place that is kept from it.
     """
     free = max(0, count_places(state, [*kept, *joiners], num_hosts) - len(kept))
     is_state_kept = any(_find_held_step(status) >= 0 for status in kept)
 
-    def rank(status: HostStatus) -> tuple[int, bool, bool]:
+    def rank(status: HostStatus) -> tuple[bool, int, bool, bool]:
         is_unseated = not has_taken_seat(state.generation, status)
-        return 0 if is_state_kept else -_find_held_step(status), is_unseated, status.is_spare
+        has_no_stage = status.host not in state.generation.stage_hosts
+        step = 0 if is_state_kept else _find_held_step(status)
+        return has_no_stage, -step, is_unseated, status.is_spare
 
     if len(joiners) <= free and not state.quarantined:
         return joiners, []

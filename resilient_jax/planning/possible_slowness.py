@@ -69,7 +69,7 @@ def list_possible_slowness(topology: Topology) -> list[PossibleSlowness]:
 
 
 def estimate_possible_slowdown(
-    plan: Plan, topology: Topology, slow: PossibleSlowness, used: tuple[int, ...]
+    plan: Plan, topology: Topology, slow: PossibleSlowness, used: tuple[int, ...], *, min_replicas: int = 1
 ) -> Slowdown:
     """Return what a slow host or device costs, and what each action would make of it, by the cost model.
 
@@ -78,11 +78,12 @@ def estimate_possible_slowdown(
         topology: on which it runs.
         slow: what becomes slow.
         used: the devices on which the host would go on without the slow one; (): it cannot do without.
+        min_replicas: as of `replan`.
     """
     now = topology.slowed(slow.name, slow.speed)
     is_pipeline = plan.axis_sizes.get(Axis.PIPELINE, 1) > 1
-    kept = try_keep(plan, now, 1)
-    stayed = try_stay(plan, now, 1.0, 1)
+    kept = try_keep(plan, now, min_replicas)
+    stayed = try_stay(plan, now, 1.0, min_replicas)
     kept_s = min(
         [one.step_time_s for one in (kept, stayed) if one is not None],
         default=plan.step_time_s / slow.speed,
@@ -92,8 +93,8 @@ def estimate_possible_slowdown(
         host=slow.host.name,
         kept=plan.step_time_s / kept_s,
         replaced=1.0,
-        without=_find_speed(plan, topology, (slow.host.name,)),
-        redivided=_find_redivided_speed(plan, now) if is_pipeline else 0.0,
+        without=_find_speed(plan, topology, (slow.host.name,), min_replicas),
+        redivided=_find_redivided_speed(plan, now, min_replicas) if is_pipeline else 0.0,
     )
     if slow.device is None:
         why = (
@@ -105,26 +106,28 @@ def estimate_possible_slowdown(
         why = ALL_DEVICES if is_pipeline else "it cannot do without a device"
         return msgspec.structs.replace(slowdown, why_all_devices=why)
     out = tuple(f"{slow.host.name}/{device}" for device in slow.host.living_devices if device not in used)
-    return msgspec.structs.replace(slowdown, fewer_devices=_find_speed(plan, topology, out))
+    return msgspec.structs.replace(slowdown, fewer_devices=_find_speed(plan, topology, out, min_replicas))
 
 
-def _find_speed(plan: Plan, topology: Topology, lost: tuple[str, ...]) -> float:
+def _find_speed(plan: Plan, topology: Topology, lost: tuple[str, ...], min_replicas: int) -> float:
     """Return the speed of the fastest plan without hosts or devices; 0: there is none."""
     if len(topology.hosts) == 1 and lost == (topology.hosts[0].name,):
         return 0.0
     try:
-        found = search_again(plan, topology.without(*lost), PlanConstraints(NO_FIXED_AXES))
+        found = search_again(
+            plan, topology.without(*lost), PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas)
+        )
     except PlanError:
         return 0.0
     return plan.step_time_s / found.step_time_s
 
 
-def _find_redivided_speed(plan: Plan, now: Topology) -> float:
+def _find_redivided_speed(plan: Plan, now: Topology, min_replicas: int) -> float:
     """Return the speed with other layers on the stages of the same pipeline; 0: there is none."""
     replica_axes = plan.layout.axes
     axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in replica_axes._fields}
     try:
-        found = search_again(plan, now, PlanConstraints(axes, plan.microbatch))
+        found = search_again(plan, now, PlanConstraints(axes, plan.microbatch, min_replicas))
     except PlanError:
         return 0.0
     return plan.step_time_s / found.step_time_s

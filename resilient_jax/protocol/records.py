@@ -138,6 +138,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones
             are void.
         attempts: how many times in a row a world was built at this step without finishing it.
+        are_parts_doubtful: whether parts of the state may not fit together, after a failure that no death explains, and
+            before all members have finished a step since.
         failed_host: the host that reported the last failed attempt; None: no attempt failed.
         suspects: the hosts that reported those failed attempts, one each; any of them may be the cause.
         taken_out: the host that is quarantined with this number, after failed attempts or as slow; None: no host.
@@ -178,6 +180,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     keeps_workers: bool = True
     initial_generation: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
+    are_parts_doubtful: bool = False
     failed_host: HostName | None = None
     suspects: tuple[HostName, ...] = ()
     taken_out: HostName | None = None

@@ -65,6 +65,11 @@ class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
     num_hosts: int
     why_not: str = ""
 
+    def describe(self) -> str:
+        """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
+        text = f"{self.action}: score {self.score:.6f}, {self.num_hosts} hosts after {self.pause_s:.2g} s"
+        return f"{text} (not possible: {self.why_not})" if self.why_not else text
+
 
 class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The choice at one change.
@@ -168,6 +173,7 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
         last_s: when the last one was, in seconds of `JobHistory.observed_s`.
         return_s: the mean time until the host was ready to join again, in which the last few count most.
         num_returns: how often that was measured.
+        streak: of a host: how often in a row, up to now. A host that is lost before it is back begins anew.
     """
 
     cause: LossCause
@@ -178,6 +184,7 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
     last_s: float = 0.0
     return_s: float = 0.0
     num_returns: int = 0
+    streak: int = 0
 
 
 class Absence(msgspec.Struct, frozen=True, kw_only=True):

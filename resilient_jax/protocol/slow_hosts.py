@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryDecision
 
 HostSpeeds = tuple[tuple[HostName, float], ...]
@@ -97,6 +97,7 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
         out: the hosts that were taken out so, and were no members since, the last one last.
         taken_out_as: the hosts that were taken out last, each as it was reported then, the last one last.
         devices: those that were taken out because they were slow, the last one last. Their hosts stay members.
+        restarting: the members, by host and incarnation, whose hosts are to start them again without such devices.
     """
 
     decision: RecoveryDecision | None = None
@@ -106,6 +107,7 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
     out: tuple[HostName, ...] = ()
     taken_out_as: tuple[SlowHost, ...] = ()
     devices: tuple[DeviceTakenOut, ...] = ()
+    restarting: tuple[tuple[HostName, Incarnation], ...] = ()
 
     def count_taken_out(self, host: HostName) -> int:
         """Return how often a host was taken out because it was slow."""

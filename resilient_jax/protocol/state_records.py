@@ -27,7 +27,7 @@ class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
         host: the host.
         kept: the speed with its stage kept for it: its replica computes nothing; 0: the others cannot do without it.
         cut: the speed with the model cut anew over the hosts that are left.
-        move_s: how long blocks take to move for that, and again when the host is back; in seconds.
+        move_s: how long all wait for that until blocks have moved, in seconds.
     """
 
     host: HostName

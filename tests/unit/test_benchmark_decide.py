@@ -92,7 +92,7 @@ def test_what_the_two_ways_of_a_pipeline_are_worth():
     outcome = dataclasses.replace(OUTCOME, stage=stage)
     usual = RecoveryAction.SHRINK
     assert play_loss(RecoveryAction.KEEP_STAGES, usual, loss, outcome) == pytest.approx(19 * 0.5 + 78)
-    assert play_loss(usual, usual, loss, outcome) == pytest.approx((20 - 6) * 0.7 + 100 - 20 - 7)
+    assert play_loss(usual, usual, loss, outcome) == pytest.approx((20 - 6) * 0.7 + 100 - 20 - 2)
 
 
 def test_one_of_two_hosts_may_be_waited_for():

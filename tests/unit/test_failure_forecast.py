@@ -16,6 +16,7 @@ from resilient_jax.membership.failure_forecast import (
     describe_record,
     estimate_rate,
     expect_return_s,
+    forget_returns,
     list_expected,
 )
 from resilient_jax.planning.recovery_score import (
@@ -143,7 +144,12 @@ def test_only_a_host_that_has_come_back_each_time_is_expected_though_nothing_is_
     history = lose(add_return(history, A, LossCause.NOTICE, 90.0), A, cause=LossCause.NOTICE)
     assert list_expected(history) == [A]
     # Its agent was started by another hand: one return of three losses is no habit.
-    assert list_expected(lose(history, A, cause=LossCause.HOST)) == []
+    missed = lose(history, A, cause=LossCause.HOST)
+    assert list_expected(missed) == []
+    assert list_expected(forget_returns(history, [A])) == []
+    # It does so again: once missed is not for good.
+    missed = add_return(missed, A, LossCause.HOST, 60.0)
+    assert list_expected(lose(missed, A, cause=LossCause.NOTICE)) == [A]
 
 
 def test_a_record_says_why_and_how_often():

@@ -130,6 +130,8 @@ def test_a_job_that_would_need_two_new_worlds_waits_for_its_host_once(do_come):
     job.serve()
     assert decided(job).action is RecoveryAction.REFORM
     assert (job.phase, job.members) == (GenerationPhase.FORM, list("abc") if do_come else list("ab"))
+    (record,) = job.generation.history.host_losses
+    assert (record.num_returns, record.return_s) == ((1, pytest.approx(5.5)) if do_come else (0, 0.0))
 
 
 def test_a_job_measures_its_changes_and_passes_them_on():
@@ -258,13 +260,14 @@ def test_a_worker_of_a_host_that_lacked_a_device_all_along_ended_by_itself():
     assert list_losses(job) == [("c", LossCause.WORKER, 1)]
 
 
-def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure():
+@pytest.mark.parametrize(("before", "after"), [("1 of 2 devices", ""), ("6 of 8 devices", "7 of 8 devices")])
+def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(before, after):
     job = Job("a", "b", "c", spare_seats=4)
-    job.change("c", devices="1 of 2 devices")
+    job.change("c", devices=before)
     job.serve()
     job.form()
     job.train(5)
-    job.change("c", devices="", worker=end(job, "c"))
+    job.change("c", devices=after, worker=end(job, "c"))
     assert job.phase is GenerationPhase.QUIESCE
     assert (list_losses(job), job.generation.history.failures) == ([], 0)
 

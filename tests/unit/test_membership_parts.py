@@ -2,12 +2,20 @@
 
 import msgspec
 import pytest
-from membership_job import Job, change_leader, keep, sharded, snapshot, stop_at_boundary
+from membership_job import Job, change_leader, keep, know, sharded, snapshot, stop_at_boundary
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.protocol.records import GenerationPhase, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.membership.redundancy import measure_redundancy
+from resilient_jax.protocol.records import (
+    GenerationPhase,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerState,
+    WorldChange,
+)
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.protocol.state_records import StageLoss, StatePart
 
@@ -141,6 +149,43 @@ def test_after_a_failure_that_no_death_explains_a_snapshot_is_read():
     assert job.generation.snapshot is not None
 
 
+def fail_once() -> Job:
+    """Return a job that forms again from its snapshot, after a failure that no death explains."""
+    job = sharded("abcd", parity=2)
+    for name in "abcd":
+        job.report(name, part=PARTS[name], holds_state=False)
+    failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="a unit did not come")
+    job.report("a", failure=failure)
+    unwind(job, *"abcd", holds_state=False)
+    job.serve("c")
+    job.form()
+    return job
+
+
+def test_parts_count_again_once_all_have_finished_a_step_after_a_failure():
+    job = fail_once()
+    assert (job.generation.attempts, job.generation.are_parts_doubtful) == (1, True)
+    before = measure_redundancy(job.state)
+    assert before is not None
+    assert not before.is_in_parts
+    for name in "abcd":
+        job.report(name, has_finished_step=True, step=6)
+    after = measure_redundancy(job.state)
+    assert after is not None
+    assert (after.is_in_parts, job.generation.losses_left) == (True, after.losses)
+    job.give(HostLeft(HostName("b")))
+    unwind(job, *"acd", step=6)
+    assert job.generation.is_state_in_parts
+
+
+def test_a_death_before_they_have_finished_a_step_does_not_make_parts_fit():
+    job = fail_once()
+    job.give(HostLeft(HostName("b")))
+    unwind(job, *"acd", step=6)
+    assert (job.generation.attempts, job.generation.is_state_in_parts) == (0, False)
+    assert job.generation.snapshot is not None
+
+
 def test_the_flag_is_gone_in_a_generation_with_another_origin():
     job = sharded("abcd", parity=2)
     job.give(HostLeft(HostName("b")))
@@ -227,3 +272,51 @@ def test_another_leader_keeps_the_stage_too():
     change_leader(job)
     job.wait(1.0)
     assert (job.phase, job.generation.stage_hosts) == (GenerationPhase.ACTIVE, tuple("abcd"))
+
+
+def test_a_kept_stage_outlives_the_decision_that_another_host_waits():
+    job = lose_stage()
+    job.form()
+    job.train(7)
+    kept = job.generation.decision
+    # No join pays any more, but for the host whose stage is kept.
+    know(job, grow=1e7)
+    job.restart("e")
+    job.take_seat("e")
+    assert (job.phase, job.generation.decision) == (GenerationPhase.ACTIVE, kept)
+    join_again(job, "b")
+    assert "b" in job.members
+
+
+def test_a_stage_is_kept_on_while_its_host_is_on_its_way():
+    job = lose_stage()
+    assert job.generation.decision is not None
+    job.form()
+    job.train(7)
+    job.restart("b")
+    job.report("b", state=WorkerState.PREPARING)
+    job.wait(2 * job.generation.decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE, "it comes"
+    job.worker("b", exit_code=-9)
+    assert job.phase is GenerationPhase.PAUSE
+
+
+@pytest.mark.parametrize(("replicas", "is_restored"), [("abcd", False), ("ab", True)])
+def test_a_slow_host_of_a_pipeline_is_taken_out_without_a_restore_if_the_others_have_the_state(
+    replicas: str, is_restored: bool
+):
+    job = sharded("abcd", parity=2)
+    know(job, shrink=0.2, restore=50.0)
+    for name in "abcd":
+        # Without other replicas nobody else has what b has.
+        job.report(name, part=PARTS[name] if name in replicas else FRONT, holds_state=False, step=6)
+    number = job.generation.number
+    job.report(
+        "a",
+        slow_hosts=(SlowHost(host=HostName("b"), kind="link", factor=3.0, since_step=3),),
+        slowdown=Slowdown(generation=number, host=HostName("b"), kept=0.5, replaced=1.0, without=0.7),
+    )
+    decision = job.generation.slowness.decision
+    assert decision is not None
+    (option,) = [one for one in decision.options if one.action is RecoveryAction.TAKE_OUT]
+    assert option.pause_s == pytest.approx(50.2 if is_restored else 0.2)

@@ -473,6 +473,20 @@ def test_a_device_that_is_slow_again_is_out_for_longer_and_its_restart_is_no_fai
     assert [one.num_before for one in job.quarantined_devices] == [0, 1]
 
 
+def test_a_restart_without_a_slow_device_is_planned_after_other_changes_too():
+    job = training("a", "b", "c", spare_seats=4)
+    narrow(job)
+    job.restart("d")
+    job.take_seat("d")
+    go_on(job, 9)
+    assert job.members == list("abcd")
+    narrow(job)
+    assert len(job.quarantined_devices) == 1, "its agent has not ended the worker yet"
+    failures = job.generation.history.failures
+    job.restart("c")
+    assert job.generation.history.failures == failures
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "why_not"),
     [
@@ -501,6 +515,16 @@ def test_a_host_with_the_last_copy_of_the_state_keeps_its_slow_devices():
     narrow(job, without=0.0)
     options = {option.action: option.why_not for option in decided(job).options}
     assert options[RecoveryAction.FEWER_DEVICES] == "the next loss may be that of the state"
+
+
+def test_no_worker_is_started_again_without_slow_devices_if_the_others_would_have_to_wait_for_it():
+    job = training("a", "b", "c", spare_seats=4, min_hosts=3)
+    narrow(job)
+    options = {option.action: option.why_not for option in decided(job).options}
+    assert options[RecoveryAction.FEWER_DEVICES] == (
+        "fewer than min_hosts = 3 would train until its worker has started again"
+    )
+    assert job.quarantined_devices == []
 
 
 ACTIONS = (

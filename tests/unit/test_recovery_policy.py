@@ -20,7 +20,6 @@ from resilient_jax.membership.recovery_policy import (
     Prices,
     choose_admission,
     choose_after_loss,
-    describe_option,
     price_job,
 )
 from resilient_jax.planning.recovery_score import (
@@ -244,7 +243,7 @@ def test_a_join_is_not_put_off_while_the_next_loss_may_be_that_of_the_state():
     admission = Admission(places=4096, training=4095, joining=1, is_last_copy=True)
     choice = choose_admission(admission, price_job(JobHistory(failures=100), name_hosts(4096)))
     assert choice.action is RecoveryAction.JOIN
-    assert "the next loss may be that of the state" in describe_option(choice.options[1])
+    assert "the next loss may be that of the state" in choice.options[1].describe()
 
 
 @given(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import PRIOR_S, Loss, Prices, choose_after_loss
+from resilient_jax.membership.recovery_policy import PATIENCE, PRIOR_S, Loss, Prices, choose_after_loss
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
@@ -109,7 +109,7 @@ def choose(
     [
         # Layouts of papers.md, 16 bytes of state for each parameter.
         (13, (4, 8, 8), 3.0, 10.0, RecoveryAction.KEEP_STAGES),
-        (13, (4, 8, 8), 3.0, 300.0, RecoveryAction.KEEP_STAGES),
+        (13, (4, 8, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
         (13, (4, 8, 8), 3.0, 7200.0, RecoveryAction.SHRINK),
         (70, (8, 4, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
         (70, (8, 4, 8), 50.0, 10.0, RecoveryAction.KEEP_STAGES),
@@ -140,6 +140,14 @@ def test_a_host_that_is_not_expected_back_has_no_stage_kept():
     assert (kept.why_not, kept.score > 0) == ("no host is on its way back", True)
 
 
+def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
+    stage = StageLoss(host=HostName("a"), kept=0.8, cut=1.0, move_s=85.0)
+    loss = Loss(places=7, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
+    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    assert choice.action is RecoveryAction.KEEP_STAGES
+    assert choice.wait_s >= PATIENCE * 300.0
+
+
 @given(
     move_s=st.floats(1.0, 60.0),
     difference=st.floats(0.02, 0.3),
@@ -155,7 +163,7 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
         return
-    moves_s, wait_s = 2 * move_s, choice.wait_s
+    moves_s, wait_s = move_s, choice.wait_s
     kept_s = min(returned_s, wait_s) * difference + (moves_s if returned_s > wait_s else 0.0)
     # Of the speed that a cut has; PATIENCE for the first return is on top.
     assert kept_s <= 2 * min(moves_s, returned_s * difference) + 2.0

@@ -131,7 +131,7 @@ def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome
     elif outcome.stage is not None and action is RecoveryAction.KEEP_STAGES:
         change_s, speed = outcome.seconds[TimedChange.KEEP_STAGES], (hosts + 1) / places * outcome.stage.kept
     elif outcome.stage is not None:
-        change_s, join_s = change_s + outcome.stage.move_s, join_s + outcome.stage.move_s
+        change_s += outcome.stage.move_s
         speed = (hosts + 1) / places * outcome.stage.cut
     course.spend(change_s)
     _take_back(course, left, hosts, speed, join_s=join_s, places=places)
