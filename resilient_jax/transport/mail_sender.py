@@ -67,6 +67,12 @@ class MailSender:
         with self._changed:
             return sum(mail.data.nbytes for mail in self._queue)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection ended, or none could be made."""
+        with self._changed:
+            return self._error is not None
+
     def send(self, mail: Mail) -> None:
         """Have the thread send a mail; this does not wait. What is sent to a lost peer is dropped."""
         with self._changed:

@@ -77,7 +77,7 @@ class MailService:
     def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Have these peers from now on, with no mail of older generations in any queue or box.
 
-        Connections to peers that stay are kept. A peer that was lost, and is still one, is dialled again. Call this
+        Connections to peers that stay are kept. A peer to which the connection ended is dialled again. Call this
         on one thread, and not in `on_peer_lost`.
 
         Raises:
@@ -90,10 +90,12 @@ class MailService:
                 )
             self._generation = generation
             self._addresses = dict(addresses)
+            # A peer that is lost only because it sends no more keeps the connection to it. To end that would have the
+            # peer lose this host, which would then lose the peer, in one generation after the other.
             ended = [
                 self._senders.pop(peer)
                 for peer, sender in list(self._senders.items())
-                if addresses.get(peer) != sender.address or peer in self._lost
+                if addresses.get(peer) != sender.address or sender.has_ended
             ]
         for sender in ended:
             sender.close()  # before the box forgets what is lost: afterwards these can report nothing
