@@ -68,6 +68,20 @@ def is_loss_counted(state: MembershipState, host: HostName, min_hosts: int) -> b
     return sum(not is_draining(state, other) for other in state.hosts if other != host) >= max(min_hosts, 1)
 
 
+def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
+    """Return the members that were gone when a leader's term began, such as the leader before it with its host.
+
+    Nobody has counted these losses; none is returned if too few hosts are left.
+
+    Args:
+        state: from what the new leader has read.
+        min_hosts: that the job needs.
+    """
+    if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < max(min_hosts, 1):
+        return []
+    return [member.host for member in state.generation.members if member.host not in state.hosts]
+
+
 async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:
     """Count a host's loss; quarantine the host if it was lost more than `max_host_losses` times in `restart_window_s`.
 

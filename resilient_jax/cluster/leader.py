@@ -19,6 +19,7 @@ from resilient_jax.cluster.host_losses import (
     SingleLosses,
     forget_host_losses,
     is_loss_counted,
+    list_lost_before,
     note_host_loss,
 )
 from resilient_jax.cluster.progress_messages import HostProgress
@@ -226,6 +227,8 @@ class _Term:
         initial = make_initial_state(
             generation, statuses, self._now(), quarantined=frozenset(record.host for record in records)
         )
+        for host in list_lost_before(initial, self._leader._config.min_hosts):
+            self._losses.add(host, self._now(), is_counted=True)
         machine = MembershipMachine(initial, self._leader._config)
         watching = [
             asyncio.create_task(self._watch(prefix, Revision(revision + 1))),

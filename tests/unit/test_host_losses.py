@@ -14,12 +14,14 @@ from resilient_jax.cluster.host_losses import (
     SingleLosses,
     forget_host_losses,
     is_loss_counted,
+    list_lost_before,
     note_host_loss,
 )
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.protocol.store_keys import make_leader_key
 from resilient_jax.store.interface import NO_LEASE, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -102,6 +104,18 @@ def test_the_loss_of_a_host_that_took_part_counts() -> None:
     assert not is_loss_counted(job.state, HostName("unknown"), min_hosts=1)
     alone = training("a")
     assert not is_loss_counted(alone.state, HostName("a"), min_hosts=1), "nobody else is left"
+
+
+def test_a_leader_that_is_lost_with_its_host_is_counted_by_the_next_one() -> None:
+    generation = training("a", "b", "c").generation
+
+    def find_lost(*left: str, min_hosts: int = 1) -> list[HostName]:
+        statuses = [training("a", "b", "c").status(name) for name in left]
+        return list_lost_before(make_initial_state(generation, statuses, 0.0), min_hosts)
+
+    assert find_lost("a", "c") == [HOST]
+    assert find_lost("a", "b", "c") == []
+    assert find_lost("a", "c", min_hosts=3) == [], "the job would wait for it"
 
 
 def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:
