@@ -15,7 +15,7 @@ import pytest
 from agents import wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
+from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent, JobReport
@@ -203,7 +203,9 @@ def test_fast_reduction_stays_within_rounding(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
     """Yield the job that the tests below break, one after the other; compare its bits with an undisturbed run."""
-    with TinyJob(tmp_path_factory.mktemp("step"), HOSTS) as tiny:
+    # An audit has a second host read and compute a microbatch, in one step of some seventy.
+    config = f"{CONFIG_WITHOUT_STANDBYS}audit_share = 0\n"
+    with TinyJob(tmp_path_factory.mktemp("step"), HOSTS, config) as tiny:
         yield tiny
         tiny.finish()
 
