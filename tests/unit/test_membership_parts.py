@@ -320,3 +320,14 @@ def test_a_slow_host_of_a_pipeline_is_taken_out_without_a_restore_if_the_others_
     assert decision is not None
     (option,) = [one for one in decision.options if one.action is RecoveryAction.TAKE_OUT]
     assert option.pause_s == pytest.approx(50.2 if is_restored else 0.2)
+
+
+def test_a_death_that_is_noticed_after_the_failure_of_its_peers_explains_it():
+    job = sharded("abcd")
+    failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="b sends no more mail")
+    job.report("a", failure=failure)
+    assert (job.generation.attempts, job.generation.are_parts_doubtful) == (1, True)
+    job.worker("b", exit_code=-9)
+    unwind(job, "a", "c", "d")
+    assert job.generation.is_state_in_parts
+    assert job.generation.step == 6
