@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 Endpoint = tuple[str, int]
@@ -68,28 +68,26 @@ def find_listening_endpoints() -> frozenset[Endpoint]:
 
 def find_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
     """Return gloo's connections of this process."""
-    found = set()
-    for descriptor in list_socket_descriptors():
-        with DuplicateSocket(descriptor) as copy:
-            if copy is None or is_listener(copy):
-                continue
-            here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
-            if here is not None and there is not None and gloo.includes(here, there):
-                found.add((here, there))
-    return frozenset(found)
+    return _find_connections(gloo, lambda copy: True)
 
 
 def find_open_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
     """Return those of gloo's connections that neither side has closed: a process that dies closes its own."""
+    return _find_connections(
+        gloo, lambda copy: copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED
+    )
+
+
+def _find_connections(
+    gloo: GlooSockets, is_wanted: Callable[[socket.socket], bool]
+) -> frozenset[GlooConnection]:
     found = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
             if copy is None or is_listener(copy):
                 continue
             here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
-            if here is None or there is None or not gloo.includes(here, there):
-                continue
-            if copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED:
+            if here is not None and there is not None and gloo.includes(here, there) and is_wanted(copy):
                 found.add((here, there))
     return frozenset(found)
 
