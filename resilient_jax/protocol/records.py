@@ -438,6 +438,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         devices: how many of the host's devices its worker uses, such as "2 of 3 devices"; empty: all.
         num_devices: of the host, also those that are out; 0: only JAX knows.
+        standby_devices: how many of them are sound and stand by: its worker uses others.
+        ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
         gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
@@ -461,6 +463,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     devices: str = ""
     num_devices: int = 0
+    standby_devices: int = 0
+    ended_for_return: Incarnation = Incarnation(0)
     gpu_uuids: tuple[str, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
