@@ -274,7 +274,7 @@ def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(b
 
 @pytest.mark.parametrize("is_new_leader", [True, False])
 def test_a_restart_for_a_device_that_was_back_before_is_no_failure_either(is_new_leader):
-    """Its agent waits for its turn. Meanwhile others are lost, or the leader is: what devices there were is forgotten."""
+    """Its agent waits for its turn. Others are lost meanwhile, or the leader is, and forget what devices there were."""
     job = Job("a", "b", "c", "d", spare_seats=4)
     job.change("c", devices="1 of 2 devices")
     job.serve()

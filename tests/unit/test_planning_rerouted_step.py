@@ -61,10 +61,12 @@ def test_a_step_that_is_too_large_to_simulate_is_priced_by_the_formula():
 )
 def test_a_lost_stage_is_priced_no_slower_than_a_job_runs_it(stages, replicas, quota):
     """A job keeps the stage for its host, by the same schedule: `pipeline.stage_losses`."""
-    teams = [[(HostName(f"{replica}-{stage}"), 1) for stage in range(stages)] for replica in range(replicas)]
+    teams = tuple(
+        [(HostName(f"{replica}-{stage}"), 1) for stage in range(stages)] for replica in range(replicas)
+    )
     layout = StageLayout(
         teams=teams,
-        quotas=[quota] * replicas,
+        quotas=(quota,) * replicas,
         absent=frozenset(),
         num_stages=stages,
         schedule=DEFAULT_SCHEDULE,
@@ -76,4 +78,6 @@ def test_a_lost_stage_is_priced_no_slower_than_a_job_runs_it(stages, replicas, q
     undisturbed = price_rerouted_s(stages, [quota] * replicas, [], 1.0)
     for stage in range(stages):
         priced = price_rerouted_s(stages, [quota] * replicas, [(0, stage)], 1.0)
+        assert undisturbed is not None
+        assert priced is not None
         assert undisturbed / priced >= in_job[teams[0][stage][0]] - 1e-3
