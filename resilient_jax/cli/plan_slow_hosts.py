@@ -68,9 +68,10 @@ def decide_slow_hosts(
     prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])
     decisions = []
     for slow in list_possible_slowness(topology):
-        devices = slow.host.living_devices
-        out = [] if slow.device is None else [devices.index(slow.device)]
-        used = tuple(devices[place] for place in select_devices(len(devices), out, after_loss))
+        # As the host's agent selects them, of all that it ever had: those that stand by take the place of slow ones.
+        lost = slow.host.lost_devices
+        out = lost if slow.device is None else (*lost, slow.device)
+        used = select_devices(slow.host.devices + len(lost), out, after_loss)
         slowdown = estimate_possible_slowdown(plan, topology, slow, used, min_replicas=min_replicas)
         training = SlowTraining(
             places=places,

@@ -228,6 +228,8 @@ class Agent:
             gpus=self._gpus.notes,
             devices=self._context.devices.describe(),
             num_devices=self._context.devices.num_devices or 0,
+            standby_devices=self._context.devices.num_standby,
+            ended_for_return=self._context.devices.ended_for_return,
             gpu_uuids=self._context.devices.uuids,
             step=step,
             metrics=metrics,

@@ -11,6 +11,7 @@ from resilient_jax.cluster.device_selection import (
     restrict_environment,
     select_devices,
 )
+from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 
 UUID_PREFIX: Final = "GPU-"
@@ -27,6 +28,7 @@ class HostDevices:
     Attributes:
         settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
         records: why devices are out, by number.
+        ended_for_return: the last worker that was ended because a device was back; 0: none.
         requires_all: whether the worker needs all devices, whatever `devices_after_loss` says.
         gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
             not known.
@@ -36,6 +38,7 @@ class HostDevices:
         self._all = settings
         self.settings = settings
         self.requires_all = False
+        self.ended_for_return = Incarnation(0)
         self.records: dict[int, DeviceQuarantineRecord] = {}
         self.gpu_names: tuple[str, ...] = list_named_gpus(settings.environment)
 
@@ -49,6 +52,12 @@ class HostDevices:
     def used(self) -> tuple[int, ...]:
         """The devices that workers use which start now; (): all, or none is left."""
         return self.select(self.records)
+
+    @property
+    def num_standby(self) -> int:
+        """How many devices are sound, and not used by workers that start now."""
+        used, num_devices = self.used, self.num_devices
+        return (num_devices or 0) - len(self.records) - len(used) if used else 0
 
     @property
     def uuids(self) -> tuple[str, ...]:

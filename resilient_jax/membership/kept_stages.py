@@ -6,6 +6,8 @@ The other hosts of such a replica stay holders of their blocks. So nothing moves
 
 from collections.abc import Collection, Iterable
 
+import msgspec
+
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
@@ -35,17 +37,28 @@ def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[Ho
     return generation.stage_hosts or tuple(one.host for one in _find_losses(kept))
 
 
-def list_stage_hosts(
-    before: Generation, formed: Generation, decision: RecoveryDecision | None
-) -> tuple[HostName, ...]:
-    """Return the hosts of all replicas in their order, with those whose stages are kept; empty: the members.
-
-    Until another host joins, the order stays when all are back, so that no more blocks move than must.
+def note_stage_hosts(
+    before: Generation, formed: Generation, decision: RecoveryDecision | None, kept: Collection[HostStatus]
+) -> Generation:
+    """Return the next generation with the order of the hosts of replicas, or with that from which it follows.
 
     Args:
         before: the generation that ends.
         formed: the next one.
         decision: about the change.
+        kept: the members that are left.
+    """
+    stage_hosts = _list_stage_hosts(before, formed, decision)
+    earlier = () if stage_hosts else list_order(before, kept)
+    return msgspec.structs.replace(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
+
+
+def _list_stage_hosts(
+    before: Generation, formed: Generation, decision: RecoveryDecision | None
+) -> tuple[HostName, ...]:
+    """Return the hosts of all replicas in their order, with those whose stages are kept; empty: the members.
+
+    Until another host joins, the order stays when all are back, so that no more blocks move than must.
     """
     if decision is not None and (decision.action, decision.number) == (
         RecoveryAction.KEEP_STAGES,

@@ -50,10 +50,12 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
         return LossCause.NOTICE
     if status is None:
         return LossCause.HOST
+    member, worker = state.generation.find_member(host), status.worker
+    if member is not None and member.incarnation == status.ended_for_return:
+        return None
     before, now = (_count_used(text) for text in (state.memory.devices.get(host, ""), status.devices))
     if now != before:
         return LossCause.DEVICE if now < before else None
-    member, worker = state.generation.find_member(host), status.worker
     is_there = (
         worker is not None
         and member is not None

@@ -194,4 +194,5 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
         status.services,
         status.is_draining,
         status.is_spare,
+        status.standby_devices,
     )

@@ -76,7 +76,7 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.job_history import note_progress, note_transition
-from resilient_jax.membership.kept_stages import list_stage_hosts
+from resilient_jax.membership.kept_stages import note_stage_hosts
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.planned_change import plan_change
 from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
@@ -495,6 +495,6 @@ def _form(
         return formed
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
-    stage_hosts = list_stage_hosts(state.generation, formed, decision)
-    formed = msgspec.structs.replace(formed, decision=decision, max_members=places, stage_hosts=stage_hosts)
+    formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
+    formed = note_stage_hosts(state.generation, formed, decision, kept)
     return forget_outdated(formed, state.quarantined)

@@ -7,6 +7,8 @@ layers. Shares by speed are chosen before that, by the workers, and cost nothing
 import dataclasses
 from typing import Final
 
+import msgspec
+
 from resilient_jax.membership.recovery_policy import Choice, Prices, choose_option, make_choice, make_option
 from resilient_jax.planning.recovery_score import Phase
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
@@ -47,6 +49,22 @@ class SlowTraining:
     refusal_without: str = ""
     refusal_fewer_devices: str = ""
     can_return_in_place: bool = True
+
+
+def count_standby_devices(slowdown: Slowdown, num_standby: int) -> Slowdown:
+    """Return what slow hosts cost if devices that stand by take the place of slow ones, where they are enough.
+
+    The worker that has estimated the speeds knows only the devices that it uses. With as many sound ones as before its
+    host is as fast as a sound host in its place would be.
+
+    Args:
+        slowdown: as it was estimated.
+        num_standby: sound devices of the slowest host that its worker does not use.
+    """
+    slow = slowdown.slow_devices
+    if not slow or num_standby < len(slow) or slowdown.replaced <= slowdown.fewer_devices:
+        return slowdown
+    return msgspec.structs.replace(slowdown, devices=slow, fewer_devices=slowdown.replaced)
 
 
 def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:

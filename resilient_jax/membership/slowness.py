@@ -29,7 +29,11 @@ from resilient_jax.membership.facts import (
     list_joiners,
 )
 from resilient_jax.membership.recovery_policy import price_job
-from resilient_jax.membership.slow_host_policy import SlowTraining, choose_for_slow_host
+from resilient_jax.membership.slow_host_policy import (
+    SlowTraining,
+    choose_for_slow_host,
+    count_standby_devices,
+)
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
@@ -101,6 +105,8 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         return None
     if any(host == slowdown.host for host, _ in generation.slowness.restarting):
         return None
+    status = state.hosts.get(slowdown.host)
+    slowdown = count_standby_devices(slowdown, status.standby_devices if status is not None else 0)
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
     refusal = _explain_refusal(generation, slowdown.host, report.slow_hosts)

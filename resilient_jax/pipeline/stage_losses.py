@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.step_division import StepDivision, TaskSeconds, price_division, spread_over_blocks
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, TaskKind
@@ -53,11 +54,21 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
     present_s = _price(layout, layout.teams, layout.quotas)
     num_microbatches = sum(layout.quotas)
     costs = [sum(block.values()) for block in layout.block_seconds]
-    cuts = {
-        lost: make_teams([host for host in hosts if host != lost], costs, layout.num_stages) for lost in hosts
-    }
-    cut = cuts[hosts[-1]]
+    before = [host for team in layout.teams for host, _ in team]
+
+    def cut_without(lost: HostName) -> list[Team]:
+        left = assign_stages([host for host in hosts if host != lost], before, costs, layout.num_stages)
+        return make_teams(left, costs, layout.num_stages)
+
+    cut = cut_without(hosts[-1])
     cut_s = _price(layout, cut, share_in_complete_teams(cut, num_microbatches))
+    moved_bytes: dict[tuple[int, int, bool], float] = {}
+    complete_now = list_complete_teams(layout.teams, layout.absent)
+    places = {
+        host: (len(team), place, number in complete_now)
+        for number, team in enumerate(layout.teams)
+        for place, (host, _) in enumerate(team)
+    }
     held = _list_blocks(layout.teams)
     kept: dict[tuple[int, ...], float] = {}
     losses = []
@@ -69,16 +80,17 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
         if complete not in kept:  # replicas of as many hosts are alike
             quotas = share_in_complete_teams(layout.teams, num_microbatches, absent)
             kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
-        moved = {
-            host: sum(layout.block_bytes[block] for block in blocks - held[host])
-            for host, blocks in _list_blocks(cuts[lost]).items()
-        }
+        if places[lost] not in moved_bytes:  # replicas of as many hosts are alike
+            moved_bytes[places[lost]] = max(
+                sum(layout.block_bytes[block] for block in blocks - held[host])
+                for host, blocks in _list_blocks(cut_without(lost)).items()
+            )
         losses.append(
             StageLoss(
                 host=lost,
                 kept=round(kept[complete], 4),
                 cut=round(present_s / cut_s, 4),
-                move_s=round(max(moved.values()) / layout.bytes_per_s, 4),
+                move_s=round(moved_bytes[places[lost]] / layout.bytes_per_s, 4),
             )
         )
     return tuple(losses)

@@ -3,6 +3,7 @@
 hosts, seconds of each block -> teams -> quotas -> routes
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
@@ -36,10 +37,11 @@ def make_teams(
     num_teams = max(len(hosts) // min(num_stages, longest), -(-len(hosts) // longest))
     size, longer = divmod(len(hosts), num_teams)
     teams: list[Team] = []
+    costs = tuple(block_costs)
     rest = iter(hosts)
     for number in range(num_teams):
         own = list(itertools.islice(rest, size + (number < longer)))
-        cut = cut_by_speed(block_costs, [(speeds or {}).get(host, 1.0) for host in own])
+        cut = _cut_once(costs, tuple((speeds or {}).get(host, 1.0) for host in own))
         teams.append(list(zip(own, cut, strict=True)))
     return teams
 
@@ -88,6 +90,11 @@ def cut_by_speed(block_costs: Sequence[float], speeds: Sequence[float]) -> list[
         found.append(ends[first] - first)
         first = ends[first]
     return [*found, count - first]
+
+
+@functools.lru_cache(maxsize=256)  # most replicas are alike, in one generation as in the next
+def _cut_once(block_costs: tuple[float, ...], speeds: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(cut_by_speed(block_costs, speeds))
 
 
 def share_microbatches(teams: Sequence[Team], num_microbatches: int) -> list[int]:

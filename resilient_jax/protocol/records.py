@@ -114,7 +114,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         members: the workers that train, in order of their seats.
         max_members: how many hosts may be members, as of the last formation; the others spare.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them while
-            they are away. Empty: the members.
+            they are away. Empty: the members, in an order by which the fewest blocks move.
+        earlier_stage_hosts: the hosts of the replicas before, in their order, from which that one follows; empty: there
+            were none, or it is not known.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
@@ -161,6 +163,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     members: tuple[Member, ...] = ()
     max_members: int = 0
     stage_hosts: tuple[HostName, ...] = ()
+    earlier_stage_hosts: tuple[HostName, ...] = ()
     newcomers: tuple[Member, ...] = ()
     spares: tuple[HostName, ...] = ()
     service_address: str = ""
@@ -438,6 +441,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         devices: how many of the host's devices its worker uses, such as "2 of 3 devices"; empty: all.
         num_devices: of the host, also those that are out; 0: only JAX knows.
+        standby_devices: how many of them are sound and stand by: its worker uses others.
+        ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
         gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
@@ -461,6 +466,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     devices: str = ""
     num_devices: int = 0
+    standby_devices: int = 0
+    ended_for_return: Incarnation = Incarnation(0)
     gpu_uuids: tuple[str, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0

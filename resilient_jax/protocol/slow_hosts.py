@@ -56,7 +56,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
         speeds: by which layers would be divided.
         devices: of the slowest host, the numbers of those that would be left out because they are slower than its other
             ones; (): none would.
-        fewer_devices: the speed without them; 0: the host cannot do without them.
+        slow_devices: of the slowest host, the numbers of all that are slower than its other ones.
+        fewer_devices: the speed without them, if no other device takes their place; 0: the host cannot do without them.
         why_all_devices: why none would be left out, or why the host cannot do without them.
     """
 
@@ -68,6 +69,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     redivided: float = 0.0
     speeds: HostSpeeds = ()
     devices: tuple[int, ...] = ()
+    slow_devices: tuple[int, ...] = ()
     fewer_devices: float = 0.0
     why_all_devices: str = ""
 

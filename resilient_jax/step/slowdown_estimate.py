@@ -114,6 +114,7 @@ def _add_fewer_devices(
         after_loss: what it does with the devices that are left.
         find_speed: gives the speed of the job if the host has this part of its usual speed.
     """
+    slowdown = msgspec.structs.replace(slowdown, slow_devices=found.slow_devices)
     choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
     if choice is None:
         why = _explain_all_devices(found, after_loss)

@@ -15,7 +15,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, AxisSizes
+from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
@@ -123,8 +124,15 @@ class Arranger:
                 plan=plan.shape,
                 before=last.shape if last is not None else "",
                 step_s=plan.step_time_s,
+                kept_step_s=self._estimate_kept_step_s(world, last),
                 reason=plan.reason,
             )
+
+    def _estimate_kept_step_s(self, world: World, last: Plan | None) -> float:
+        """Return the seconds of a step of these hosts with the axes of another plan; 0: there are none."""
+        if last is None or self.plan_searcher is None or last is self._stage_plan:
+            return 0.0
+        return self.plan_searcher.estimate_step_s(world.hosts, last)
 
 
 class PlanSearcher:
@@ -155,18 +163,32 @@ class PlanSearcher:
                 f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
                 "the hosts there"
             )
-        counts = {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
+        counts = self._count_devices(hosts)
         key = tuple(counts.items())
         if key not in self._plans:
-            self._plans[key] = search_host_local_plan(
-                self.program_cost,
-                self._restrict_topology(counts),
-                microbatch_size=self._config.microbatch_size,
-                global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
-                calibration=self._planner.calibration,
-                axes=self._planner.axis_sizes,
-            )
+            self._plans[key] = self._search(counts, self._planner.axis_sizes)
         return self._plans[key]
+
+    def estimate_step_s(self, hosts: tuple[HostName, ...], plan: Plan) -> float:
+        """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
+        axes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
+        try:
+            return self._search(self._count_devices(hosts), axes).step_time_s
+        except PlanError:
+            return 0.0
+
+    def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
+        return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
+
+    def _search(self, counts: Mapping[HostName, int], axes: AxisSizes) -> Plan:
+        return search_host_local_plan(
+            self.program_cost,
+            self._restrict_topology(counts),
+            microbatch_size=self._config.microbatch_size,
+            global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
+            calibration=self._planner.calibration,
+            axes=axes,
+        )
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""

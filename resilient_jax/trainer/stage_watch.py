@@ -194,7 +194,7 @@ class StageWatch:
         if placement.absent:
             return None
         shape = PipelineShape(
-            hosts=tuple(placement.world.hosts),
+            hosts=tuple(host for host in placement.stage_hosts if host not in placement.absent),
             block_costs=placement.block_costs,
             num_stages=placement.num_stages,
             num_microbatches=sum(placement.quotas),

@@ -20,6 +20,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec, place_unit
+from resilient_jax.pipeline.stage_assignment import follow_stages
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
 from resilient_jax.pipeline_schedule.teams import make_teams, share_in_complete_teams
@@ -46,6 +47,7 @@ class UnitPlacement:
 
     Attributes:
         world: of the generation.
+        stage_hosts: the hosts in the order in which they make replicas; the same on every host.
         teams: the replicas, with hosts whose stages are kept for them.
         absent: those hosts. Their replicas compute nothing; the others in them keep their blocks up to date.
         quotas: how many microbatches each replica computes in a step that begins in this generation.
@@ -82,9 +84,10 @@ class UnitPlacement:
         self._devices = _list_devices(world, sharding.mesh.size)
         self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, world.local_devices))
         speeds = world.step_services.layer_speeds
-        stage_hosts = world.step_services.stage_hosts
-        self.absent = frozenset(stage_hosts).difference(world.hosts)
-        self.teams: list[Team] = make_teams(stage_hosts, block_costs, num_stages, speeds)
+        groups = (*world.step_services.earlier_stage_hosts, world.step_services.stage_hosts)
+        self.stage_hosts = follow_stages(groups, block_costs, num_stages)
+        self.absent = frozenset(self.stage_hosts).difference(world.hosts)
+        self.teams: list[Team] = make_teams(self.stage_hosts, block_costs, num_stages, speeds)
         self.quotas = tuple(share_in_complete_teams(self.teams, num_microbatches, self.absent))
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_living_holders(find_holders(self.teams), self.absent)

@@ -33,6 +33,8 @@ class GenerationInfo:
         state_loss: what was lost, if no host's memory has the state any more; else None.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
+        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
+            follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
         is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
             has left.
         events: what this worker recorded on its way into this generation, oldest first.
@@ -47,6 +49,7 @@ class GenerationInfo:
     state_loss: StateLoss | None = None
     layer_speeds: HostSpeeds = ()
     stage_hosts: tuple[HostName, ...] = ()
+    earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     is_joining: bool = False
     events: tuple[Event, ...] = ()
 
@@ -89,6 +92,11 @@ def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
     return {name: -1 if position == 0 else 1 for position, name in enumerate(names)}
 
 
+def list_earlier_stage_hosts(generation: Generation) -> tuple[tuple[HostName, ...], ...]:
+    """Return the hosts of replicas before a generation, if their order is known; see `GenerationInfo`."""
+    return (generation.earlier_stage_hosts,) if generation.earlier_stage_hosts else ()
+
+
 def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
     """Return what the script may know of the generation that a worker is ordered to form.
 
@@ -109,5 +117,6 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         state_loss=generation.state_loss,
         layer_speeds=generation.slowness.speeds,
         stage_hosts=generation.stage_hosts,
+        earlier_stage_hosts=list_earlier_stage_hosts(generation),
         events=events,
     )

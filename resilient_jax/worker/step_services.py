@@ -26,6 +26,7 @@ class StepServices:
         is_joining: whether this worker takes part from the next generation on, of which this one is the rehearsal.
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
+        earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
     """
 
     host: HostName
@@ -35,6 +36,7 @@ class StepServices:
     layer_speeds: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
     stage_hosts: tuple[HostName, ...] = ()
     is_joining: bool = False
+    earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
 
     @property
     def wait_timeout_s(self) -> float:

@@ -155,6 +155,26 @@ def test_a_drained_device_does_not_end_a_worker_that_others_need(tmp_path: Path)
     asyncio.run(run())
 
 
+def test_which_worker_was_ended_because_a_device_is_back_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_host(tmp_path) as host:
+            devices = host.context.devices
+            await wait_until(lambda: host.num_seen() == 4)
+            assert devices.num_standby == 0
+            await write_device_quarantine(host.store, JOB, make_record(0))
+            await wait_until(lambda: host.num_seen() == 2)
+            assert devices.ended_for_return == 0, "a device was taken out"
+            assert devices.num_standby == 1, "of the three that are left an even number is used"
+            worker = host.supervisor.worker
+            assert worker is not None
+            await clear_device_quarantine(host.store, JOB, HOST, 0)
+            await wait_until(lambda: host.num_seen() == 4)
+            assert devices.ended_for_return == worker.incarnation
+            assert devices.num_standby == 0
+
+    asyncio.run(run())
+
+
 def test_a_device_that_fails_ends_the_worker_at_once_also_after_it_was_drained(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_host(tmp_path) as host:

@@ -64,6 +64,11 @@ def run_and_kill(work, *words):
         job.kill(JobComponent.WORKER, "host-1")
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        changed = [e for e in job.read_events() if e.kind is EventKind.PLAN_CHOSEN and e.detail["before"]]
+        assert changed
+        # What was given up for the new plan: of hosts and devices as they are the axes before are never faster.
+        steps_s = [(float(e.detail["kept_step_s"]), float(e.detail["step_s"])) for e in changed]
+        assert all(kept_s >= step_s > 0 for kept_s, step_s in steps_s)
         return plans_of(job, "host-0"), ending(job)
 
 

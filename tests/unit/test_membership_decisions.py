@@ -272,6 +272,30 @@ def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(b
     assert (list_losses(job), job.generation.history.failures) == ([], 0)
 
 
+@pytest.mark.parametrize("is_new_leader", [True, False])
+def test_a_restart_for_a_device_that_was_back_before_is_no_failure_either(is_new_leader):
+    """Its agent waits for its turn. Others are lost meanwhile, or the leader is, and forget what devices there were."""
+    job = Job("a", "b", "c", "d", spare_seats=4)
+    job.change("c", devices="1 of 2 devices")
+    job.serve()
+    job.form()
+    job.train(5)
+    job.change("c", devices="")
+    if is_new_leader:
+        change_leader(job)
+        job.train(6)
+    else:
+        job.worker("d", exit_code=-9)
+        job.acknowledge("a", "b", "c", step=6, holds_state=True)
+        job.form()
+        job.train(7)
+    failures = job.generation.history.failures
+    job.change("c", ended_for_return=job.worker_of("c").incarnation, worker=end(job, "c"))
+    assert job.phase is GenerationPhase.QUIESCE
+    assert "c" not in [host for host, _, _ in list_losses(job)]
+    assert job.generation.history.failures == failures
+
+
 def leave_and_come_back(job: Job, seconds: float, incarnation: int) -> None:
     """Have c leave after a notice, its agent end, and the host be back so long afterward."""
     job.change("c", is_draining=True)

@@ -91,6 +91,7 @@ def report_slow(number: GenerationNumber, chance: random.Random) -> dict:
         redivided=chance.choice((0.0, 0.7)),
         speeds=chance.choice(((), ((slowest, 0.5),))),
         devices=chance.choice(((), (1,))),
+        slow_devices=(1,),
         fewer_devices=chance.choice((0.0, 0.9)),
     )
     return chance.choice(
@@ -149,7 +150,7 @@ def change_anything(job: Job, name: str, chance: random.Random) -> None:
         lambda: job.restart(name, incarnation),
         lambda: job.change(name, is_draining=chance.random() < 0.3),
         lambda: job.change(name, is_spare=chance.random() < 0.3),
-        lambda: job.change(name, step=chance.randrange(9)),
+        lambda: job.change(name, step=(step := chance.randrange(9)), standby_devices=step % 3),
         lambda: job.change(name, services=()),
         lambda: job.change(name, snapshot_server=chance.choice((None, server(name)))),
         lambda: keep(job, name, *chance.sample(kept, chance.randrange(3))),

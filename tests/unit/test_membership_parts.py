@@ -224,6 +224,7 @@ def test_the_stage_of_a_lost_worker_is_kept_for_it_and_it_has_it_again():
     assert job.generation.decision is not None
     assert job.generation.decision.action is RecoveryAction.KEEP_STAGES
     assert (job.members, job.generation.stage_hosts) == (list("acd"), tuple("abcd"))
+    assert job.generation.earlier_stage_hosts == ()
     job.form()
     job.train(7)
     assert job.generation.stage_hosts == tuple("abcd")
@@ -237,6 +238,7 @@ def test_where_blocks_move_in_no_time_the_model_is_cut_anew():
     assert job.generation.decision is not None
     assert job.generation.decision.action is RecoveryAction.SHRINK
     assert job.generation.stage_hosts == ()
+    assert job.generation.earlier_stage_hosts == tuple("abcd"), "so that each host can find out who had what"
 
 
 def test_a_stage_is_kept_so_long_and_then_the_model_is_cut_anew():

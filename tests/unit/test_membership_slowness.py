@@ -17,7 +17,12 @@ from resilient_jax.membership.recovery_policy import (
     PRIOR_S,
     Prices,
 )
-from resilient_jax.membership.slow_host_policy import MIN_SPEED_GAIN, SlowTraining, choose_for_slow_host
+from resilient_jax.membership.slow_host_policy import (
+    MIN_SPEED_GAIN,
+    SlowTraining,
+    choose_for_slow_host,
+    count_standby_devices,
+)
 from resilient_jax.protocol.records import (
     GenerationPhase,
     WorkerFailure,
@@ -454,6 +459,33 @@ def test_a_host_goes_on_without_its_slow_device_and_stays_a_member():
     narrow(job)
     assert len(job.quarantined_devices) == 1, "it is decided once"
     assert job.generation.slowness.count_device(C, 3) == 1
+
+
+@pytest.mark.parametrize(("standby", "action"), [(0, RecoveryAction.KEEP), (1, RecoveryAction.FEWER_DEVICES)])
+def test_a_device_that_stands_by_takes_the_place_of_a_slow_one(standby, action):
+    """Without it, half of the four devices that are left would be no faster than all with the slow one."""
+    job = training("a", "b", "c", spare_seats=4)
+    job.change("c", standby_devices=standby)
+    narrow(job, without=0.5, fewer_devices=0.6, slow_devices=(3,))
+    assert decided(job).action is action
+    assert [one.device for one in job.quarantined_devices] == [3] * standby
+
+
+def test_standby_devices_count_only_where_they_are_enough_for_all_slow_ones():
+    down = Slowdown(
+        generation=GenerationNumber(1),
+        kept=0.5,
+        host=C,
+        replaced=1.0,
+        devices=(3,),
+        slow_devices=(2, 3),
+        fewer_devices=0.6,
+    )
+    assert count_standby_devices(down, 1) == down
+    enough = count_standby_devices(down, 2)
+    assert (enough.devices, enough.fewer_devices) == ((2, 3), 1.0)
+    none_slow = msgspec.structs.replace(down, devices=(), slow_devices=())
+    assert count_standby_devices(none_slow, 2) == none_slow
 
 
 def test_a_device_that_is_slow_again_is_out_for_longer_and_its_restart_is_no_failure():

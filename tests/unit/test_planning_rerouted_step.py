@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE
 from resilient_jax.planning.pipeline import estimate_rerouted_s, time_pipeline
 from resilient_jax.planning.rerouted_step import MAX_TASKS, price_rerouted_s
 
@@ -50,3 +53,31 @@ def test_a_step_that_is_too_large_to_simulate_is_priced_by_the_formula():
     quota = MAX_TASKS // (2 * 4 * 3) + 1
     priced = price_rerouted_s(4, [quota] * 2, [(1, 0)], 0.5)
     assert priced == estimate_rerouted_s(4, quota, 2, [1, 0, 0, 0], time_pipeline(4, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "quota"),
+    [(2, 2, 4), (4, 2, 8), (2, 4, 8), (2, 16, 8), (4, 8, 8), (4, 8, 16), (8, 4, 8)],
+)
+def test_a_lost_stage_is_priced_no_slower_than_a_job_runs_it(stages, replicas, quota):
+    """A job keeps the stage for its host, by the same schedule: `pipeline.stage_losses`."""
+    teams = tuple(
+        [(HostName(f"{replica}-{stage}"), 1) for stage in range(stages)] for replica in range(replicas)
+    )
+    layout = StageLayout(
+        teams=teams,
+        quotas=(quota,) * replicas,
+        absent=frozenset(),
+        num_stages=stages,
+        schedule=DEFAULT_SCHEDULE,
+        block_seconds=make_even_seconds([1.0] * stages, DEFAULT_SCHEDULE),
+        block_bytes=(1.0,) * stages,
+        bytes_per_s=1.0,
+    )
+    in_job = {loss.host: loss.kept for loss in estimate_stage_losses(layout)}
+    undisturbed = price_rerouted_s(stages, [quota] * replicas, [], 1.0)
+    for stage in range(stages):
+        priced = price_rerouted_s(stages, [quota] * replicas, [(0, stage)], 1.0)
+        assert undisturbed is not None
+        assert priced is not None
+        assert undisturbed / priced >= in_job[teams[0][stage][0]] - 1e-3

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.recovery_policy import PATIENCE, PRIOR_S, Loss, Prices, choose_after_loss
+from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
@@ -54,8 +55,9 @@ def test_speeds_and_moves_are_those_of_the_two_ways_to_go_on():
     lost, present_s = layout.teams[1][2][0], play(make_routes(layout.teams, layout.quotas))
     (found,) = [one for one in estimate_stage_losses(layout) if one.host == lost]
     assert found.kept == pytest.approx(present_s / play(make_routes(layout.teams, (32, 0))), abs=1e-3)
-    left = [host for team in layout.teams for host, _ in team if host != lost]
-    cut = make_teams(left, [1.0] * 32, 4)
+    before = [host for team in layout.teams for host, _ in team]
+    left = [host for host in before if host != lost]
+    cut = make_teams(assign_stages(left, before, [1.0] * 32, 4), [1.0] * 32, 4)
     cut_s = play(make_routes(cut, share_microbatches(cut, 32)))
     assert found.cut == pytest.approx(present_s / cut_s, abs=1e-3)
     # The host that gets most: blocks that it had not, a second each.
@@ -112,7 +114,8 @@ def choose(
         (13, (4, 8, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
         (13, (4, 8, 8), 3.0, 7200.0, RecoveryAction.SHRINK),
         (70, (8, 4, 8), 3.0, 60.0, RecoveryAction.KEEP_STAGES),
-        (70, (8, 4, 8), 50.0, 10.0, RecoveryAction.KEEP_STAGES),
+        (70, (8, 4, 8), 10.0, 10.0, RecoveryAction.KEEP_STAGES),
+        (70, (8, 4, 8), 50.0, 10.0, RecoveryAction.SHRINK),
         (70, (8, 4, 8), 50.0, 300.0, RecoveryAction.SHRINK),
         (7, (2, 2, 8), 50.0, 30.0, RecoveryAction.SHRINK),
         (0.01, (4, 8, 8), 3.0, 10.0, RecoveryAction.SHRINK),
