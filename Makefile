@@ -24,11 +24,12 @@ bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a lin
 
 # Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
 # compute. A file shares what it set up, such as the job that its tests break; all e2e tests share a compilation cache.
+# The longest files come first (LONGEST_FIRST in each conftest.py), so that all cores end together.
 # Python keeps the bytecode it compiles, because a test starts many processes.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
-	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --durations 10
-	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile --durations 10
+	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(VENV)/.installed-dev ## formatting, lint, types

@@ -1,9 +1,10 @@
-"""One compilation cache for all jobs of a session, so that each program is compiled once."""
+"""One compilation cache for all jobs of a session, so that each program is compiled once; the longest files first."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+from long_files import put_first
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,21 +21,29 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 LONGEST_FIRST = (
     "chaos_e2e",
     "step_e2e",
+    "pipelined_e2e",
     "kill_matrix",
+    "slow_hosts_e2e",
     "snapshots_e2e",
+    "kept_stages_e2e",
+    "pipelined_devices_e2e",
     "hosts_that_differ",
     "cleanup",
+    "pipelined_links_e2e",
     "membership_e2e",
     "seat_standby_e2e",
     "checkpoint_tier_e2e",
     "fuzz_e2e",
+    "etcd_e2e",
     "replace_e2e",
     "standby_e2e",
     "rejoin_e2e",
+    "pipelined_own_loop_e2e",
+    "spare_hosts_e2e",
+    "sums_e2e",
 )
-"""Files in the order of what they take; the others follow. Two at a time end together if the last ones are short."""
+"""Files in the order of what they take; the others follow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    put_first(items, LONGEST_FIRST)

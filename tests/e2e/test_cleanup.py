@@ -17,6 +17,10 @@ from resilient_jax.cluster.generation_follower import RELAY_GRACE_S
 from resilient_jax.cluster.job_report import JobComponent, find_pids
 
 pytestmark = pytest.mark.timeout(200)
+FORMING_S = 8.0
+SHORT_FORMING = CONFIG.replace("forming_timeout_s = 20.0", f"forming_timeout_s = {FORMING_S}")
+"""For tests that wait until an agent no longer listens for the workers of a world that was left."""
+assert SHORT_FORMING != CONFIG
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +128,7 @@ def test_a_job_whose_workers_all_die_too_often_ends(tmp_path: Path) -> None:
 
 def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_path: Path) -> None:
     """The array keeps the world's client, which ends the process when its connection is closed (SIGABRT)."""
-    forming_s = 8.0
-    config = CONFIG.replace("forming_timeout_s = 20.0", f"forming_timeout_s = {forming_s}")
-    with TinyJob(tmp_path, 2, config, ONE_DEVICE, words=["keep"]) as tiny:
+    with TinyJob(tmp_path, 2, SHORT_FORMING, ONE_DEVICE, words=["keep"]) as tiny:
         report = tiny.wait_training(2)
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         assert report.generation is not None
@@ -137,7 +139,7 @@ def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_
         assert any(leaks), "the array keeps nothing, so this test shows nothing"
         pids = list(find_pids(report, JobComponent.WORKER, "host-0"))
         # So long the agent listens for an attempt to connect to the world that was left.
-        end_s = time.monotonic() + forming_s + RELAY_GRACE_S + 2.0
+        end_s = time.monotonic() + FORMING_S + RELAY_GRACE_S + 2.0
         while time.monotonic() < end_s:
             assert list(find_pids(tiny.read_report(), JobComponent.WORKER, "host-0")) == pids
             time.sleep(0.2)
@@ -151,7 +153,7 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
                 links.append(re.sub(r"\[\d+\]", "", os.readlink(f"/proc/{agent}/fd/{name}")))
         return sorted(links)
 
-    with TinyJob(tmp_path, 2, CONFIG, ONE_DEVICE) as tiny:
+    with TinyJob(tmp_path, 2, SHORT_FORMING, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
         tiny.wait_standby("host-1")
@@ -161,7 +163,7 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
             tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)
         tiny.wait_standby("host-1")
-        # An agent listens for a world's workers for 22 s more, for one that has not left it yet.
+        # An agent listens for a world's workers for FORMING_S and RELAY_GRACE_S more, for one that has not left it yet.
         try:
             wait_until("the old descriptors' end", lambda: len(descriptors()) <= len(at_first), RECOVERY_S)
         except AssertionError:

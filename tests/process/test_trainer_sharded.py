@@ -35,21 +35,31 @@ def complete(tmp_path_factory):
     return said_in(run_alone([str(JOB), str(work), "replicated"], DEADLINE_S))
 
 
-def launch(work, hosts, options=(), words=("sharded",)):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Return a compilation cache for the tests that do not count what is compiled."""
+    return tmp_path_factory.mktemp("compile-cache")
+
+
+def launch(work, hosts, options=(), words=("sharded",), cache=None):
     return LocalJob(
         [str(JOB), str(work), *words],
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "2", *options],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **({"JAX_COMPILATION_CACHE_DIR": str(cache)} if cache is not None else {}),
+        },
     )
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_shards(
-    hosts, complete, tmp_path
+    hosts, complete, cache, tmp_path
 ):
-    with launch(tmp_path, hosts) as job:
+    with launch(tmp_path, hosts, cache=cache) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = said_in(job.read_output())
     assert len(complete) == REPORTS + 1
@@ -64,10 +74,10 @@ def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT])
 def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(
-    place, complete, tmp_path
+    place, complete, cache, tmp_path
 ):
     (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
-    with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
+    with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")], cache=cache) as job:
         job.hold(place, ["host-1"], 5)
         job.wait_held(["host-1"], DEADLINE_S)
         job.kill(JobComponent.HOST, "host-1")

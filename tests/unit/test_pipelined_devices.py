@@ -10,6 +10,7 @@ import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from jax.sharding import PartitionSpec as P
 from plan_topologies import cluster
+from quick_compiling import quick_compiling  # noqa: F401 - likewise
 from small_decoders import NnxDecoder, cross_entropy, make_scanned
 
 import resilient_jax as rj
