@@ -101,7 +101,7 @@ class World:
         mail = mail or make_local_opener()
         stage_hosts, speeds = info.stage_hosts or info.hosts, dict(info.layer_speeds)
         self.step_services = StepServices(
-            info.host, session, mail, reducer.watch, speeds, stage_hosts, info.is_joining
+            info.host, session, mail, control, reducer.watch, speeds, stage_hosts, info.is_joining
         )
 
     # Devices and meshes.

@@ -1,5 +1,8 @@
-"""Which units of a pipeline a host has copies of when a worker joins: the shell around `pipeline.unit_copies`."""
+"""Blocks are fetched before a host must have them: when copies are asked for, and what becomes of them. How copies are
+made and kept up to date is in `pipeline.unit_copies`, with units, the state of blocks.
+"""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -7,12 +10,16 @@ from typing import Final
 import jax
 
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.world_values import publish_value, read_values
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
+from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline_schedule.routes import find_holders
+from resilient_jax.pipeline_schedule.teams import make_teams
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.worker.world import World
 
@@ -29,8 +36,8 @@ DROP_TIMEOUT_S: Final = 1.0
 """For the copy that is being packed. A thread that has arrays of a world keeps its devices."""
 
 
-class CopiedUnits:
-    """The copies of one host, in one generation after the other.
+class BlockPrefetch:
+    """What a host fetches in one generation after the other.
 
     Attributes:
         bytes_taken: of the units that it had copies of when the present generation began.
@@ -39,18 +46,19 @@ class CopiedUnits:
     def __init__(self) -> None:
         self.bytes_taken = 0
         self._copies: UnitCopies | None = None
-        self._world: World | None = None
-        """In which this host is a member; None: it is not, and nothing here keeps devices that go away."""
-        self._holders: list[frozenset[HostName]] = []
+        self._planned: PlannedCopies | None = None
+        self._placement: UnitPlacement | None = None
+        """Of the generation in which this host is a member; None: it is not, and nothing here keeps devices that go
+        away."""
 
     def begin_generation(
         self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
     ) -> None:
-        """Have copies made for workers that join this generation, of which this host is a member."""
-        world = self._world = placement.world
+        """Have copies made for the next change of members in this generation, of which this host is one."""
+        world, self._placement = placement.world, placement
         self._copies = _make_copies(placement, worker, shapes)
-        self._holders = [placement.list_holders(number) for number in range(len(shapes))]
-        worker.after_commit = self._pass_commit
+        self._planned = PlannedCopies(world.host, world.generation, worker.service)
+        worker.after_commit = functools.partial(self._pass_commit, worker)
         publish_value(f"{NEWEST}/{world.host}", str(world.generation))
         publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
 
@@ -72,7 +80,7 @@ class CopiedUnits:
 
     def take(self, world: World, worker: PipelineWorker) -> None:
         """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
-        copies, self._copies, self._world, self.bytes_taken = self._copies, None, None, 0
+        copies, self._copies, self._placement, self.bytes_taken = self._copies, None, None, 0
         step, kept = world.step_services.parts_step, worker.state.all_states
         if copies is None:
             return
@@ -88,17 +96,39 @@ class CopiedUnits:
 
     def drop(self) -> None:
         """Drop all copies."""
-        copies, self._copies, self._world = self._copies, None, None
+        copies, self._copies, self._placement = self._copies, None, None
         if copies is not None:
             copies.drop(DROP_TIMEOUT_S)
 
-    def _pass_commit(self, committed: CommittedStep) -> None:
-        copies, world = self._copies, self._world
-        if copies is None or world is None:
+    def _pass_commit(self, worker: PipelineWorker, committed: CommittedStep) -> None:
+        copies, planned, placement = self._copies, self._planned, self._placement
+        if copies is None or planned is None or placement is None:
             return
-        copies.pass_commit(committed, world.hosts, self._holders)
+        world = placement.world
+        pause, is_first = world.step_services.held_pause, world.host == world.hosts[0]
+        if is_first and pause is not None and pause.next_members is not None:
+            wanted = _list_units_after(placement, worker, pause.next_members)
+            planned.prepare(pause.generation, wanted, pause.next_members.copy_timeout_s)
+        copies.pass_commit(committed, world.hosts, placement.unit_holders)
         if copies.has_begun:
             world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
+        if (number := planned.pass_commit(committed.step)) is not None:
+            world.step_services.answer_pause(GenerationNumber(number))
+
+
+def _list_units_after(
+    placement: UnitPlacement, worker: PipelineWorker, members: NextMembers
+) -> dict[HostName, set[int]]:
+    """Return the units that each present member is to have after a planned change; one that leaves has none."""
+    present = placement.world.step_services.stage_hosts
+    hosts = present if set(present) == set(members.hosts) else members.hosts
+    teams = make_teams(hosts, placement.block_costs, placement.num_stages, dict(members.layer_speeds))
+    holders = find_holders(teams)
+    found: dict[HostName, set[int]] = {host: set() for host in placement.world.hosts}
+    for number, unit in enumerate(worker.state.units):
+        for host in unit.find_holders(holders) & found.keys():
+            found[host].add(number)
+    return found
 
 
 class _GenerationLook:
