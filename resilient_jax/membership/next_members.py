@@ -33,7 +33,9 @@ def expect_members(
         speeds: by which layers are divided then.
         config: of the machine.
     """
-    if not all(_has_part(state, status) for status in kept):
+    # Those that leave, too: all members have to hold the pause, or none.
+    workers = [find_worker(state, member) for member in state.generation.members]
+    if not all(worker is not None and worker.report.part is not None for worker in workers):
         return None
     joiners = choose_joiners(state, kept, config)
     if not can_change_in_place(state, kept, joiners):
@@ -49,9 +51,3 @@ def expect_members(
 def is_notice_long_enough(state: MembershipState, now: float) -> bool:
     """Return whether a host that got a notice is still there when steps have passed in which blocks are copied."""
     return 0.0 < measure_step_s(state, now) <= MAX_NOTICE_STEP_S
-
-
-def _has_part(state: MembershipState, status: HostStatus) -> bool:
-    member = state.generation.find_member(status.host)
-    worker = find_worker(state, member) if member is not None else None
-    return worker is not None and worker.report.part is not None

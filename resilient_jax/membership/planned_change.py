@@ -69,7 +69,9 @@ def _expect_members(
     A host that joins has asked for copies by itself, and is ready only when they are there.
     """
     kept = list_staying(state)
-    has_notice = any(state.hosts[m.host].is_draining for m in state.generation.members if m.host in state.hosts)
+    has_notice = any(
+        state.hosts[m.host].is_draining for m in state.generation.members if m.host in state.hosts
+    )
     if is_join or (has_notice and not is_notice_long_enough(state, now)):
         return None
     found = expect_members(state, kept, state.generation.slowness.speeds, config)

@@ -39,7 +39,11 @@ class _Change:
 
 
 class PlannedCopies:
-    """What a member says and hears about planned changes of one generation."""
+    """What a member says and hears about planned changes of one generation.
+
+    Attributes:
+        prepared: the newest change that this host has prepared, as the first member.
+    """
 
     def __init__(self, own: HostName, generation: int, service: MailCarrier) -> None:
         """Have no change planned.
@@ -52,8 +56,7 @@ class PlannedCopies:
         self._own = own
         self._generation = generation
         self._service = service
-        self._prepared = 0
-        """The newest change that this host has prepared, as the first member."""
+        self.prepared = 0
         self._change: _Change | None = None
         self._allowed: tuple[int, int] | None = None
         """The change that all let come, and the number of committed steps after which they do."""
@@ -62,25 +65,27 @@ class PlannedCopies:
         self,
         number: int,
         wanted: Mapping[HostName, Collection[int]],
+        addresses: Mapping[HostName, str],
         timeout_s: float,
     ) -> None:
-        """Have copies made for a change; the first member calls this, again and again.
+        """Have copies made for a change; the first member calls this, once.
 
         Args:
             number: of the generation that it leads to.
-            wanted: the units that each member is to hold then: none if it leaves.
+            wanted: the units that each host is to hold then: none if it leaves.
+            addresses: of the mailboxes of those that are no members.
             timeout_s: after which the change comes all the same.
         """
-        if number <= self._prepared:
-            return
-        self._prepared = number
-        hosts = tuple(sorted(wanted))
+        self.prepared = number
+        hosts = tuple(sorted(wanted.keys() - addresses.keys()))
+        for host, address in sorted(addresses.items()):
+            self._service.add_peer(host, address)
         deadline_s = time.monotonic() + timeout_s
         self._change = _Change(number=number, hosts=hosts, missing=set(hosts), deadline_s=deadline_s)
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
-        request = CopyRequest(host=self._own, addresses={}, wanted=asked, number=number)
+        request = CopyRequest(host=self._own, addresses=dict(addresses), wanted=asked, number=number)
         data = memoryview(msgspec.msgpack.encode(request))
-        self._send(hosts, MailKey(self._generation, ANY_STEP + number, MailKind.COPIES_WANTED, 0, 0), data)
+        self._send(wanted, MailKey(self._generation, ANY_STEP + number, MailKind.COPIES_WANTED, 0, 0), data)
 
     def pass_commit(self, step: int) -> int | None:
         """Return the number of the change that all members let come now; None: none comes.

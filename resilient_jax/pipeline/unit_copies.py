@@ -238,6 +238,11 @@ class UnitCopies:
                 return False
             box.wait_for_more(CHECK_INTERVAL_S)
 
+    def expect(self, request: CopyRequest) -> None:
+        """Have what members have sent for a request of theirs: this host is ready to join, and has trained nothing."""
+        self._request, self._about = request, ANY_STEP + request.number
+        self._wanted = frozenset(request.wanted[self._own])
+
     # A member.
 
     def pass_commit(
@@ -255,13 +260,14 @@ class UnitCopies:
             return  # of the generation before: the hosts agree on a step, and units have not moved yet
         try:
             while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
-                self._accept(decode_message(_REQUEST, mail.data, "a request for copies"), hosts, holders)
+                self._accept(read_request(mail.data), hosts, holders)
             if self._delivery is not None:
                 self._deliver(self._delivery, committed)
             if self._delivery is None or self._request is None:  # it may have been the last
                 return
             self._take()
-            if self._wanted <= self._copies.keys() and not self._has_told:
+            is_sent = all(one.done() for one in self._packing)
+            if self._wanted <= self._copies.keys() and is_sent and not self._has_told:
                 self._has_told = True
                 self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
@@ -280,6 +286,9 @@ class UnitCopies:
             hosts
         ):
             return  # it was meant for other members
+        is_planned = request.host in hosts
+        if self._delivery is not None and self._delivery.is_planned and not is_planned:
+            return  # the members change before a worker that asks now could join
         self.stop(keep=request.number)
         for host, address in sorted(request.addresses.items()):
             self._service.add_peer(host, address)
@@ -288,7 +297,7 @@ class UnitCopies:
         self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
         self._about = ANY_STEP + request.number
         self._request, self._has_told = request, False
-        self._delivery = _Delivery(moves=mine, is_planned=request.host in hosts)
+        self._delivery = _Delivery(moves=mine, is_planned=is_planned)
 
     def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
         now_s = time.monotonic()
@@ -327,7 +336,9 @@ class UnitCopies:
     ) -> None:
         data = pack_arrays(leaves)
         for host in receivers:
-            self._send(host, MailKey(self.generation, about, MailKind.COPY, step, unit), data)
+            self._service.send(
+                host, _make_mail(MailKey(self.generation, about, MailKind.COPY, step, unit), data)
+            )
 
     def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
         sums = committed.sums[unit]
@@ -337,7 +348,7 @@ class UnitCopies:
         key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
         for move in delivery.moves:
             if move.unit == unit:
-                self._send(move.receiver, key, data)
+                self._service.send(move.receiver, _make_mail(key, data))
 
     # Whoever receives copies.
 
@@ -449,14 +460,24 @@ class UnitCopies:
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
         return MailKey(self.generation, self._about, kind, step, unit)
 
-    def _send(self, to: HostName, key: MailKey, data: memoryview) -> None:
-        self._service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
-
     def _tell(self, to: HostName, kind: MailKind, text: bytes = b"") -> None:
         """Send a message about this request."""
         assert self._request is not None, "there is one"
         index = sorted(self._request.wanted).index(self._own)
-        self._send(to, self._make_key(kind, 0, index), memoryview(text))
+        self._service.send(to, _make_mail(self._make_key(kind, 0, index), memoryview(text)))
+
+
+def read_request(data: memoryview) -> CopyRequest:
+    """Return what a host has asked for.
+
+    Raises:
+        MessageError: the data is no request.
+    """
+    return decode_message(_REQUEST, data, "a request for copies")
+
+
+def _make_mail(key: MailKey, data: memoryview) -> Mail:
+    return Mail(key=key, data=data, shape=(data.nbytes,))
 
 
 _REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)

@@ -4,7 +4,7 @@ made and kept up to date is in `pipeline.unit_copies`, with units, the state of 
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import jax
@@ -15,12 +15,19 @@ from resilient_jax.jax_runtime.world_values import publish_value, read_values
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.planned_copies import PlannedCopies
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import (
+    ANY_STEP,
+    CommittedStep,
+    UnitCopies,
+    UpdateFacts,
+    read_request,
+)
 from resilient_jax.pipeline_schedule.routes import find_holders
 from resilient_jax.pipeline_schedule.teams import make_teams
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.trainer.unit_placement import UnitPlacement
+from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.worker.world import World
 
 DIRECTORY: Final = "resilient_jax/mail"
@@ -28,6 +35,8 @@ DIRECTORY: Final = "resilient_jax/mail"
 FIND_TIMEOUT_S: Final = 5.0
 """Until the members have published their mailboxes: they do when a generation begins."""
 FIND_INTERVAL_S: Final = 0.02
+READY_DIRECTORY: Final = "resilient_jax/ready_mail"
+"""Of the mailboxes of hosts that are ready to join, and spare until then, in the values of that world: by host."""
 NEWEST: Final = "resilient_jax/mail_generation"
 """The generation of each member, in the values of their world, by host."""
 LOOK_INTERVAL_S: Final = 0.5
@@ -56,21 +65,33 @@ class BlockPrefetch:
     ) -> None:
         """Have copies made for the next change of members in this generation, of which this host is one."""
         world, self._placement = placement.world, placement
-        self._copies = _make_copies(placement, worker, shapes)
+        self._copies = _make_copies(placement, worker, shapes, world.generation)
         self._planned = PlannedCopies(world.host, world.generation, worker.service)
         worker.after_commit = functools.partial(self._pass_commit, worker)
         publish_value(f"{NEWEST}/{world.host}", str(world.generation))
         publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
 
-    def follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
-        """Wait until this host, which joins the members of `placement.world`, has its copies, if they come."""
+    def begin(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
+        """Have what this host needs to join: wait for copies, if there is a place for it; else say where to send them.
+
+        Args:
+            placement: as if it had joined.
+            worker: of this host.
+            shapes: of the state of each unit.
+        """
+        if placement.world.step_services.is_joining:
+            self._follow(placement, worker, shapes)
+        else:
+            publish_value(f"{READY_DIRECTORY}/{worker.host}", worker.service.address)
+
+    def _follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
         world = placement.world
         self.drop()
         members = [host for host in world.hosts if host != world.host]
         addresses = _find_mailboxes(world, members)
         if not addresses:
             return
-        copies = self._copies = _make_copies(placement, worker, shapes)
+        copies = self._copies = _make_copies(placement, worker, shapes, world.generation)
         try:
             copies.request(addresses, placement.list_units_by_host())
         except ResilientJaxError:  # a member is lost, or has gone on
@@ -78,9 +99,11 @@ class BlockPrefetch:
             return
         copies.wait(members, world.raise_if_ended, _GenerationLook(world.generation).has_ended)
 
-    def take(self, world: World, worker: PipelineWorker) -> None:
+    def take(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
         """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
-        copies, self._copies, self._placement, self.bytes_taken = self._copies, None, None, 0
+        world = placement.world
+        copies = self._copies or _find_sent_copies(placement, worker, shapes)
+        self._copies, self._placement, self.bytes_taken = None, None, 0
         step, kept = world.step_services.parts_step, worker.state.all_states
         if copies is None:
             return
@@ -105,10 +128,9 @@ class BlockPrefetch:
         if copies is None or planned is None or placement is None:
             return
         world = placement.world
-        pause, is_first = world.step_services.held_pause, world.host == world.hosts[0]
-        if is_first and pause is not None and pause.next_members is not None:
-            wanted = _list_units_after(placement, worker, pause.next_members)
-            planned.prepare(pause.generation, wanted, pause.next_members.copy_timeout_s)
+        pause = world.step_services.held_pause if world.host == world.hosts[0] else None
+        if pause is not None and pause.next_members is not None and pause.generation > planned.prepared:
+            _prepare(planned, pause.generation, pause.next_members, placement, worker)
         copies.pass_commit(committed, world.hosts, placement.unit_holders)
         if copies.has_begun:
             world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
@@ -116,15 +138,30 @@ class BlockPrefetch:
             world.step_services.answer_pause(GenerationNumber(number))
 
 
+def _prepare(
+    planned: PlannedCopies,
+    number: GenerationNumber,
+    members: NextMembers,
+    placement: UnitPlacement,
+    worker: PipelineWorker,
+) -> None:
+    """Have copies made for the members of a generation, as far as the mailboxes of hosts that come are known."""
+    come = set(members.hosts).difference(placement.world.hosts)
+    known = read_values(READY_DIRECTORY) if come else {}
+    addresses = {host: known[host] for host in come if host in known}
+    wanted = _list_units_after(placement, worker, members, {*placement.world.hosts, *addresses})
+    planned.prepare(number, wanted, addresses, members.copy_timeout_s)
+
+
 def _list_units_after(
-    placement: UnitPlacement, worker: PipelineWorker, members: NextMembers
+    placement: UnitPlacement, worker: PipelineWorker, members: NextMembers, among: Collection[HostName]
 ) -> dict[HostName, set[int]]:
-    """Return the units that each present member is to have after a planned change; one that leaves has none."""
+    """Return the units that each of some hosts is to have after a planned change; one that leaves has none."""
     present = placement.world.step_services.stage_hosts
     hosts = present if set(present) == set(members.hosts) else members.hosts
     teams = make_teams(hosts, placement.block_costs, placement.num_stages, dict(members.layer_speeds))
     holders = find_holders(teams)
-    found: dict[HostName, set[int]] = {host: set() for host in placement.world.hosts}
+    found: dict[HostName, set[int]] = {host: set() for host in among}
     for number, unit in enumerate(worker.state.units):
         for host in unit.find_holders(holders) & found.keys():
             found[host].add(number)
@@ -147,11 +184,26 @@ class _GenerationLook:
         return any(int(text) > self._generation for text in read_values(NEWEST).values())
 
 
-def _make_copies(placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> UnitCopies:
+def _find_sent_copies(
+    placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
+) -> UnitCopies | None:
+    """Return the copies that members have sent this host, which spared until now; None: they have sent none."""
+    about = ANY_STEP + placement.world.generation
+    mail = worker.service.box.try_take_kind(MailKind.COPIES_WANTED, lambda key: key.step == about)
+    if mail is None:
+        return None
+    copies = _make_copies(placement, worker, shapes, mail.key.generation)
+    copies.expect(read_request(mail.data))
+    return copies
+
+
+def _make_copies(
+    placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState], generation: int
+) -> UnitCopies:
     config = worker.config
     return UnitCopies(
         worker.host,
-        placement.world.generation,
+        generation,
         worker.service,
         worker.state,
         shapes,

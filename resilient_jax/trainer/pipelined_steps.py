@@ -140,7 +140,7 @@ class PipelinedSteps:
         if world.is_rehearsal:
             return placement
         # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
-        self._prefetch.take(world, worker)
+        self._prefetch.take(placement, worker, units.abstract)
         address = worker.service.address.encode()
         assert len(address) <= ROW_SIZE, "an address is short"
         texts = gather_texts(world, address)
@@ -395,8 +395,7 @@ class PipelinedSteps:
             worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
-        if placement.world.step_services.is_joining:
-            self._prefetch.follow(placement, worker, self._units.abstract)
+        self._prefetch.begin(placement, worker, self._units.abstract)
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"
