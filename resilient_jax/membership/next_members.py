@@ -12,7 +12,7 @@ from resilient_jax.membership.spare_hosts import choose_joiners
 from resilient_jax.membership.world_formation import can_change_in_place, keep_seats
 from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.slow_hosts import HostSpeeds
-from resilient_jax.protocol.state_records import NextMembers
+from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
 COPY_TIMEOUT_S: Final = 60.0
 NOTICE_COPY_TIMEOUT_S: Final = 10.0
@@ -25,7 +25,8 @@ def expect_members(
 ) -> NextMembers | None:
     """Return the members after a planned change, with hosts that are ready; None: no blocks are copied for them.
 
-    None are where the members have no parts of a state, or leave their world, in which copies are.
+    None are where the members have no parts of a state, or leave their world, in which copies are; or where those that
+    stay lack a part: then all read a snapshot, which is taken at the boundary.
 
     Args:
         state: of the machine, whose members train, as it is about to be.
@@ -36,6 +37,9 @@ def expect_members(
     # Those that leave, too: all members have to hold the pause, or none.
     workers = [find_worker(state, member) for member in state.generation.members]
     if not all(worker is not None and worker.report.part is not None for worker in workers):
+        return None
+    parts = [status.worker.report.part for status in kept if status.worker is not None]
+    if not are_parts_complete([part for part in parts if part is not None]):
         return None
     joiners = choose_joiners(state, kept, config)
     if not can_change_in_place(state, kept, joiners):

@@ -132,14 +132,15 @@ def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path:
 
 @pytest.mark.timeout(600)
 def test_a_spare_has_the_blocks_of_a_stage_before_it_takes_the_place_of_its_host(tmp_path: Path) -> None:
-    with PipelinedJob(tmp_path, 2, 2, options=("--spares", "1")) as job:
+    """Each host is a replica: if none of those that stay has a block, all read a snapshot."""
+    with PipelinedJob(tmp_path, 2, 1, options=("--spares", "1")) as job:
         job.wait_protected(2)
         before = job.wait_report("a spare that is ready", lambda now: is_ready(now, "host-2"))
         run = str(tmp_path / "run")
         assert run_command(["hosts", run, "drain", "host-1"])[0] == 0
         after = job.wait_training(2, generation_of(before).number).generation
         assert after is not None
-        assert [member.host for member in after.members] == ["host-0", "host-2"]
+        assert sorted(member.host for member in after.members) == ["host-0", "host-2"]
         kept = {
             e.host: (int(e.detail["copied"]) > 0, int(e.detail["received"]))
             for e in job.job.read_events()

@@ -172,6 +172,13 @@ def test_blocks_are_copied_before_layers_are_divided_by_speed():
     )
 
 
+def test_nothing_is_copied_where_no_host_that_stays_has_a_part():
+    job = train_in_parts(1.0, parity=2)
+    job.report("b", part=FRONT)
+    job.change("d", is_draining=True)
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
+
+
 def test_members_that_all_have_the_whole_state_copy_nothing_before_a_change():
     job = sharded("abcd")
     job.change("d", is_draining=True)
