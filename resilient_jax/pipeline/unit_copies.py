@@ -266,7 +266,8 @@ class UnitCopies:
             if self._delivery is None or self._request is None:  # it may have been the last
                 return
             self._take()
-            is_sent = all(one.done() for one in self._packing)
+            # A host that is to join by a planned change does not say what it has: what is packed is soon there.
+            is_sent = not self._delivery.is_planned or all(one.done() for one in self._packing)
             if self._wanted <= self._copies.keys() and is_sent and not self._has_told:
                 self._has_told = True
                 self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
