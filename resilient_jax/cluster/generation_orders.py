@@ -347,7 +347,8 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
         case GenerationPhase.QUIESCE:
             return state, (SendOrder(Quiesce(generation=generation.number, reason=generation.reason)),)
         case GenerationPhase.PAUSE:
-            return state, (SendOrder(Pause(generation=generation.number)),)
+            order = Pause(generation=generation.number, next_members=generation.next_members)
+            return state, (SendOrder(order),)
         case GenerationPhase.BOUNDARY:
             step = generation.boundary_step
             assert step is not None, "a boundary has a step"

@@ -155,6 +155,11 @@ def add_time(history: JobHistory, change: TimedChange, seconds: float) -> JobHis
     return msgspec.structs.replace(history, times=(*others, new))
 
 
+def measure_step_s(state: MembershipState, now: float) -> float:
+    """Return the time of a step as far as it is known, with the present generation; 0: it is not."""
+    return _note_step_time(state, _get_history(state), now).step_s
+
+
 def _note_step_time(state: MembershipState, history: JobHistory, now: float) -> JobHistory:
     """Return the history with the time of a step in the generation that ends."""
     memory = state.memory

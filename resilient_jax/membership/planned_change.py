@@ -6,11 +6,17 @@ from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
 from resilient_jax.membership.kept_stages import list_absent
+from resilient_jax.membership.next_members import (
+    NOTICE_COPY_TIMEOUT_S,
+    expect_members,
+    is_notice_long_enough,
+)
 from resilient_jax.membership.recovery_decision import decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.state_records import NextMembers
 
 
 def plan_change(
@@ -49,7 +55,29 @@ def plan_change(
         taken_out=None,
         decision=decision,
         reason=reason,
+        next_members=_expect_members(
+            state, is_join=decision is not generation.decision, now=now, config=config
+        ),
     )
+
+
+def _expect_members(
+    state: MembershipState, *, is_join: bool, now: float, config: MembershipConfig
+) -> NextMembers | None:
+    """Return the members that blocks are copied for; None: for none.
+
+    A host that joins has asked for copies by itself, and is ready only when they are there.
+    """
+    kept = list_staying(state)
+    has_notice = any(
+        state.hosts[m.host].is_draining for m in state.generation.members if m.host in state.hosts
+    )
+    if is_join or (has_notice and not is_notice_long_enough(state, now)):
+        return None
+    found = expect_members(state, kept, state.generation.slowness.speeds, config)
+    if found is None or not has_notice:
+        return found
+    return msgspec.structs.replace(found, copy_timeout_s=NOTICE_COPY_TIMEOUT_S)
 
 
 def _find_reason_to_change(state: MembershipState, now: float) -> str | None:

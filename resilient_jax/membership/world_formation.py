@@ -176,7 +176,7 @@ def form_next_generation(
     if can_change_in_place(state, kept, joiners):
         change = WorldChange.GROW if joiners else WorldChange.SHRINK
         built = msgspec.structs.replace(
-            generation, change=change, members=_keep_seats(generation, kept, joiners)
+            generation, change=change, members=keep_seats(generation, kept, joiners)
         )
         built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
     else:
@@ -189,6 +189,7 @@ def form_next_generation(
     return msgspec.structs.replace(
         built,
         phase=GenerationPhase.FORM,
+        next_members=None,
         step=origin.step,
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
         receivers=receivers,
@@ -280,9 +281,10 @@ def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | N
     return next((s.address for s in list_services(state, world) if s.num_processes == nodes), None)
 
 
-def _keep_seats(
+def keep_seats(
     generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> tuple[Member, ...]:
+    """Return the members of the next generation in the same world."""
     names = {status.host for status in kept}
     stay = tuple(m for m in generation.members if m.host in names)
     come = (find_seat(generation, status) for status in joiners)

@@ -1,6 +1,7 @@
 """Copies of units for hosts that are about to hold them: made and kept up to date while training goes on.
 
-1. A worker that joins tells all members, by mail, what each host is to hold when it has joined.
+1. A worker that joins tells all members, by mail, what each host is to hold when it has joined. If the members change
+   otherwise, between two steps, the first of them does (`planned_copies`).
 2. After its next commit, one holder of each unit that somebody lacks begins to send it: a thread packs the state. After
    each later commit it sends the sums of the unit's gradients, with norm and loss.
 3. Whoever lacks a unit updates its copy with these sums, by the program that holders use: it has the same bits.
@@ -37,6 +38,8 @@ ANY_STEP: Final = 2**62
 """In the keys of this mail a step is at least so much: what is finished with a step is refused, and hosts differ in
 theirs."""
 REQUEST_BITS: Final = 31
+MAX_GENERATIONS: Final = 2**31
+"""Numbers of generations are below."""
 PATIENCE_S: Final = 60.0
 """A worker that joins does without copies if nothing has come for so long: a generation has ended, or a host hangs."""
 CATCH_UP_TIMEOUT_S: Final = 5.0
@@ -44,6 +47,8 @@ CATCH_UP_TIMEOUT_S: Final = 5.0
 TELL_TIMEOUT_S: Final = 0.1
 """For the message to a worker that it is to wait no more. It waits for `PATIENCE_S` without."""
 CHECK_INTERVAL_S: Final = 0.05
+NO_COPIES: Final = b""
+"""In place of its name: a member tells the first one that it makes no copies any more."""
 MAX_DELIVERY_S: Final = 300.0
 """For so long copies are kept up to date, if nobody joins."""
 MAX_IDLE_S: Final = 10.0
@@ -53,18 +58,19 @@ boundary as a rule. If the leader delays that, no more sums are sent."""
 
 
 class CopyRequest(msgspec.Struct, frozen=True):
-    """What a worker that joins tells the members.
+    """What a worker that joins tells the members, or the first member tells all.
 
     Attributes:
-        host: of the worker.
-        address: of its mailbox.
-        wanted: the units that each host, this one included, is to hold when it has joined.
-        number: a random one, in the keys of all mail about this request: what belongs to an earlier one, of this worker
-            or another of its host, is not taken for it.
+        host: that asks. It is told who has all copies.
+        addresses: of the mailboxes of hosts that are no members.
+        wanted: the units that each host, those included, is to hold after the change.
+        number: in the keys of all mail about this request: what belongs to an earlier one is not taken for it. Of a
+            change that the first member asks for, the generation that it leads to; of a worker that joins, a random
+            one above those, since another worker of its host may have asked before.
     """
 
     host: HostName
-    address: str
+    addresses: Mapping[HostName, str]
     wanted: Mapping[HostName, tuple[int, ...]]
     number: int
 
@@ -111,16 +117,18 @@ class _Copy:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Delivery:
-    """What this host sends for a worker that joins.
+    """What this host sends.
 
     Attributes:
         moves: the units that this host sends.
+        is_planned: whether a member has asked, which knows when the members change; else a worker that joins.
         since_s: when it began to send states; None: it has sent nothing yet.
         idle_since_s: since when the worker has had all copies; None: it has not.
         idle_steps: since then.
     """
 
     moves: tuple[UnitMove, ...]
+    is_planned: bool
     since_s: float | None = None
     idle_since_s: float | None = None
     idle_steps: int = 0
@@ -186,9 +194,9 @@ class UnitCopies:
         self._service.begin_generation(self.generation, addresses)
         self._wanted = frozenset(wanted[self._own])
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
-        number = secrets.randbits(REQUEST_BITS)
+        number = MAX_GENERATIONS + secrets.randbits(REQUEST_BITS)
         self._request = CopyRequest(
-            host=self._own, address=self._service.address, wanted=asked, number=number
+            host=self._own, addresses={self._own: self._service.address}, wanted=asked, number=number
         )
         self._about = ANY_STEP + number
         for host in sorted(addresses):
@@ -230,12 +238,17 @@ class UnitCopies:
                 return False
             box.wait_for_more(CHECK_INTERVAL_S)
 
+    def expect(self, request: CopyRequest) -> None:
+        """Have what members have sent for a request of theirs: this host is ready to join, and has trained nothing."""
+        self._request, self._about = request, ANY_STEP + request.number
+        self._wanted = frozenset(request.wanted[self._own])
+
     # A member.
 
     def pass_commit(
         self, committed: CommittedStep, hosts: Collection[HostName], holders: Sequence[Collection[HostName]]
     ) -> None:
-        """Send what a worker that joins, or another member, is to have of this step; update the copies that are here.
+        """Send what others are to have copies of in this step; update the copies that are here.
 
         Args:
             committed: the step that was just committed here.
@@ -247,13 +260,15 @@ class UnitCopies:
             return  # of the generation before: the hosts agree on a step, and units have not moved yet
         try:
             while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
-                self._accept(decode_message(_REQUEST, mail.data, "a request for copies"), hosts, holders)
+                self._accept(read_request(mail.data), hosts, holders)
             if self._delivery is not None:
                 self._deliver(self._delivery, committed)
             if self._delivery is None or self._request is None:  # it may have been the last
                 return
             self._take()
-            if self._wanted <= self._copies.keys() and not self._has_told:
+            # A host that is to join by a planned change does not say what it has: what is packed is soon there.
+            is_sent = not self._delivery.is_planned or all(one.done() for one in self._packing)
+            if self._wanted <= self._copies.keys() and is_sent and not self._has_told:
                 self._has_told = True
                 self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
@@ -267,16 +282,23 @@ class UnitCopies:
     def _accept(
         self, request: CopyRequest, hosts: Collection[HostName], holders: Sequence[Collection[HostName]]
     ) -> None:
-        """Begin with the copies for a worker that joins; those for an earlier one are dropped."""
-        if set(request.wanted) != {*hosts, request.host} or request.host in hosts:
+        """Begin with the copies for a request; those for an earlier one are dropped."""
+        if set(request.wanted) != {*hosts, *request.addresses} or not request.addresses.keys().isdisjoint(
+            hosts
+        ):
             return  # it was meant for other members
+        is_planned = request.host in hosts
+        if self._delivery is not None and self._delivery.is_planned and not is_planned:
+            return  # the members change before a worker that asks now could join
         self.stop(keep=request.number)
-        self._service.add_peer(request.host, request.address)
+        for host, address in sorted(request.addresses.items()):
+            self._service.add_peer(host, address)
         moves = plan_moves(holders, request.wanted)
         mine = tuple(move for move in moves if move.sender == self._own)
         self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
         self._about = ANY_STEP + request.number
-        self._request, self._has_told, self._delivery = request, False, _Delivery(moves=mine)
+        self._request, self._has_told = request, False
+        self._delivery = _Delivery(moves=mine, is_planned=is_planned)
 
     def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
         now_s = time.monotonic()
@@ -284,7 +306,7 @@ class UnitCopies:
             delivery.since_s = now_s
             self._begin_packing(delivery, committed.step)
             return
-        if self._was_told(MailKind.COPIES_HERE):
+        if not delivery.is_planned and self._was_told(MailKind.COPIES_HERE):
             delivery.idle_since_s = now_s
         elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
@@ -315,7 +337,9 @@ class UnitCopies:
     ) -> None:
         data = pack_arrays(leaves)
         for host in receivers:
-            self._send(host, MailKey(self.generation, about, MailKind.COPY, step, unit), data)
+            self._service.send(
+                host, _make_mail(MailKey(self.generation, about, MailKind.COPY, step, unit), data)
+            )
 
     def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
         sums = committed.sums[unit]
@@ -325,7 +349,7 @@ class UnitCopies:
         key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
         for move in delivery.moves:
             if move.unit == unit:
-                self._send(move.receiver, key, data)
+                self._service.send(move.receiver, _make_mail(key, data))
 
     # Whoever receives copies.
 
@@ -383,8 +407,9 @@ class UnitCopies:
         return found
 
     def leave(self, hosts: Collection[HostName]) -> None:
-        """Stop if the worker that asked for copies is none of the hosts of the next generation; it is told."""
-        if self._request is not None and self._request.host not in hosts:
+        """Stop if the host that asked for copies is none of the next generation, and was to join; it is told."""
+        is_planned = self._delivery is not None and self._delivery.is_planned
+        if self._request is not None and self._request.host not in hosts and not is_planned:
             self.stop()
             with contextlib.suppress(
                 ResilientJaxError
@@ -392,12 +417,15 @@ class UnitCopies:
                 self._service.wait_sent(time.monotonic() + TELL_TIMEOUT_S)
 
     def stop(self, keep: int | None = None) -> None:
-        """Send no more for the worker that joins, and tell it and whoever has copies; drop those that are here.
+        """Send no more, and tell the host that has asked, and all that have copies; drop those that are here.
 
         Args:
             keep: the number of a request whose mail is kept: some of it comes before the request itself.
         """
         if self._request is not None and self._delivery is not None:
+            if self._delivery.is_planned:
+                with contextlib.suppress(ResilientJaxError):
+                    self._tell(self._request.host, MailKind.COPIES_HERE, NO_COPIES)
             for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)
@@ -423,7 +451,7 @@ class UnitCopies:
         self._packing = tuple(one for one in self._packing if not one.done())
 
     def _was_told(self, kind: MailKind) -> bool:
-        """Return whether any host has sent such a message about copies for the worker that joins."""
+        """Return whether any host has sent such a message about this request."""
         request = self._request
         if request is None:
             return False
@@ -433,14 +461,24 @@ class UnitCopies:
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
         return MailKey(self.generation, self._about, kind, step, unit)
 
-    def _send(self, to: HostName, key: MailKey, data: memoryview) -> None:
-        self._service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
-
     def _tell(self, to: HostName, kind: MailKind, text: bytes = b"") -> None:
-        """Send a message about copies for the worker that joins."""
-        assert self._request is not None, "there is such a worker"
+        """Send a message about this request."""
+        assert self._request is not None, "there is one"
         index = sorted(self._request.wanted).index(self._own)
-        self._send(to, self._make_key(kind, 0, index), memoryview(text))
+        self._service.send(to, _make_mail(self._make_key(kind, 0, index), memoryview(text)))
+
+
+def read_request(data: memoryview) -> CopyRequest:
+    """Return what a host has asked for.
+
+    Raises:
+        MessageError: the data is no request.
+    """
+    return decode_message(_REQUEST, data, "a request for copies")
+
+
+def _make_mail(key: MailKey, data: memoryview) -> Mail:
+    return Mail(key=key, data=data, shape=(data.nbytes,))
 
 
 _REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)

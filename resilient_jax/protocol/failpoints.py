@@ -77,7 +77,7 @@ class FailPoint(enum.StrEnum):
     DURING_RESTORE = "during_restore"
     """Some leaves of the state were restored from a snapshot."""
     DURING_COPIES = "during_copies"
-    """A member of a pipeline has begun to send copies of units to a worker that joins, or has some; a step is updated,
+    """A member of a pipeline has begun to send copies of units before members change, or has some; a step is updated,
     and not committed."""
     # In the snapshot server; the step is the snapshot's.
     BEFORE_PARITY = "before_parity"

@@ -15,7 +15,7 @@ from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
-from resilient_jax.protocol.state_records import StateLoss, StatePart, StateSource
+from resilient_jax.protocol.state_records import NextMembers, StateLoss, StatePart, StateSource
 from resilient_jax.protocol.worker_tasks import OverdueTask
 
 
@@ -122,6 +122,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
+        next_members: those that a planned change leads to, where blocks are copied before it; None: nothing is.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
@@ -169,6 +170,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
+    next_members: NextMembers | None = None
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()
     is_state_in_parts: bool = False

@@ -97,3 +97,17 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
     is_lower_bound: bool
     reason: str
     checkpoint_step: int | None = None
+
+
+class NextMembers(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts that a planned change leads to, for which the members of a pipeline copy blocks before they pause.
+
+    Attributes:
+        hosts: in order of their seats. Others may be members in the end: then blocks move in the pause.
+        layer_speeds: of those that get fewer layers, as parts of the speed of their peers.
+        copy_timeout_s: after so long the members pause, whether all have their copies or not.
+    """
+
+    hosts: tuple[HostName, ...]
+    layer_speeds: tuple[tuple[HostName, float], ...] = ()
+    copy_timeout_s: float = 0.0

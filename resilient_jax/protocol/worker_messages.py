@@ -11,6 +11,7 @@ import msgspec
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, Seat
 from resilient_jax.protocol.records import Generation, WorkerReport
+from resilient_jax.protocol.state_records import NextMembers
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -21,9 +22,14 @@ class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Order: report before which step you can stop, and do not start that step until the next order."""
+    """Order: report before which step you can stop, and do not start that step until the next order.
+
+    Attributes:
+        next_members: those that blocks are copied for before that; None: nothing is copied.
+    """
 
     generation: GenerationNumber
+    next_members: NextMembers | None = None
 
 
 class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):

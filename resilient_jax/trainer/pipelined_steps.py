@@ -33,7 +33,7 @@ from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
-from resilient_jax.trainer.copied_units import CopiedUnits
+from resilient_jax.trainer.block_prefetch import BlockPrefetch
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
@@ -117,7 +117,7 @@ class PipelinedSteps:
         self._has_agreed = self._has_resumed = False
         """Whether the hosts of this generation have told each other what they have done of the step under way, and
         gone on with it."""
-        self._copied = CopiedUnits()
+        self._prefetch = BlockPrefetch()
         self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
 
     # A generation.
@@ -140,7 +140,7 @@ class PipelinedSteps:
         if world.is_rehearsal:
             return placement
         # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
-        self._copied.take(world, worker)
+        self._prefetch.take(placement, worker, units.abstract)
         address = worker.service.address.encode()
         assert len(address) <= ROW_SIZE, "an address is short"
         texts = gather_texts(world, address)
@@ -153,7 +153,7 @@ class PipelinedSteps:
                 sharding=placement.sharding,
             )
         )
-        self._copied.begin_generation(placement, worker, units.abstract)
+        self._prefetch.begin_generation(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement,
@@ -223,7 +223,7 @@ class PipelinedSteps:
             EventKind.PIPELINE_STATE_KEPT,
             step=step,
             received=nbytes,
-            copied=self._copied.bytes_taken,
+            copied=self._prefetch.bytes_taken,
             seconds=seconds,
         )
         return state
@@ -350,7 +350,7 @@ class PipelinedSteps:
 
     def move_to_host(self) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""
-        self._copied.drop()
+        self._prefetch.drop()
         if self._worker is not None:
             self._worker.move_to_host()
         self._early_stopping = jax.tree.map(np.array, self._early_stopping)
@@ -358,7 +358,7 @@ class PipelinedSteps:
 
     def drop(self) -> None:
         """Drop every array: the others have another state, or this host leaves them."""
-        self._copied.drop()
+        self._prefetch.drop()
         self.drop_part()
 
     def drop_part(self) -> None:
@@ -395,8 +395,7 @@ class PipelinedSteps:
             worker.rehearse(placement.sharding)
         finally:
             worker.drop_state()  # it is no part of the job's state
-        if placement.world.step_services.is_joining:
-            self._copied.follow(placement, worker, self._units.abstract)
+        self._prefetch.begin(placement, worker, self._units.abstract)
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"

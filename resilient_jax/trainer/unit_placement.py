@@ -53,6 +53,7 @@ class UnitPlacement:
         quotas: how many microbatches each replica computes in a step that begins in this generation.
         routes: of such a step.
         holders: the hosts that are there, and have each block.
+        unit_holders: the hosts that are there, and have each unit.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
         sharding: over the devices of this host.
@@ -106,6 +107,7 @@ class UnitPlacement:
             sharding.mesh, list_leaf_specs(table, table.weights, sharding.find_weight_spec)
         )
         self._meshes: dict[frozenset[HostName], Mesh] = {}
+        self.unit_holders = [self.list_holders(number) for number in range(len(states.units))]
         self.held = sorted(self.list_units_by_host()[world.host])
         """The units of this host."""
 

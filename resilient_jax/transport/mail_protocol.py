@@ -78,7 +78,7 @@ class MailKind(enum.StrEnum):
     DIGESTS = "digests"
     """The digests of the weights that a host has."""
     COPIES_WANTED = "copies_wanted"
-    """What each host is to hold when the sender has joined: they want copies of what they lack, while training goes
+    """What each host is to hold after a change of members: they want copies of what they lack, while training goes
     on."""
     COPY = "copy"
     """Weights and optimizer state of a unit that the receiver is about to hold."""
@@ -88,6 +88,8 @@ class MailKind(enum.StrEnum):
     """The sender has all the copies that it wanted."""
     COPIES_STOPPED = "copies_stopped"
     """The sender sends no more sums for copies."""
+    COPIES_DONE = "copies_done"
+    """After which step all members let the change come that copies were made for."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):

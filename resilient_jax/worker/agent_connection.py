@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName, WorldId
+from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -18,6 +18,7 @@ from resilient_jax.protocol.worker_messages import (
     AdmissionRequested,
     EventOccurred,
     FormWorld,
+    Pause,
     SnapshotServerRequested,
     StepCommitted,
     StopWorker,
@@ -25,7 +26,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
-from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
@@ -148,7 +149,10 @@ class AgentConnection:
             self._apply(worker_protocol.report_world_left(self._protocol))
 
     def report_found(self, change: Callable[..., Transition], found: object) -> None:
-        """Report what was found beside the training: `change(protocol, found)` is a transition of `worker_protocol`."""
+        """Report what was found beside the training: `change(protocol, found)` is a transition of `worker_protocol`.
+
+        The guard thread reports so, too.
+        """
         with self._changed:
             self._apply(change(self._protocol, found))
 
@@ -194,6 +198,16 @@ class AgentConnection:
         if answers:
             self.record_event(EventKind.STEP_COMMITTED, step=step)
 
+    @property
+    def held_pause(self) -> Pause | None:
+        """The pause that is to come when blocks are copied for the members after it; None: there is none."""
+        return self._protocol.held_pause
+
+    def answer_pause(self, generation: GenerationNumber) -> None:
+        """Let the pause before a generation come, between two steps: blocks are copied, as far as they are."""
+        with self._changed:
+            self._apply(worker_protocol.answer_pause(self._protocol, generation))
+
     def wait_for_snapshot_server(self) -> str:
         """Return the endpoint of this host's snapshot server, which the agent starts now if need be.
 
@@ -227,16 +241,6 @@ class AgentConnection:
     def state(self) -> WorkerState:
         """What this process is doing."""
         return self._protocol.report.state
-
-    def report_compiling(self, is_compiling: bool) -> None:
-        """Report that the main thread compiles, which cannot be interrupted, so that it is not taken for a hang."""
-        with self._changed:
-            self._apply(worker_protocol.report_compiling(self._protocol, is_compiling))
-
-    def report_overdue(self, overdue: OverdueTask | None) -> None:
-        """Report the task that takes longer than its deadline; None: there was progress again."""
-        with self._changed:
-            self._apply(worker_protocol.report_overdue(self._protocol, overdue))
 
     def handle_order(self, order: HandledOrder) -> None:
         """Handle an order, and wake the main thread."""

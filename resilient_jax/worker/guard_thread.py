@@ -27,6 +27,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.hang_watch import HangWatch, OverdueReporter
 
@@ -51,10 +52,6 @@ class OrderHandler(OverdueReporter, Protocol):
 
     def handle_order(self, order: Any) -> None:  # noqa: ANN401 - any order but a lease
         """Handle an order of the agent."""
-        ...
-
-    def report_compiling(self, is_compiling: bool) -> None:
-        """Report whether the main thread compiles, which cannot be interrupted."""
         ...
 
 
@@ -140,7 +137,7 @@ class GuardThread:
             if self._must_interrupt():
                 self._interrupt()
         is_compiling_now = is_compiling(threading.main_thread().ident) or collective_thread.is_compiling
-        self._handler.report_compiling(is_compiling_now)
+        self._handler.report_found(worker_protocol.report_compiling, is_compiling_now)
 
 
 def send_unless_closed(connection: Connection[WorkerMessage, WorkerOrder], message: WorkerMessage) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from resilient_jax.events import EventKind
@@ -12,10 +13,12 @@ from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import WorkerState
 from resilient_jax.protocol.worker_messages import StacksTaken, WorkerMessage, WorkerOrder
-from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.telemetry.worker_activity import worker_activity
+from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.hang_detection import HangDetector, HangLimits, make_overdue_task
 from resilient_jax.worker.thread_stacks import describe_place, format_stacks, is_debugged
+from resilient_jax.worker.worker_protocol import Transition
 
 LOOK_INTERVAL_S: Final = 0.2
 STANDARD_ERROR: Final = 2
@@ -34,8 +37,8 @@ class OverdueReporter(Protocol):
         """Whether the generation that the main thread works in has ended."""
         ...
 
-    def report_overdue(self, overdue: OverdueTask | None) -> None:
-        """Report the task that takes longer than its deadline; None: there was progress again."""
+    def report_found(self, change: Callable[..., Transition], found: object) -> None:
+        """Report what was found: `change(protocol, found)` is a transition of `worker_protocol`."""
         ...
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> object:
@@ -88,7 +91,7 @@ class HangWatch:
         )
         if self._is_reported and not self._detector.is_reported:
             self._is_reported = False
-            self._reporter.report_overdue(None)
+            self._reporter.report_found(worker_protocol.report_overdue, None)
         if silence is None:
             return
         if is_debugged():  # asked only now: to read all stacks takes a while
@@ -107,7 +110,7 @@ class HangWatch:
                 deadline_s=overdue.deadline_s,
             )
         self._is_reported = True
-        self._reporter.report_overdue(overdue)
+        self._reporter.report_found(worker_protocol.report_overdue, overdue)
 
     def take_stacks(self, why: str) -> None:
         """Send the stacks of all threads to the agent, which keeps them."""

@@ -25,7 +25,7 @@ from typing import Final
 import jax
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName, ProcessIndex
+from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
@@ -78,6 +78,14 @@ class RehearsalControl:
         """End the rehearsal."""
         self.has_committed = True
         raise GenerationEnded
+
+    @property
+    def held_pause(self) -> None:
+        """None: the members copy blocks, and this worker is none yet."""
+        return
+
+    def answer_pause(self, generation: GenerationNumber) -> None:
+        """Return: there is no pause to answer."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Return the event, which is written nowhere: it did not happen in the job."""

@@ -4,6 +4,7 @@ import dataclasses
 import time
 
 from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.state_records import StatePart
 
 
@@ -23,6 +24,14 @@ class StandaloneControl:
         self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
     ) -> None:
         """Ignore the commit: without an agent no other process counts steps."""
+
+    @property
+    def held_pause(self) -> None:
+        """None: without an agent no member leaves or comes."""
+        return
+
+    def answer_pause(self, generation: GenerationNumber) -> None:
+        """Return: there is no pause to answer."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Return the event, which is written nowhere."""

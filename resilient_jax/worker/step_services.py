@@ -5,15 +5,16 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE, Pause
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import Session
+from resilient_jax.worker.training_control import TrainingControl
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class StepServices:
     host: HostName
     _session: Session
     _mail: MailOpener
+    _control: TrainingControl
     watch: SlowHostWatch | None = None
     layer_speeds: Mapping[HostName, float] = dataclasses.field(default_factory=dict)
     stage_hosts: tuple[HostName, ...] = ()
@@ -59,6 +61,15 @@ class StepServices:
         kept = self._session.committed.kept
         if arrays not in kept:
             kept.append(arrays)
+
+    @property
+    def held_pause(self) -> Pause | None:
+        """The pause that is to come when blocks are copied for the members after it; None: there is none."""
+        return self._control.held_pause
+
+    def answer_pause(self, generation: GenerationNumber) -> None:
+        """Let the pause before a generation come. All members call this between the same two steps."""
+        self._control.answer_pause(generation)
 
     def end_worker(self) -> NoReturn:
         """End this process; its agent starts another, or leaves the job."""

@@ -3,9 +3,10 @@
 from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.worker_messages import Pause
 
 
 class GenerationEnded(BaseException):
@@ -57,6 +58,15 @@ class TrainingControl(Protocol):
         self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
     ) -> None:
         """Report that `step` steps are committed."""
+        ...
+
+    @property
+    def held_pause(self) -> Pause | None:
+        """The pause that is to come when blocks are copied for the members after it; None: there is none."""
+        ...
+
+    def answer_pause(self, generation: GenerationNumber) -> None:
+        """Let the pause before a generation come, between two steps: blocks are copied, as far as they are."""
         ...
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:

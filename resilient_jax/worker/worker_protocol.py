@@ -17,6 +17,8 @@
 | others    | order `Quiesce`                | same      | kept orders are void; interrupted                         |
 | IDLE      | order `Pause`                  | IDLE      | limit = committed steps; answers with a report            |
 | others    | order `Pause`                  | same      | limit = first step that has not begun; answers            |
+| RUNNING   | `Pause` after blocks are copied| same      | held: neither limit nor answer before `answer_pause`      |
+| RUNNING   | `answer_pause`                 | RUNNING   | limit = the step after the next one; answers              |
 | any       | order `RunToBoundary`          | same      | boundary; up to there the limit does not count            |
 | PREPARING | order `HoldTraining`           | PREPARING | a kept world is void                                      |
 | others    | order `HoldTraining`           | same      | a kept world is void; interrupted                         |
@@ -28,6 +30,8 @@ Rules:
 - The main thread begins a step only by `try_begin_step`: not when interrupted (END), not at the boundary (END), and,
   while paused, not at the limit that it has reported (WAIT), since the leader may choose just that step.
 - The main thread is interrupted from the moment its generation has ended until it reports idle.
+- A pause is held only where this worker has a part of the state. The members release it before the same step, so that
+  none of them waits for an order in a step that the others need it for; each has one more step to get that order in.
 - A world is formed once in a generation, and a seat tried once: agents may send an order again.
 - An order is taken and reported in one transition, so that the next order finds this worker busy, and interrupts it.
 """
@@ -78,6 +82,9 @@ class WorkerProtocol:
         next_step: the first step that has not begun.
         limit: the step that must not start before a `RunToBoundary`, once paused.
         boundary: the step that must not start in this generation.
+        held_pause: that is not answered before blocks are copied.
+        prepared_for: the newest generation that blocks are copied for, as far as they are: its pause is not held; None:
+            there was none.
         snapshot_server: the answer to the last request for a snapshot server.
         is_admitted: the job has let this worker in.
     """
@@ -93,6 +100,8 @@ class WorkerProtocol:
     next_step: int = 0
     limit: int | None = None
     boundary: int | None = None
+    held_pause: Pause | None = None
+    prepared_for: GenerationNumber | None = None
     snapshot_server: str | None = None
     is_admitted: bool = False
 
@@ -171,10 +180,12 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> T
             is_tried = get_seat(order) == state.report.seat
             return (state if is_tried else dataclasses.replace(state, take_seat=order)), ()
         case Quiesce():
-            state = dataclasses.replace(state, form=None, take_seat=None)
+            state = dataclasses.replace(state, form=None, take_seat=None, held_pause=None)
             if not is_idle:
                 return dataclasses.replace(state, is_interrupted=True), ()
             return _report(state, generation=number, failure=None, has_formed=False, earliest_stop_step=None)
+        case Pause() if _must_hold(state, order):
+            return dataclasses.replace(state, held_pause=order), ()
         case Pause():
             # A step that has begun is finished: the next one is the first at which this worker can stop.
             limit = state.report.step if is_idle else state.next_step
@@ -184,6 +195,13 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> T
             return dataclasses.replace(state, boundary=order.boundary_step), ()
         case _:
             assert_never(order)
+
+
+def _must_hold(state: WorkerProtocol, pause: Pause) -> bool:
+    """Return whether blocks are copied before a pause: it is held until `answer_pause`."""
+    is_training = state.report.state is WorkerState.RUNNING and state.report.part is not None
+    is_prepared = state.prepared_for is not None and state.prepared_for >= pause.generation
+    return pause.next_members is not None and is_training and not is_prepared
 
 
 def get_seat(order: TakeSeat) -> SeatId:
@@ -216,6 +234,7 @@ def try_take_order(
             is_interrupted=False,
             limit=None,
             boundary=None,
+            held_pause=None,
             next_step=state.report.step,
         )
         state, answers = _report(
@@ -291,7 +310,7 @@ def report_idle(
     # A failure in a generation that has ended already is no news: reported, it would end the next one as well.
     is_answered = failure is None or state.report.generation < state.newest
     return _report(
-        dataclasses.replace(state, is_interrupted=False),
+        dataclasses.replace(state, is_interrupted=False, held_pause=None),
         state=WorkerState.IDLE,
         # Also the answer to the newest `Quiesce`, which may be of a
         # later generation than this worker trained in.
@@ -353,6 +372,19 @@ def report_commit(
     if state.report.has_finished_step:
         return state, ()
     return _report(state, has_finished_step=True, holds_state=holds_state, part=part, step=step)
+
+
+def answer_pause(state: WorkerProtocol, generation: GenerationNumber) -> Transition:
+    """Answer the pause before a generation, between two steps: blocks are copied for it, as far as they are.
+
+    The next step may begin, so that training does not wait for the leader.
+    """
+    held, state = state.held_pause, dataclasses.replace(state, prepared_for=generation)
+    if held is None or held.generation > generation:
+        return state, ()
+    limit = state.next_step + 1
+    state = dataclasses.replace(state, held_pause=None, limit=limit)
+    return _report(state, generation=held.generation, earliest_stop_step=limit)
 
 
 def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:

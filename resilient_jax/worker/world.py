@@ -104,6 +104,7 @@ class World:
             info.host,
             session,
             mail,
+            control,
             reducer.watch,
             speeds,
             stage_hosts,

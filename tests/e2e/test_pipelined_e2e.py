@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from agents import run_command
 from pipelined_job import PipelinedJob
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
@@ -149,6 +150,47 @@ def test_hosts_that_came_back_had_their_blocks_before_and_nothing_moved(broken: 
         and any(int(event.detail["copied"]) > 0 for event in found)
         for found in joined
     )
+
+
+@pytest.mark.timeout(600)
+def test_a_host_that_is_drained_leaves_when_others_have_copies_of_its_blocks(broken: PipelinedJob) -> None:
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    run = str(broken.work / "run")
+    assert run_command(["hosts", run, "drain", "host-2"])[0] == 0
+    after = broken.wait_training(HOSTS - 1, before.number).generation
+    assert after is not None
+    kept = [
+        e
+        for e in broken.job.read_events()
+        if e.kind is EventKind.PIPELINE_STATE_KEPT and e.generation == after.number
+    ]
+    assert len(kept) == HOSTS - 1
+    assert {int(event.detail["received"]) for event in kept} == {0}, "nothing moved in the pause"
+    assert any(int(event.detail["copied"]) > 0 for event in kept)
+    assert run_command(["hosts", run, "clear", "host-2"])[0] == 0
+    broken.wait_protected(HOSTS, after_generation=after.number)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["host-0", "host-3"])
+def test_any_host_may_die_while_blocks_are_copied_before_another_leaves(
+    victim: str, broken: PipelinedJob
+) -> None:
+    """The first one, which says when all have copies; or another of those that stay."""
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    run = str(broken.work / "run")
+    broken.job.hold(FailPoint.DURING_COPIES, ["host-0"], ANY_STEP)
+    assert run_command(["hosts", run, "drain", "host-2"])[0] == 0
+    broken.job.wait_held(["host-0"], broken.patience_s)
+    broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
+    broken.job.release()
+    broken.wait_training(HOSTS - 1, before.number)
+    assert run_command(["hosts", run, "clear", "host-2"])[0] == 0
+    broken.wait_protected(HOSTS, after_generation=before.number + 1)
 
 
 @pytest.mark.timeout(600)

@@ -138,7 +138,10 @@ def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
         assert cuts[0] == "host-0 0-2 -> host-1 3-5"
         assert cuts[1] in ("host-0 0-3 -> host-1 4-5", "host-0 0-4 -> host-1 5-5")
         assert not cuts[2:]
+        kept = [e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_STATE_KEPT]
+        assert len(kept) == 2, "blocks came from memory"
+        assert [int(e.detail["received"]) for e in kept] == [0, 0], "nothing moved in the pause"
+        assert [e.host for e in kept if int(e.detail["copied"]) > 0] == ["host-0"]
         kinds = [e.kind for e in job.job.read_events()]
-        assert kinds.count(EventKind.PIPELINE_STATE_KEPT) == 2, "blocks came from memory"
         assert EventKind.SNAPSHOT_RESTORED not in kinds
         job.finish()

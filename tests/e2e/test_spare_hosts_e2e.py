@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from agents import wait_until
+from agents import run_command, wait_until
+from pipelined_job import PipelinedJob
 from tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, is_training
 
 from resilient_jax.chaos.local_job import LocalJob
@@ -127,3 +128,23 @@ def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path:
         reformed = generation_of(tiny.wait_training(2, grown.number))
         assert {m.host for m in reformed.members} == {"host-0", "host-1"}
         tiny.finish()
+
+
+@pytest.mark.timeout(600)
+def test_a_spare_has_the_blocks_of_a_stage_before_it_takes_the_place_of_its_host(tmp_path: Path) -> None:
+    """Each host is a replica: if none of those that stay has a block, all read a snapshot."""
+    with PipelinedJob(tmp_path, 2, 1, options=("--spares", "1")) as job:
+        job.wait_protected(2)
+        before = job.wait_report("a spare that is ready", lambda now: is_ready(now, "host-2"))
+        run = str(tmp_path / "run")
+        assert run_command(["hosts", run, "drain", "host-1"])[0] == 0
+        after = job.wait_training(2, generation_of(before).number).generation
+        assert after is not None
+        assert sorted(member.host for member in after.members) == ["host-0", "host-2"]
+        kept = {
+            e.host: (int(e.detail["copied"]) > 0, int(e.detail["received"]))
+            for e in job.job.read_events()
+            if e.kind is EventKind.PIPELINE_STATE_KEPT and e.generation == after.number
+        }
+        assert kept["host-2"] == (True, 0), "all was copied, and nothing moved in the pause"
+        job.finish()

@@ -28,9 +28,10 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -93,6 +94,9 @@ class Host:
         self.pipeline: PipelineWorker | None = None
         self.ran: list[Task] = []
         self.copies: UnitCopies | None = None
+        self.planned: PlannedCopies | None = None
+        self.changed_after: int | None = None
+        """The number of committed steps after which a planned change may come."""
 
     def read(self, step: int, microbatch: int) -> tuple[Any, Any]:
         """Return batch and key on the devices."""
@@ -149,9 +153,13 @@ class Host:
                 copies = self.make_copies(words["number"])
                 copies.request(words["addresses"], words["wanted"])
                 return {"has_all": copies.wait(words["addresses"], lambda: None)}
+            case "prepare":
+                assert self.planned is not None
+                self.planned.prepare(words["number"], words["wanted"], {}, words["timeout_s"])
+                return {}
             case "has_copies":
                 assert self.copies is not None
-                return {"has_told": self.copies._has_told}
+                return {"has_told": self.copies._has_told, "changed_after": self.changed_after}
             case "stop_copies":
                 assert self.copies is not None
                 self.copies.stop()
@@ -230,10 +238,19 @@ class Host:
         return self.copies
 
     def serve(self, number: int, hosts: list[HostName], holders: list[list[HostName]]) -> None:
-        """Have copies made for a host that joins, and of what this host is to hold then."""
-        assert self.pipeline is not None
+        """Have copies made for a change of members, and of what this host is to hold then."""
+        pipeline = self.pipeline
+        assert pipeline is not None
         copies = self.make_copies(number)
-        self.pipeline.after_commit = lambda committed: copies.pass_commit(committed, hosts, holders)
+        planned = self.planned = PlannedCopies(self.name, number, pipeline.service)
+        self.changed_after = None
+
+        def pass_commit(committed: CommittedStep) -> None:
+            copies.pass_commit(committed, hosts, holders)
+            if planned.pass_commit(committed.step) is not None:
+                self.changed_after = committed.step
+
+        pipeline.after_commit = pass_commit
 
     def take_copies(self, step: int) -> dict:
         """Have the copies that are of a step as units of this host."""

@@ -299,7 +299,7 @@ def test_units_that_were_copied_to_a_host_while_others_trained_need_not_move_and
     digests = [pipeline.step(), *copy_units(pipeline, joiner)]
     assert joiner.answer() == {"has_all": True}
     digests += [pipeline.step() for _ in range(steps_after)]
-    taken = pipeline.take_copies(joiner, len(digests))
+    taken = pipeline.take_copies([joiner], len(digests))
     assert {host: bool(units) for host, units in taken.items()} == dict.fromkeys("abcd", True) | {"a": False}
     assert pipeline.cut_anew(JOINED, [2, 2]) == 0
     digests += [pipeline.step(), pipeline.step()]
@@ -315,10 +315,70 @@ def test_copies_of_an_earlier_step_are_not_taken(hosts):
     assert joiner.answer() == {"has_all": True}
     pipeline.ask(pipeline.hosts, "stop_copies")
     digests.append(pipeline.step())
-    assert not any(pipeline.take_copies(joiner, len(digests)).values())
+    assert not any(pipeline.take_copies([joiner], len(digests)).values())
     assert pipeline.cut_anew(JOINED, [2, 2]) > 0
     digests.append(pipeline.step())
     alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
+FEWER_LAYERS, WITHOUT_C = [[("a", 1), ("b", 2), ("c", 2)]], [[("a", 3), ("b", 2)]]
+
+
+def train_until_change(pipeline):
+    """Train until the planned change may come; return the digests of these steps."""
+    found = []
+    while (after := pipeline.find_change()) is None:
+        assert len(found) < MAX_STEPS
+        found.append(pipeline.step())
+    return found, after
+
+
+@pytest.mark.parametrize("after", [FEWER_LAYERS, WITHOUT_C])
+def test_nothing_moves_when_members_have_copied_units_before_a_planned_change(hosts, after):
+    """Of a slow stage with fewer layers, or without a host that leaves; one more step is made, as in a job."""
+    pipeline = Pipeline(hosts[:3], MEMBERS, [MICROBATCHES], max_norm=0.5)
+    digests = [pipeline.step()]
+    pipeline.prepare_change(after)
+    found, changed_after = train_until_change(pipeline)
+    digests += found
+    assert changed_after == len(digests), "all let it come after the last step"
+    digests.append(pipeline.step())
+    pipeline.hosts = pipeline.hosts[: len(after[0])]
+    taken = pipeline.take_copies([], len(digests))
+    assert any(taken.values())
+    assert pipeline.cut_anew(after, [MICROBATCHES]) == 0
+    digests += [pipeline.step(), pipeline.step()]
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
+def test_a_planned_change_comes_at_its_deadline_without_copies_that_are_late(hosts):
+    pipeline = Pipeline(hosts[:3], MEMBERS, [MICROBATCHES], max_norm=0.5)
+    digests = [pipeline.step()]
+    pipeline.prepare_change(FEWER_LAYERS, timeout_s=0.0)
+    digests += [pipeline.step(), pipeline.step()]
+    assert pipeline.find_change() == len(digests)
+    pipeline.ask(pipeline.hosts, "stop_copies")
+    assert pipeline.cut_anew(FEWER_LAYERS, [MICROBATCHES]) > 0
+    digests.append(pipeline.step())
+    alone = Pipeline(hosts, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
+    assert digests == [alone.step() for _ in digests]
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_host_that_dies_while_members_copy_units_changes_no_bit(breakable, victim):
+    """The first one, which sends b some; or b, which is to have them. Another replica has all units."""
+    pipeline = Pipeline(breakable, [[("a", 2), ("b", 1), ("c", 2)], [("d", 5)]], [2, 2], max_norm=0.5)
+    digests = [pipeline.step()]
+    pipeline.prepare_change([[("a", 1), ("b", 1), ("c", 3)], [("d", 5)]])
+    digests += [pipeline.step()]
+    hop = {"a": Hop(HostName("a"), 0, 2), "b": Hop(HostName("b"), 2, 3)}[victim]
+    pipeline.run(die_before=Task(TaskKind.INPUT_GRADIENT, 1, hop))
+    assert pipeline.recover() == len(digests)
+    pipeline.resume()
+    digests.append(pipeline.commit())
+    alone = Pipeline(breakable[3:], [[("d", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
     assert digests == [alone.step() for _ in digests]
 
 

@@ -213,11 +213,7 @@ class Pipeline:
     def begin_copies(self, joiner: PipelineHost, teams: Sequence[Sequence[tuple[str, int]]]) -> None:
         """Have a host that is none of these ask for what all are to hold when it has joined; it waits for that."""
         members = list(self.hosts)
-        holders = [
-            sorted({host for block in blocks for host in self.holders[block]}) for blocks in members[0].units
-        ]
-        words = {"hosts": [host.name for host in members], "holders": holders}
-        self.ask(members, "serve", number=self.generation, **words)
+        self.serve_copies()
         self.addresses[joiner.name] = self.ask([joiner], "start", **self.settings)[joiner]["address"]
         joiner.tell(
             "ask",
@@ -226,9 +222,33 @@ class Pipeline:
             wanted=self.list_wanted([*members, joiner], teams),
         )
 
-    def take_copies(self, joiner: PipelineHost, step: int) -> dict[str, list[int]]:
-        """Have a host that joins, and all others, take what they have copies of; return the units, by host."""
-        self.hosts.append(joiner)
+    def serve_copies(self) -> None:
+        """Have these hosts make copies for whoever asks."""
+        holders = [
+            sorted({host for block in blocks for host in self.holders[block]})
+            for blocks in self.hosts[0].units
+        ]
+        words = {"hosts": [host.name for host in self.hosts], "holders": holders}
+        self.ask(self.hosts, "serve", number=self.generation, **words)
+
+    def prepare_change(self, teams: Sequence[Sequence[tuple[str, int]]], timeout_s: float = WAIT_S) -> None:
+        """Have the first host ask for what all are to hold as these replicas, which some may be none of."""
+        self.serve_copies()
+        wanted = self.list_wanted(self.hosts, teams)
+        (found,) = self.ask(
+            self.hosts[:1], "prepare", number=self.generation + 1, wanted=wanted, timeout_s=timeout_s
+        ).values()
+        assert found == {}, found
+
+    def find_change(self) -> int | None:
+        """Return after how many steps all hosts let the change come, the same on all; None: not yet."""
+        found = {one["changed_after"] for one in self.ask(self.hosts, "has_copies").values()}
+        assert len(found) == 1, found
+        return found.pop()
+
+    def take_copies(self, joiners: Sequence[PipelineHost], step: int) -> dict[str, list[int]]:
+        """Have hosts that join, and all others, take what they have copies of; return the units, by host."""
+        self.hosts += joiners
         found = self.ask(self.hosts, "take_copies", step=step)
         return {host.name: one["taken"] for host, one in found.items()}
 

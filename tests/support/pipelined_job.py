@@ -39,12 +39,13 @@ class PipelinedJob(ShardedJob):
         words: Sequence[str] = (),
         config: str = CONFIG_WITHOUT_STANDBYS,
         axes: Mapping[str, int] = NO_AXES,
+        options: Sequence[str] = (),
     ) -> None:
-        """Prepare it; `axes` are those of the devices of each host."""
+        """Prepare it; `axes` are those of the devices of each host, `options` more of `launch`."""
         self.axes = axes
         words = [str(stages), *words, *(f"{axis}={size}" for axis, size in axes.items())]
         devices = ("--devices-per-host", str(math.prod(axes.values())))
-        super().__init__(work, hosts, parity, words, config, SCRIPT, devices)
+        super().__init__(work, hosts, parity, words, config, SCRIPT, (*devices, *options))
         self.patience_s = PATIENCE_S
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:

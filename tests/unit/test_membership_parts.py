@@ -1,5 +1,7 @@
 """Members that together have the state go on with it, each with its part, and read no snapshot."""
 
+import dataclasses
+
 import msgspec
 import pytest
 from membership_job import Job, change_leader, keep, know, sharded, snapshot, stop_at_boundary
@@ -17,7 +19,7 @@ from resilient_jax.protocol.records import (
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.protocol.state_records import StageLoss, StatePart
+from resilient_jax.protocol.state_records import NextMembers, StageLoss, StatePart
 
 NUM_UNITS = 7
 FRONT, BACK = (StatePart.from_units(units, NUM_UNITS) for units in (range(4), range(4, NUM_UNITS)))
@@ -117,6 +119,70 @@ def test_a_host_that_leaves_stays_registered_with_its_part_of_the_snapshot_until
     newer = snapshot(7, "abc", generation=job.generation.number)
     keep(job, "abc", snapshot(5, "abcd"), msgspec.structs.replace(newer, phase=SnapshotPhase.COMMITTED))
     assert job.generation.snapshot is None
+
+
+def train_in_parts(step_s: float, **config) -> Job:
+    """Return a job whose members have the state in parts, and take so long for a step."""
+    job = sharded("abcd", **config)
+    history = msgspec.structs.replace(job.generation.history, step_s=step_s)
+    generation = msgspec.structs.replace(job.generation, history=history)
+    job.state = dataclasses.replace(job.state, generation=generation)
+    for name in "abcd":
+        job.report(name, part=PARTS[name], holds_state=False)
+    return job
+
+
+@pytest.mark.parametrize(("step_s", "are_copied"), [(1.0, True), (9.0, False), (0.0, False)])
+def test_blocks_are_copied_before_a_host_leaves_if_its_notice_is_long_enough(step_s: float, are_copied: bool):
+    job = train_in_parts(step_s)
+    job.change("d", is_draining=True)
+    assert job.phase is GenerationPhase.PAUSE
+    found = job.generation.next_members
+    assert found == (
+        NextMembers(hosts=(HostName("a"), HostName("b"), HostName("c")), copy_timeout_s=10.0)
+        if are_copied
+        else None
+    )
+    stop_at_boundary(job, 8)
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.FORM, None)
+
+
+def test_blocks_are_copied_for_the_spare_that_comes_in_the_place_of_a_host_that_leaves():
+    job = train_in_parts(1.0, spare_seats=2)
+    job.spare("e")
+    job.change("d", is_draining=True)
+    assert job.generation.next_members is not None
+    assert job.generation.next_members.hosts == tuple("abce")
+
+
+def test_blocks_are_copied_before_layers_are_divided_by_speed():
+    job = train_in_parts(1.0)
+    speeds = ((HostName("b"), 0.4),)
+    down = Slowdown(
+        generation=job.generation.number, host=HostName("b"), kept=0.4, redivided=0.9, speeds=speeds
+    )
+    job.report(
+        "a",
+        slow_hosts=(SlowHost(host=HostName("b"), kind="compute", factor=3.0, since_step=3),),
+        slowdown=down,
+    )
+    assert job.phase is GenerationPhase.PAUSE
+    assert job.generation.next_members == NextMembers(
+        hosts=tuple(map(HostName, "abcd")), layer_speeds=speeds, copy_timeout_s=60.0
+    )
+
+
+def test_nothing_is_copied_where_no_host_that_stays_has_a_part():
+    job = train_in_parts(1.0, parity=2)
+    job.report("b", part=FRONT)
+    job.change("d", is_draining=True)
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
+
+
+def test_members_that_all_have_the_whole_state_copy_nothing_before_a_change():
+    job = sharded("abcd")
+    job.change("d", is_draining=True)
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
 
 
 def test_members_that_must_leave_their_world_take_their_parts_with_them():

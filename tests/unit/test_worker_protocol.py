@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member, SeatId, WorkerState, is_busy
-from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.state_records import NextMembers, StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
@@ -181,6 +181,55 @@ def test_a_paused_worker_stops_where_it_said_or_at_the_boundary(begun, boundary)
         protocol = began[0]
     assert began[1] is StepDecision.END
     assert protocol.next_step == ordered.boundary_step
+
+
+NEXT_MEMBERS = NextMembers(hosts=(HOST,))
+
+
+def make_training_with_part(number: int) -> WorkerProtocol:
+    part = StatePart.from_units(range(3), 7)
+    protocol, _ = try_begin_step(make_training(number), 0)
+    return worker_protocol.report_commit(protocol, 1, holds_state=False, part=part)[0]
+
+
+def test_a_pause_before_which_blocks_are_copied_is_held_and_leaves_a_step_for_the_leader_s_answer():
+    protocol, second = make_training_with_part(1), GenerationNumber(2)
+    protocol, answers = handle_order(protocol, Pause(generation=second, next_members=NEXT_MEMBERS))
+    assert not answers
+    assert protocol.held_pause is not None
+    protocol, decision = try_begin_step(protocol, 1)
+    assert decision is StepDecision.START, "training goes on"
+    protocol, answers = worker_protocol.answer_pause(protocol, second)
+    assert answers == (WorkerReported(report=protocol.report),)
+    assert (protocol.report.generation, protocol.report.earliest_stop_step) == (2, 3)
+    protocol, decision = try_begin_step(protocol, 2)
+    assert decision is StepDecision.START
+    assert try_begin_step(protocol, 3)[1] is StepDecision.WAIT
+
+
+def test_a_pause_that_comes_after_the_members_let_it_come_is_answered_at_once():
+    protocol, second = make_training_with_part(1), GenerationNumber(2)
+    protocol, answers = worker_protocol.answer_pause(protocol, second)
+    assert not answers
+    protocol, answers = handle_order(protocol, Pause(generation=second, next_members=NEXT_MEMBERS))
+    assert answers
+    assert protocol.report.earliest_stop_step == 1
+    third = GenerationNumber(3)
+    protocol, answers = handle_order(protocol, Pause(generation=third, next_members=NEXT_MEMBERS))
+    assert not answers, "the next one is held again"
+
+
+def test_a_worker_without_a_part_of_the_state_holds_no_pause():
+    pause = Pause(generation=GenerationNumber(2), next_members=NEXT_MEMBERS)
+    assert handle_order(make_training(1), pause)[1]
+
+
+def test_a_failure_ends_a_pause_that_is_held():
+    protocol, _ = handle_order(
+        make_training_with_part(1), Pause(generation=GenerationNumber(2), next_members=NEXT_MEMBERS)
+    )
+    protocol, _ = handle_order(protocol, Quiesce(generation=GenerationNumber(3)))
+    assert protocol.held_pause is None
 
 
 def test_an_order_that_was_not_taken_is_void_after_the_loss_of_the_store():
