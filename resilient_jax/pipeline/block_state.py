@@ -58,6 +58,8 @@ class BlockState:
         optimizer: optax.GradientTransformation,
         sharding: StageSharding | None = None,
         reduce_variable: ReduceVariable | None = None,
+        *,
+        donate: bool = False,
     ) -> None:
         """Have no unit.
 
@@ -66,8 +68,10 @@ class BlockState:
             optimizer: of the job.
             sharding: over the devices of a host, without devices; None: they are on a single one.
             reduce_variable: what becomes of variables that the loss changes; None: it changes none.
+            donate: whether an update takes the memory of the state before: there is never more than one unit twice.
         """
         self.units = units
+        self._donate = donate
         self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
@@ -154,6 +158,8 @@ class BlockState:
     ) -> None:
         """Update every unit that is here with the mean of its gradients.
 
+        If the state is donated and a program fails, no unit is left: some would be of this step, some of the next.
+
         Args:
             sums: of each unit that is here, by number and name: of gradients, and of what microbatches make of
                 variables that the loss changes.
@@ -162,11 +168,16 @@ class BlockState:
             max_norm: to which gradients are scaled down; None: they are not.
             loss: mean of the step.
         """
-        found = {
-            number: self.make_next(number, state, sums[number], num_microbatches, norm, max_norm, loss)
-            # Also those without weights of their own: what counts steps in them is that of the whole model.
-            for number, state in self.states.items()
-        }
+        try:
+            found = {
+                number: self.make_next(number, state, sums[number], num_microbatches, norm, max_norm, loss)
+                # Also those without weights of their own: what counts steps in them is that of the whole model.
+                for number, state in self.states.items()
+            }
+        except BaseException:
+            if self._donate:
+                self.replace({})
+            raise
         self.states.update(found)
         self._units_until_commit = {}
 
@@ -180,7 +191,10 @@ class BlockState:
         max_norm: float | None,
         loss: Any,  # noqa: ANN401 - a number
     ) -> UnitState:
-        """Return the state of a unit after a step, whether it is one of those here or a copy; see `update`."""
+        """Return the state of a unit after a step, whether it is one of those here or a copy; see `update`.
+
+        The state that is given is donated if this one donates.
+        """
         numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
         # Awaited: two programs with collectives on the same devices must not be in flight together.
         return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
@@ -205,7 +219,10 @@ class BlockState:
                 specs = find_unit_specs(self.units[number], arguments[0], self._sharding)
                 shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
             kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
-            program = self._programs.setdefault(kind, jax.jit(functools.partial(_run, closed, shardings)))
+            donated = range(len(jax.tree.leaves(arguments[0]))) if self._donate else ()
+            program = self._programs.setdefault(
+                kind, jax.jit(functools.partial(_run, closed, shardings), donate_argnums=tuple(donated))
+            )
             self._updates[number] = program, jax.tree.structure(after)
         program, structure = self._updates[number]
         return structure.unflatten(program(*jax.tree.leaves(arguments)))

@@ -76,6 +76,7 @@ class PipelineConfig:
         params: a tree like the trained variables, whose leaves are the first of all; None: all are trained.
         reduce_variable: what becomes of variables that the loss changes; None: it changes none.
         step_mail: the mail of a step, of the kind of the host's service.
+        donate_state: whether an update takes the memory of the state before. No other thread may read that.
     """
 
     num_microbatches: int
@@ -87,6 +88,7 @@ class PipelineConfig:
     params: Any = None
     reduce_variable: ReduceVariable | None = None
     step_mail: type[StepMail] = StepMail
+    donate_state: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,9 @@ class PipelineWorker:
         self.step = 0
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self.cut = cut
-        self.state = BlockState(units, optimizer, cut.sharding, config.reduce_variable)
+        self.state = BlockState(
+            units, optimizer, cut.sharding, config.reduce_variable, donate=config.donate_state
+        )
         self.host = host
         self.config = config
         self.service = service

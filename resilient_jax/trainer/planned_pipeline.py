@@ -93,7 +93,15 @@ class PlannedPipeline:
         last_step: what each stage did in the last step, by its name.
     """
 
-    def __init__(self, plan: Plan, config: FitConfig, programs: TrainStep, devices: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        config: FitConfig,
+        programs: TrainStep,
+        devices: Sequence[Any],
+        *,
+        donate_state: bool = True,
+    ) -> None:
         """Cut the model as the plan says; use `Trainer.compile_plan`.
 
         Raises:
@@ -132,7 +140,7 @@ class PlannedPipeline:
         self.last_step: dict[HostName, StageWork] = {}
         self._failed = threading.Event()
         self._generation = 0
-        self._workers = self._make_workers(model)
+        self._workers = self._make_workers(model, donate_state=donate_state)
         self._threads = concurrent.futures.ThreadPoolExecutor(len(self.stages), thread_name_prefix="rj-stage")
         self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
 
@@ -173,10 +181,12 @@ class PlannedPipeline:
         *,
         before_task: Callable[[HostName, Task], None] = lambda stage, task: None,
     ) -> tuple[PipelinedState, dict[str, float]]:
-        """Return the next state, and the means of loss and metrics; the state that is given stays as it is.
+        """Return the next state, and the means of loss and metrics.
 
         Args:
-            state: with the shardings of `state_shardings`.
+            state: with the shardings of `state_shardings`. It is donated, unless `donate_state=False`: a step deletes
+                its arrays when all gradients are summed and checked, unit by unit. Where a step raises before that,
+                such as for a bad batch or gradients that are not finite, it stays as it is.
             batch: numpy arrays whose first dim is the examples of the plan's whole batch. Microbatches are consecutive
                 rows.
             before_task: called before each task, on the thread of its stage.
@@ -296,13 +306,14 @@ class PlannedPipeline:
         step: Any = NamedSharding(everywhere, P())
         return PipelinedState(step, tuple(units), ())
 
-    def _make_workers(self, model: CutModel) -> dict[HostName, PipelineWorker]:
+    def _make_workers(self, model: CutModel, *, donate_state: bool) -> dict[HostName, PipelineWorker]:
         recipe = self._config.recipe
         config = dataclasses.replace(
             make_pipeline_config(self._config, self._programs, model),
             log_bytes=0,  # a step that fails is not resumed
             wait_timeout_s=WAIT_TIMEOUT_S,
             step_mail=LocalStepMail,
+            donate_state=donate_state,
         )
         boxes = {stage.name: Mailbox() for stage in self.stages}
         self._reads: dict[HostName, Callable[[int], Tree]] = {}
@@ -327,7 +338,9 @@ class PlannedPipeline:
             raise PeerUnreachable("step: another stage of this process has failed")
 
 
-def compile_pipeline(plan: Plan, config: FitConfig, devices: Sequence[Any]) -> PlannedPipeline:
+def compile_pipeline(
+    plan: Plan, config: FitConfig, devices: Sequence[Any], *, donate_state: bool
+) -> PlannedPipeline:
     """Return the steps of a trainer's recipe by a plan; see `Trainer.compile_plan`.
 
     Raises:
@@ -352,7 +365,7 @@ def compile_pipeline(plan: Plan, config: FitConfig, devices: Sequence[Any]) -> P
         parallelism=dataclasses.replace(config.parallelism, pipeline=options),
     )
     programs = TrainStep(config.recipe, make_abstract(config.data.batch(0, 0)))
-    return PlannedPipeline(plan, config, programs, devices)
+    return PlannedPipeline(plan, config, programs, devices, donate_state=donate_state)
 
 
 def _read(unit: UnitState, stage: Stage) -> UnitState:

@@ -217,7 +217,9 @@ class Trainer:
             loop, lambda world: loop.run_own(world, lambda: train(world, TrainerStep(world, loop)))
         )
 
-    def compile_plan(self, plan: Plan, *, devices: Sequence[Any]) -> PlannedPipeline:
+    def compile_plan(
+        self, plan: Plan, *, devices: Sequence[Any], donate_state: bool = True
+    ) -> PlannedPipeline:
         """Return the steps of this trainer by a plan, also with a pipeline, on devices of this process.
 
         Model, loss, optimizer and numerics are the trainer's; the plan says batch size, axes, layers of each stage and
@@ -233,11 +235,14 @@ class Trainer:
         Args:
             plan: of `rj.search_plan`, with any number of stages.
             devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+            donate_state: whether a step takes the memory of the state that it is given, as `jax.jit(donate_argnums=0)`
+                does. False: a state can be used again after a step, and a device has two of its own part while it is
+                updated.
 
         Raises:
             CallerError: the plan is for another model, batch or number of devices, or has what a pipeline does not.
         """
-        return compile_pipeline(plan, self._config, devices)
+        return compile_pipeline(plan, self._config, devices, donate_state=donate_state)
 
     def _run_loop(self, loop: FitLoop, run_generation: Callable[[World], None]) -> None:
         find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None

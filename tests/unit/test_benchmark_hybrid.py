@@ -1,9 +1,12 @@
 """What the hybrid benchmark reads from the times of steps."""
 
+import itertools
 import math
 
 import pytest
 from benchmarks.hybrid.command import list_join_gaps, list_moves, list_step_times
+from benchmarks.hybrid.restart import find_stalls, schedule_kills
+from benchmarks.resilience.timeline import Commit, InjectedKill, Timeline
 from benchmarks.step_times import StepTime, read_step_times
 
 from resilient_jax.events import Event, EventKind
@@ -49,3 +52,31 @@ def test_a_host_that_got_no_block_waited_for_none():
 
     assert list_moves([keep(0, 0.5), keep(64, 0.125)]) == [0.125]
     assert math.isnan(list_moves([keep(0, 0.5)])[0])
+
+
+def test_kills_fall_at_every_distance_from_the_last_checkpoint():
+    kills = schedule_kills(10, 10, ("host-0", "host-1"))
+    assert {kill.step % 10 for kill in kills} == set(range(10))
+    assert [kill.host for kill in kills[:3]] == ["host-0", "host-1", "host-0"]
+    assert all(later.step - earlier.step >= 10 for earlier, later in itertools.pairwise(kills))
+
+
+def test_a_restart_costs_what_is_beyond_a_step_and_does_steps_again():
+    def commit(attempt, step, at_s):
+        return Commit(attempt=attempt, step=step, at_s=at_s, hosts=4)
+
+    # Steps of 1 s; a kill in step 6 at 3.5 s; step 4 again at 9 s, from a checkpoint after step 3.
+    found = find_stalls(
+        Timeline(
+            commits=(
+                *(commit(1, 2 + number, float(number)) for number in range(4)),
+                *(commit(2, 4 + number, 9.0 + number) for number in range(4)),
+            ),
+            began_s={1: -5.0, 2: 4.0},
+            struck=(InjectedKill(number=0, attempt=1, step=6, host="host-1", at_s=3.5),),
+        )
+    )
+    assert found.step_s == pytest.approx(1.0)
+    assert found.stalls_s == pytest.approx((4.5,))
+    assert found.regained_s == pytest.approx((6.5,))
+    assert found.redone == 2

@@ -128,6 +128,47 @@ def test_the_update_of_all_units_is_that_of_the_whole_tree(model):
             assert not np.array_equal(value, weights[key])
 
 
+def make_updatable(model, *, donate):
+    """Return the state of all units, and sums for them."""
+    variables, cut = model
+    state = BlockState(list_state_units(cut), optax.adam(1e-2), donate=donate)
+    weights = jax.tree.map(jnp.copy, cut.trace.table.split(variables))  # of others in this module, too
+    state.init_units(weights, A, [{A}] * cut.num_blocks)
+    sums = {
+        number: {name: 8 * jnp.sin(1 + state.states[number].weights[name]) for name in unit.trained_names}
+        for number, unit in enumerate(state.units)
+    }
+    return state, sums
+
+
+def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
+    digests = []
+    for donate in (False, True):
+        state, sums = make_updatable(model, donate=donate)
+        before = jax.tree.leaves(state.states)
+        for _ in range(2):
+            state.update(sums, 8, np.float32(4), max_norm=2.0)
+        assert [leaf.is_deleted() for leaf in before] == [donate] * len(before)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((sums, state.states)))
+        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+    assert digests[0] == digests[1]
+
+
+def test_an_update_that_fails_leaves_all_units_of_one_step_or_none(model):
+    for donate in (False, True):
+        state, sums = make_updatable(model, donate=donate)
+        before = [state.digest(block) for block in range(model[1].num_blocks)]
+        last = max(state.states)
+        with pytest.raises(KeyError):
+            state.update(
+                {number: found for number, found in sums.items() if number != last}, 8, np.float32(4)
+            )
+        if donate:
+            assert state.all_states == {}
+        else:
+            assert [state.digest(block) for block in range(model[1].num_blocks)] == before
+
+
 def rows(*units, misfits=(), **results):
     return HostRows(
         units=tuple(UnitRow(number, norm, digest) for number, norm, digest in units),

@@ -140,15 +140,17 @@ def test_a_plan_has_the_bits_of_a_trainer_with_the_same_axes(eight_devices):
     assert seen[-1]["loss"] == result.metrics["loss"]
 
 
-def test_a_state_stays_as_it_is_when_a_step_fails_and_the_next_one_runs(eight_devices):
+@pytest.mark.parametrize("donate_state", [True, False])
+def test_a_step_that_fails_leaves_its_state_as_it_is_and_the_next_one_runs(eight_devices, donate_state):
     def broken_loss(model, tokens):
         return loss_of(model, tokens) / jax.numpy.where(tokens[0, 0] == 63, 0.0, 1.0)
 
     plan, devices = make_plan({Axis.PIPELINE: 2, Axis.REPLICA: 2})
-    program = make_trainer(loss_fn=broken_loss).compile_plan(plan, devices=devices)
+    trainer = make_trainer(loss_fn=broken_loss)
+    program = trainer.compile_plan(plan, devices=devices, donate_state=donate_state)
     state = program.init()
     batch = np.minimum(join_batch(0), 62)
-    expected, metrics = program(state, batch)
+    expected, metrics = program(program.init(), batch)
     bad = batch.copy()
     bad[0, 0] = 63
     with pytest.raises(NonFiniteError):
@@ -156,6 +158,11 @@ def test_a_state_stays_as_it_is_when_a_step_fails_and_the_next_one_runs(eight_de
     again, same = program(state, batch)
     check_equal(jax.device_get(again), jax.device_get(expected))
     assert same == metrics
+    # Only a step that is committed takes the memory of its state.
+    assert all(leaf.is_deleted() == donate_state for leaf in jax.tree.leaves(state.units))
+    if not donate_state:
+        check_equal(jax.device_get(program(state, batch)[0]), jax.device_get(expected))
+    state = again
     with pytest.raises(CallerError, match=r"found the shape \(8, 16\), expected 16 examples"):
         program(state, batch[:8])
     program.close()

@@ -7,6 +7,7 @@ JSON: `efficiency`, the makespan of the simulated order with the tasks' measured
 `sleeps`: a model that computes nearly nothing, and each task sleeps equally long.
 """
 
+import contextlib
 import json
 import statistics
 import sys
@@ -160,7 +161,7 @@ def make_tasks_sleep(program):
 
 
 class MemoryPeaks:
-    """The most bytes of arrays on each device, as seen before each task and after each step."""
+    """The most bytes of arrays on each device, as seen before each task and after the update of each unit."""
 
     def __init__(self):
         self.peaks, self._lock = {}, threading.Lock()
@@ -170,11 +171,24 @@ class MemoryPeaks:
         with self._lock:
             found = {}
             for array in jax.live_arrays():
-                for shard in array.addressable_shards:
-                    place = shard.data.unsafe_buffer_pointer()
-                    found.setdefault(shard.device.id, {})[place] = shard.data.nbytes
+                with contextlib.suppress(RuntimeError):  # another stage has just donated it
+                    for shard in array.addressable_shards:
+                        place = shard.data.unsafe_buffer_pointer()
+                        found.setdefault(shard.device.id, {})[place] = shard.data.nbytes
             for device, buffers in found.items():
                 self.peaks[device] = max(self.peaks.get(device, 0), sum(buffers.values()))
+
+    def look_at_updates(self, program):
+        """Look after each unit's update, on the thread of its stage, from now on."""
+        for worker in program._workers.values():
+            state = worker.state
+
+            def make_next(*arguments, make_next=state.make_next):
+                found = make_next(*arguments)
+                self.look()
+                return found
+
+            state.make_next = make_next
 
 
 def main():
@@ -187,7 +201,8 @@ def main():
         if step >= WARM_STEPS:
             efficiencies.append(find_efficiency(program))
     peaks = MemoryPeaks()
-    program(state, draw_batch(0), before_task=peaks.look)
+    peaks.look_at_updates(program)
+    state, _ = program(state, draw_batch(0), before_task=peaks.look)
     line = {
         "efficiency": statistics.median(efficiencies),
         "efficiency_least": min(efficiencies),

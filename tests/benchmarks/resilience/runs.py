@@ -33,17 +33,13 @@ LIMIT_S_A_STEP, LIMIT_S_A_FAILURE, LIMIT_S_START = 15.0, 120.0, 180.0
 """A run that takes longer than their sum is taken to hang."""
 
 
-class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Configuration file that the jobs of both systems read.
+class RestartableJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor and every job under it need to know.
 
     Attributes:
         steps: to train.
         hosts: names of the hosts.
         faults: in order of their steps.
-        width: of the model.
-        layers: of the model.
-        microbatch: sequences per microbatch, of ours.
-        reduction: of ours, "exact" or "fast".
         every: checkpoint interval of the baseline in steps; 0: no checkpoints.
         phase: the baseline saves when the number of finished steps, modulo `every`, is this.
         heartbeat_s: of the baseline; null: JAX's default.
@@ -53,10 +49,6 @@ class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     hosts: tuple[str, ...]
     faults: tuple[ScheduledKill, ...] = ()
-    width: int
-    layers: int
-    microbatch: int
-    reduction: str = "exact"
     every: int = 0
     phase: int = 0
     heartbeat_s: int | None = SHORT_HEARTBEAT_S
@@ -66,6 +58,22 @@ class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
     def timeout_s(self) -> float:
         """Time after which the run is taken to hang."""
         return LIMIT_S_START + LIMIT_S_A_STEP * self.steps + LIMIT_S_A_FAILURE * len(self.faults)
+
+
+class BenchmarkJob(RestartableJob, frozen=True, kw_only=True):
+    """Configuration file that the jobs of both systems read.
+
+    Attributes:
+        width: of the model.
+        layers: of the model.
+        microbatch: sequences per microbatch, of ours.
+        reduction: of ours, "exact" or "fast".
+    """
+
+    width: int
+    layers: int
+    microbatch: int
+    reduction: str = "exact"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +129,7 @@ def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> 
 
 
 def run_restarting(
-    script: Path, file: BenchmarkJob, work: Path, cache: Path, *, waits_for_all: bool = False
+    script: Path, file: RestartableJob, work: Path, cache: Path, *, waits_for_all: bool = False
 ) -> FinishedRun:
     """Run the job under a supervisor that, when a process dies, ends the others and restarts all at once.
 
@@ -160,7 +168,7 @@ def run_restarting(
 
 @contextlib.contextmanager
 def _start_all(
-    script: Path, file: BenchmarkJob, work: Path, cache: Path, attempt: int
+    script: Path, file: RestartableJob, work: Path, cache: Path, attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start all processes of an attempt; on exit, kill those that remain."""
     with socket.socket() as probe:
@@ -253,12 +261,12 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def _write_job(work: Path, file: BenchmarkJob) -> None:
+def _write_job(work: Path, file: RestartableJob) -> None:
     work.mkdir(parents=True)
     (work / "job.json").write_bytes(msgspec.json.encode(file))
 
 
-def _read_run(work: Path, file: BenchmarkJob, began_s: Mapping[int, float], memory: _Memory) -> FinishedRun:
+def _read_run(work: Path, file: RestartableJob, began_s: Mapping[int, float], memory: _Memory) -> FinishedRun:
     rows = [
         msgspec.json.decode(line, type=RunRecord)
         for path in work.glob("rows-*.jsonl")
