@@ -46,6 +46,8 @@ EXPECTED_PARAMETERS: Final = (
     "lowering_parameters",
 )
 """Of the function of JAX that is replaced: with one more, a key might not tell two modules apart."""
+OUT_AVALS: Final = "out_avals"
+"""Its parameter since jax 0.12.0.1, where a jaxpr has no constants."""
 MAX_MODULES: Final = 8
 """Of one trace: it is lowered again for other shardings, such as those of the sizes of a shrinking world."""
 
@@ -92,7 +94,7 @@ def keep_lowerings() -> str | None:
     if isinstance(mlir.lower_jaxpr_to_module, LoweringCache):
         return None
     found = tuple(inspect.signature(mlir.lower_jaxpr_to_module).parameters)
-    if found != EXPECTED_PARAMETERS:
+    if tuple(name for name in found if name != OUT_AVALS) != EXPECTED_PARAMETERS:
         return (
             f"lower_jaxpr_to_module of this jax takes {found}, expected {EXPECTED_PARAMETERS}; re-forming lowers "
             "programs again"
@@ -108,9 +110,10 @@ def _make_key(module_name: str, jaxpr: Untyped, arguments: dict[str, Untyped]) -
     is_known = isinstance(context, sharding_impls.ShardingContext) and context.device_assignment is None
     if not is_known or rest.pop("ordered_effects") or backend is None:
         return None
+    out_avals = rest[OUT_AVALS] if OUT_AVALS in rest else jaxpr.out_avals
     shardings = tuple(
         _describe_shardings(rest.pop(name), avals)
-        for name, avals in (("arg_shardings", rest["in_avals"]), ("result_shardings", jaxpr.out_avals))
+        for name, avals in (("arg_shardings", rest["in_avals"]), ("result_shardings", out_avals))
     )
     # What the user's settings change, such as the precision of products, is in the context.
     key = (
