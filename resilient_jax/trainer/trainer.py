@@ -152,6 +152,7 @@ class Trainer:
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
                 variable_rules=check_rules(variable_reductions),
                 axis_names=_list_axis_names(planner, parallelism),
+                is_mesh_free=planner is not None and parallelism.pipeline is None,
             ),
             microbatch_size=microbatch_size,
             data=make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle),

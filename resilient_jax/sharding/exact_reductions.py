@@ -1,0 +1,156 @@
+"""Programs whose floating-point sums have the same bits however their arrays are sharded.
+
+A program over a mesh adds up an array's elements on each device and then the devices' sums, so the bits of a norm
+depend on the mesh. `apply_exactly` is a program with each such sum computed by `exact_array_sum`. All else that an
+update may do is independent of the mesh already: elementwise operations, maxima, moving elements. What is not, such as
+a product of matrices or a loop with a sum inside, is found by `find_inexact`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from resilient_jax.sharding.elementwise import BROADCAST, ELEMENTWISE
+from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_exactly
+from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, inner_jaxprs, unwrap_jaxpr, walk
+
+SUM: Final = "reduce_sum"
+CONDITIONAL: Final = "cond"
+_NAMES: Final = """argmax argmin concatenate dynamic_slice dynamic_update_slice expand_dims gather iota
+    optimization_barrier pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and
+    reduce_max reduce_min reduce_or reduce_xor reshape rev scatter sharding_constraint slice split squeeze
+    stop_gradient threefry2x32 transpose"""
+ORDER_FREE: Final = ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}
+"""Primitives whose results depend on no order of additions: elementwise, maxima, and what moves elements."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InexactOperation:
+    """An operation whose bits may depend on how its arrays are sharded.
+
+    Attributes:
+        primitive: its name.
+        shape: of its first floating-point array.
+        arguments: the indexes of the program's arguments that it is computed from.
+    """
+
+    primitive: str
+    shape: tuple[int, ...]
+    arguments: frozenset[int]
+
+
+def find_inexact(closed: core.ClosedJaxpr) -> InexactOperation | None:
+    """Return the first operation that `apply_exactly` cannot make independent of the mesh; None: there is none."""
+    found: list[InexactOperation] = []
+    inputs = [frozenset({index}) for index in range(len(closed.jaxpr.invars))]
+    _search(closed.jaxpr, inputs, found)
+    return found[0] if found else None
+
+
+def _search(
+    jaxpr: core.Jaxpr, inputs: Sequence[frozenset[int]], found: list[InexactOperation]
+) -> list[frozenset[int]]:
+    return walk(
+        jaxpr,
+        inputs,
+        functools.partial(_search_equation, found),
+        read_constant=lambda _: frozenset(),
+        read_literal=lambda _: frozenset(),
+    )
+
+
+def _search_equation(
+    found: list[InexactOperation], equation: core.JaxprEqn, operands: tuple[frozenset[int], ...]
+) -> Sequence[frozenset[int]]:
+    if equation.primitive.name in CALLS:
+        return _search(get_body(equation).jaxpr, operands, found)
+    together = frozenset[int]().union(*operands)
+    if equation.primitive.name == CONDITIONAL:
+        for branch in equation.params["branches"]:
+            _search(unwrap_jaxpr(branch), operands[1:], found)
+    elif not _is_exact(equation):
+        shapes = [tuple(atom.aval.shape) for atom in equation.invars if _is_float(atom) and atom.aval.shape]
+        found.append(InexactOperation(equation.primitive.name, shapes[0] if shapes else (), together))
+    return [together] * len(equation.outvars)
+
+
+def _is_exact(equation: core.JaxprEqn) -> bool:
+    """Return whether the equation, or what `apply_exactly` makes of it, has the same bits over any mesh."""
+    name = equation.primitive.name
+    if name == SUM:
+        (atom,) = equation.invars
+        sizes = [atom.aval.shape[dim] for dim in equation.params["axes"]]
+        return not _is_float(atom) or (not _is_complex(atom) and max(sizes, default=1) <= MAX_DIM_SIZE)
+    if name in ORDER_FREE:
+        return True
+    if not any(map(_is_float, (*equation.invars, *equation.outvars))):
+        return True  # integers: exact in any order
+    # A loop, or anything else with programs inside, of which no sum is replaced.
+    inner = [unwrap_jaxpr(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    if inner:
+        return name in ("while", "scan") and all(
+            one.primitive.name != SUM and _is_exact(one) for jaxpr in inner for one in jaxpr.eqns
+        )
+    # Of one element nothing is added.
+    return all(math.prod(atom.aval.shape) <= 1 for atom in equation.invars)
+
+
+def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+    """Return the results of a program in which every sum of floats has the same bits, however arrays are sharded.
+
+    Args:
+        closed: the program; `find_inexact` finds nothing in it.
+        arguments: its arrays.
+    """
+    found = _evaluate(closed.jaxpr, closed.consts, arguments)
+    return [
+        # A literal may be a number of Python's.
+        value if isinstance(value, jax.Array) else jnp.asarray(value, atom.aval.dtype)
+        for value, atom in zip(found, closed.jaxpr.outvars, strict=True)
+    ]
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    constants = dict(zip(jaxpr.constvars, consts, strict=True))
+    return walk(
+        jaxpr,
+        arguments,
+        _apply_equation,
+        read_constant=constants.__getitem__,
+        read_literal=lambda literal: literal.val,
+    )
+
+
+def _apply_equation(equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
+    name = equation.primitive.name
+    if name in CALLS:
+        body = get_body(equation)
+        return _evaluate(body.jaxpr, body.consts, operands)
+    if name == CONDITIONAL:
+        branches = [
+            functools.partial(_evaluate_branch, unwrap_jaxpr(branch), branch.consts)
+            for branch in equation.params["branches"]
+        ]
+        return jax.lax.switch(operands[0], branches, *operands[1:])
+    if name == SUM and _is_float(equation.invars[0]):
+        total = sum_exactly(operands[0], equation.params["axes"])
+        return [total.astype(equation.outvars[0].aval.dtype)]
+    return bind_equation(equation, operands)
+
+
+def _evaluate_branch(jaxpr: core.Jaxpr, consts: Sequence[Any], *arguments: Any) -> list[Any]:  # noqa: ANN401 - arrays
+    return _evaluate(jaxpr, consts, arguments)
+
+
+def _is_float(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _is_complex(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal
+    return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
