@@ -1,9 +1,13 @@
-"""Programs whose floating-point sums have the same bits however their arrays are sharded.
+"""Programs whose results have the same bits however their arrays are sharded.
 
 A program over a mesh adds up an array's elements on each device and then the devices' sums, so the bits of a norm
-depend on the mesh. `apply_exactly` is a program with each such sum computed by `exact_array_sum`. All else that an
-update may do is independent of the mesh already: elementwise operations, maxima, moving elements. What is not, such as
-a product of matrices or a loop with a sum inside, is found by `find_inexact`.
+depend on the mesh. And where a product is added to something, the compiler may round once instead of twice (a fused
+multiply-add); whether it does depends on the loops that it makes, and these on the shapes of shards. Seen on CPU: LLVM
+fuses within a basic block, and a product that is the same for a whole row is moved out of the inner loop.
+
+`apply_exactly` is a program with each sum of an array computed by `exact_array_sum`, and each product kept from being
+fused. All else that an update may do is independent of the mesh already: other elementwise operations, maxima, moving
+elements. What is not, such as a product of matrices or a loop over arrays, is found by `find_inexact`.
 """
 
 import dataclasses
@@ -18,7 +22,7 @@ from jax.extend import core
 
 from resilient_jax.sharding.elementwise import BROADCAST, ELEMENTWISE
 from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_exactly
-from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, inner_jaxprs, unwrap_jaxpr, walk
+from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, unwrap_jaxpr, walk
 
 SUM: Final = "reduce_sum"
 CONDITIONAL: Final = "cond"
@@ -28,6 +32,10 @@ _NAMES: Final = """argmax argmin concatenate dynamic_slice dynamic_update_slice 
     stop_gradient threefry2x32 transpose"""
 ORDER_FREE: Final = ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}
 """Primitives whose results depend on no order of additions: elementwise, maxima, and what moves elements."""
+_NAMES_OF_PRODUCTS: Final = """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp
+    exp2 expm1 integer_pow lgamma log log1p logistic mul pow rem rsqrt sin sinh sqrt square tan tanh"""
+PRODUCTS: Final = frozenset(_NAMES_OF_PRODUCTS.split())
+"""Primitives whose result may be, once it is compiled, that of a multiplication: it can be fused with an addition."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,29 +94,26 @@ def _is_exact(equation: core.JaxprEqn) -> bool:
     if name == SUM:
         (atom,) = equation.invars
         sizes = [atom.aval.shape[dim] for dim in equation.params["axes"]]
-        return not _is_float(atom) or (not _is_complex(atom) and max(sizes, default=1) <= MAX_DIM_SIZE)
+        return not _is_complex(atom) and (not _is_float(atom) or max(sizes, default=1) <= MAX_DIM_SIZE)
+    if any(map(_is_complex, (*equation.invars, *equation.outvars))):
+        return False
     if name in ORDER_FREE:
         return True
     if not any(map(_is_float, (*equation.invars, *equation.outvars))):
         return True  # integers: exact in any order
-    # A loop, or anything else with programs inside, of which no sum is replaced.
-    inner = [unwrap_jaxpr(jaxpr) for jaxpr in inner_jaxprs(equation)]
-    if inner:
-        return name in ("while", "scan") and all(
-            one.primitive.name != SUM and _is_exact(one) for jaxpr in inner for one in jaxpr.eqns
-        )
-    # Of one element nothing is added.
-    return all(math.prod(atom.aval.shape) <= 1 for atom in equation.invars)
+    # Whatever is computed of single numbers is computed by every device alike.
+    return all(math.prod(atom.aval.shape) <= 1 for atom in (*equation.invars, *equation.outvars))
 
 
-def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Return the results of a program in which every sum of floats has the same bits, however arrays are sharded.
+def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
+    """Return the results of a program, with the same bits however arrays are sharded.
 
     Args:
         closed: the program; `find_inexact` finds nothing in it.
         arguments: its arrays.
+        zero: int32[] that is 0, and that the compiler cannot know to be 0.
     """
-    found = _evaluate(closed.jaxpr, closed.consts, arguments)
+    found = _evaluate(zero, closed.jaxpr, closed.consts, arguments)
     return [
         # A literal may be a number of Python's.
         value if isinstance(value, jax.Array) else jnp.asarray(value, atom.aval.dtype)
@@ -116,36 +121,53 @@ def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any]) -> list[An
     ]
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+def _evaluate(
+    zero: jax.Array, jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
+) -> list[Any]:
     constants = dict(zip(jaxpr.constvars, consts, strict=True))
     return walk(
         jaxpr,
         arguments,
-        _apply_equation,
+        functools.partial(_apply_equation, zero),
         read_constant=constants.__getitem__,
         read_literal=lambda literal: literal.val,
     )
 
 
-def _apply_equation(equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
+def _apply_equation(zero: jax.Array, equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
     name = equation.primitive.name
     if name in CALLS:
         body = get_body(equation)
-        return _evaluate(body.jaxpr, body.consts, operands)
+        return _evaluate(zero, body.jaxpr, body.consts, operands)
     if name == CONDITIONAL:
         branches = [
-            functools.partial(_evaluate_branch, unwrap_jaxpr(branch), branch.consts)
+            functools.partial(_evaluate_branch, zero, unwrap_jaxpr(branch), branch.consts)
             for branch in equation.params["branches"]
         ]
         return jax.lax.switch(operands[0], branches, *operands[1:])
     if name == SUM and _is_float(equation.invars[0]):
         total = sum_exactly(operands[0], equation.params["axes"])
         return [total.astype(equation.outvars[0].aval.dtype)]
-    return bind_equation(equation, operands)
+    results = bind_equation(equation, operands)
+    if name in PRODUCTS and _is_float(equation.outvars[0]):
+        return [_round(results[0], zero)]
+    return results
 
 
-def _evaluate_branch(jaxpr: core.Jaxpr, consts: Sequence[Any], *arguments: Any) -> list[Any]:  # noqa: ANN401 - arrays
-    return _evaluate(jaxpr, consts, arguments)
+def _round(product: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return the product, rounded: to what is combined with an unknown integer no addition can be fused."""
+    integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(product, integer) ^ zero.astype(integer)
+    return jax.lax.bitcast_convert_type(bits, product.dtype)
+
+
+def _evaluate_branch(
+    zero: jax.Array,
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    *arguments: Any,  # noqa: ANN401 - arrays
+) -> list[Any]:
+    return _evaluate(zero, jaxpr, consts, arguments)
 
 
 def _is_float(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal

@@ -271,7 +271,8 @@ class TrainStep:
         if not self._is_exact:
             return self._compute_summary(sums)
         closed, found = jax.make_jaxpr(self._compute_summary, return_shape=True)(sums)
-        return jax.tree.structure(found).unflatten(apply_exactly(closed, jax.tree.leaves(sums)))
+        zero = jnp.minimum(sums.non_finite.max(), 0).astype(jnp.int32)
+        return jax.tree.structure(found).unflatten(apply_exactly(closed, jax.tree.leaves(sums), zero))
 
     def _compute_summary(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
         """Return the means, sums / B, without the microbatches that are skipped."""
@@ -300,7 +301,8 @@ class TrainStep:
                 [ravel_like(leaf, before) for leaf, before in zip(found, arguments, strict=False)]
             )
         elif self._is_exact:
-            new = jax.tree.structure(state).unflatten(apply_exactly(self._trace_update(), arguments))
+            zero = jnp.minimum(state.step, 0)
+            new = jax.tree.structure(state).unflatten(apply_exactly(self._trace_update(), arguments, zero))
         else:
             new = self._compute_next_state(state, sums, summary)
         return constrain_sharding(new, placement)
