@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.sharding.exact_array_sum import sum_exactly
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 
-SHAPES = {"embed": (96, 24), "up": (24, 96), "stack": (3, 24, 48), "bias": (48,), "odd": (7, 11)}
-MESHES = [(3, 1, "fsdp"), (2, 2, "tensor"), (1, 3, "fsdp"), (1, 4, "fsdp"), (1, 8, "tensor")]
+SHAPES = {"matrix": (24, 96), "stack": (3, 24, 48), "odd": (7, 11)}
+MESHES = [(2, 2, "tensor"), (1, 3, "fsdp"), (1, 8, "tensor")]
 """Replicas on a host, devices of each, and the axis over which their first or their last dim is sharded."""
 STEPS = 2
 OPTIMIZERS = {
@@ -78,7 +78,7 @@ def train(optimizer, replicas, width, axis):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_has_the_same_bits_on_every_mesh(name):
     expected, params = train(OPTIMIZERS[name], 1, 1, "fsdp")
-    assert not np.array_equal(params["up"], PARAMS["up"])
+    assert not np.array_equal(params["matrix"], PARAMS["matrix"])
     for mesh in MESHES:
         assert train(OPTIMIZERS[name], *mesh)[0] == expected, mesh
 
