@@ -51,7 +51,7 @@ if __name__ == "__main__":
     adam = optax.adam(1e-2)
     result = rj.Trainer(
         model=functools.partial(make, width=asked.width),
-        optimizer=optax.chain(optax.clip_by_global_norm(0.1), adam) if asked.clip else adam,
+        optimizer=optax.chain(optax.clip_by_global_norm(1e-4), adam) if asked.clip else adam,
         loss_fn=loss,
         data=draw,
         batch_size=asked.microbatches * asked.rows,

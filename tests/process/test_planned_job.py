@@ -234,7 +234,7 @@ def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
 
 UNEQUAL = "replica 2 x fsdp 2 and fsdp 3"
 """Of a host with four devices and one with three, each of which has too little memory for the model."""
-LATER_STEPS = 40
+LATER_STEPS = 60
 
 
 def write_narrow_topology(path):
