@@ -5,9 +5,10 @@ depend on the mesh. And where a product is added to something, the compiler may 
 multiply-add); whether it does depends on the loops that it makes, and these on the shapes of shards. Seen on CPU: LLVM
 fuses within a basic block, and a product that is the same for a whole row is moved out of the inner loop.
 
-`apply_exactly` is a program with each sum of an array computed by `exact_array_sum`, and each product kept from being
-fused. All else that an update may do is independent of the mesh already: other elementwise operations, maxima, moving
-elements. What is not, such as a product of matrices or a loop over arrays, is found by `find_inexact`.
+`apply_exactly` is a program with each sum of an array computed by `exact_array_sum`, each product kept from being
+fused, and each quotient computed by a reciprocal. All else that an update may do is independent of the mesh already:
+other elementwise operations, maxima, moving elements. What is not, such as a product of matrices or a loop over arrays,
+is found by `find_inexact`.
 """
 
 import dataclasses
@@ -32,8 +33,9 @@ _NAMES: Final = """argmax argmin concatenate dynamic_slice dynamic_update_slice 
     stop_gradient threefry2x32 transpose"""
 ORDER_FREE: Final = ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}
 """Primitives whose results depend on no order of additions: elementwise, maxima, and what moves elements."""
-_NAMES_OF_PRODUCTS: Final = """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp
+_NAMES_OF_PRODUCTS: Final = """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 integer_pow lgamma log log1p logistic mul pow rem rsqrt sin sinh sqrt square tan tanh"""
+QUOTIENT: Final = "div"
 PRODUCTS: Final = frozenset(_NAMES_OF_PRODUCTS.split())
 """Primitives whose result may be, once it is compiled, that of a multiplication: it can be fused with an addition."""
 
@@ -83,8 +85,8 @@ def _search_equation(
         for branch in equation.params["branches"]:
             _search(unwrap_jaxpr(branch), operands[1:], found)
     elif not _is_exact(equation):
-        shapes = [tuple(atom.aval.shape) for atom in equation.invars if _is_float(atom) and atom.aval.shape]
-        found.append(InexactOperation(equation.primitive.name, shapes[0] if shapes else (), together))
+        shapes = [tuple(_get_aval(atom).shape) for atom in equation.invars if _is_float(atom)]
+        found.append(InexactOperation(equation.primitive.name, max(shapes, key=len, default=()), together))
     return [together] * len(equation.outvars)
 
 
@@ -93,7 +95,7 @@ def _is_exact(equation: core.JaxprEqn) -> bool:
     name = equation.primitive.name
     if name == SUM:
         (atom,) = equation.invars
-        sizes = [atom.aval.shape[dim] for dim in equation.params["axes"]]
+        sizes = [_get_aval(atom).shape[dim] for dim in equation.params["axes"]]
         return not _is_complex(atom) and (not _is_float(atom) or max(sizes, default=1) <= MAX_DIM_SIZE)
     if any(map(_is_complex, (*equation.invars, *equation.outvars))):
         return False
@@ -102,7 +104,7 @@ def _is_exact(equation: core.JaxprEqn) -> bool:
     if not any(map(_is_float, (*equation.invars, *equation.outvars))):
         return True  # integers: exact in any order
     # Whatever is computed of single numbers is computed by every device alike.
-    return all(math.prod(atom.aval.shape) <= 1 for atom in (*equation.invars, *equation.outvars))
+    return all(math.prod(_get_aval(atom).shape) <= 1 for atom in (*equation.invars, *equation.outvars))
 
 
 def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
@@ -147,11 +149,23 @@ def _apply_equation(zero: jax.Array, equation: core.JaxprEqn, operands: tuple[An
         return jax.lax.switch(operands[0], branches, *operands[1:])
     if name == SUM and _is_float(equation.invars[0]):
         total = sum_exactly(operands[0], equation.params["axes"])
-        return [total.astype(equation.outvars[0].aval.dtype)]
+        return [total.astype(_get_aval(equation.outvars[0]).dtype)]
+    if name == QUOTIENT and _is_float(equation.outvars[0]):
+        return [_divide(operands[0], operands[1], zero).astype(_get_aval(equation.outvars[0]).dtype)]
     results = bind_equation(equation, operands)
     if name in PRODUCTS and _is_float(equation.outvars[0]):
         return [_round(results[0], zero)]
     return results
+
+
+def _divide(dividend: jax.Array, divisor: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return the dividend times the rounded reciprocal of the divisor, within an ulp and a half of the quotient.
+
+    XLA divides by what is the same for several elements in this way, and by other numbers not: it depends on shards.
+    """
+    dividend, divisor = jnp.asarray(dividend), jnp.asarray(divisor)
+    dtype = jnp.promote_types(dividend.dtype, jnp.float32)
+    return _round(dividend.astype(dtype) * _round(1 / divisor.astype(dtype), zero), zero)
 
 
 def _round(product: jax.Array, zero: jax.Array) -> jax.Array:
@@ -171,8 +185,12 @@ def _evaluate_branch(
 
 
 def _is_float(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    return jnp.issubdtype(_get_aval(atom).dtype, jnp.inexact)
 
 
 def _is_complex(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal
-    return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
+    return jnp.issubdtype(_get_aval(atom).dtype, jnp.complexfloating)
+
+
+def _get_aval(atom: Any) -> Any:  # noqa: ANN401 - a variable or a literal
+    return atom.aval

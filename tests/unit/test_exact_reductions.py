@@ -10,6 +10,7 @@ import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of this module
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,7 +91,7 @@ def test_an_update_is_within_rounding_of_what_the_optimizer_computes():
         found = jax.jit(lambda leaves, zero, closed=closed: apply_exactly(closed, leaves, zero))(
             leaves, 0 * jnp.int32(1)
         )
-        expected = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(*leaves)
+        expected = jax.jit(jaxpr_as_fun(closed))(*leaves)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
