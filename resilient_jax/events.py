@@ -250,8 +250,9 @@ class EventKind(enum.StrEnum):
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""
     PLAN_CHOSEN = "plan.chosen"
-    """The planner chose another plan. Detail: `plan`, `before`, `step_s` (estimated), `kept_step_s` (the same for the
-    hosts that there are with the axes before; 0: they do not fit, or there were none), `reason`."""
+    """The planner chose another plan. Detail: `plan`, `before`, `axes` of the replicas of hosts ("equal", "unequal"),
+    `step_s` (estimated), `kept_step_s` (the same for the hosts that there are with the axes before; 0: they do not fit,
+    there were none, or they were unequal), `reason`."""
     PIPELINE_FORMED = "pipeline.formed"
     """The model is split over the hosts of a generation. Detail: `replicas`, `blocks` of the model, `cut` (the hosts of
     each replica, with their first and last block)."""

@@ -43,6 +43,38 @@ def search_host_local_plan(
         NoFeasiblePlan: no such plan fits in memory.
         PlanError: no plan satisfies the request.
     """
+    found, errors = list_host_local_plans(
+        program_cost,
+        topology,
+        microbatch_size=microbatch_size,
+        global_batch=global_batch,
+        calibration=calibration,
+        axes=axes,
+    )
+    if found:
+        return explain_choice(found)[0]
+    infeasible = [error for error in errors if isinstance(error, NoFeasiblePlan)]
+    if infeasible:
+        raise infeasible[0]
+    devices = [host.devices for host in topology.hosts]
+    numbers = " or ".join(map(str, sorted(set(devices))))
+    raise PlanError(
+        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {numbers} devices "
+        f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "
+        f"{min(devices)} examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
+    )
+
+
+def list_host_local_plans(
+    program_cost: ProgramCost,
+    topology: Topology,
+    *,
+    microbatch_size: int,
+    global_batch: int,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    axes: AxisSizes = NO_FIXED_AXES,
+) -> tuple[list[Plan], list[PlanError]]:
+    """Return the plans of `search_host_local_plan`, the fastest first, and why other axes have none."""
     devices = [host.devices for host in topology.hosts]
     errors: list[PlanError] = []
     found: list[Plan] = []
@@ -62,17 +94,7 @@ def search_host_local_plan(
         # The program does not allow such axes, or no plan with them fits.
         except PlanError as error:
             errors.append(error)
-    if found:
-        return explain_choice(sorted(found, key=lambda plan: plan.step_time_s))[0]
-    infeasible = [error for error in errors if isinstance(error, NoFeasiblePlan)]
-    if infeasible:
-        raise infeasible[0]
-    numbers = " or ".join(map(str, sorted(set(devices))))
-    raise PlanError(
-        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {numbers} devices "
-        f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "
-        f"{min(devices)} examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
-    )
+    return sorted(found, key=lambda plan: plan.step_time_s), errors
 
 
 def _fills_hosts(plan: Plan, width: int, devices: Sequence[int]) -> bool:

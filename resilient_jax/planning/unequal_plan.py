@@ -1,6 +1,7 @@
 """A plan whose replicas differ: teams with their own axes, hosts, stages, splits and quotas; every device can work."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from resilient_jax.planning.makespan import MachineClass, assign_tasks
 from resilient_jax.planning.pipeline import find_weight_share, time_pipeline
@@ -86,3 +87,13 @@ def list_machines(plan: Plan) -> list[MachineClass]:
             MachineClass(count=one.replicas, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
         )
     return found
+
+
+def explain_teams(teams: Sequence[Team]) -> str:
+    """Return what each team computes, in a sentence."""
+    named = "; ".join(
+        f"{team.plan.shape} on {team.plan.device_count} devices, {team.sequences} sequences in "
+        f"{team.microbatches} microbatches, {team.makespan_s:.3g} s"
+        for team in teams
+    )
+    return f"Unequal teams: {named}."

@@ -17,15 +17,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from resilient_jax.errors import CallerError
-from resilient_jax.ids import HostName
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.collectives import estimate_collective_s, find_device_links
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.program_cost import CollectiveKind, ProgramCost
+from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plan
-from resilient_jax.planning.state_bytes import StateCounter
 from resilient_jax.planning.team_quotas import TeamRate, find_quotas
-from resilient_jax.planning.unequal_plan import Team, UnequalPlan, list_machines
+from resilient_jax.planning.team_reduction import TeamReduction
+from resilient_jax.planning.unequal_plan import Team, UnequalPlan, explain_teams, list_machines
 from resilient_jax.topology import Host, Topology
 
 MAX_HOSTS = 1024
@@ -36,8 +34,6 @@ MAX_SLICES = 3
 """Slices of a host: a team of fewer devices holds, and adds up, more of the gradients on each."""
 MAX_KINDS = 2
 """Kinds of hosts that are cut in slices."""
-ROUNDED = 1e-2
-"""Part of a copy of the gradients that counts as none: the ends of a pipeline hold unequal parts."""
 SHARE_STEPS = (1, 8, 16)
 """A part's share of the batch is rounded to these, and to the last for each host: FSDP and replicas can divide it."""
 
@@ -148,12 +144,10 @@ class _TeamSearch:
         self._batch = global_batch
         self._calibration = calibration
         self._number_format = number_format
-        self._links = find_device_links(topology, calibration.link_efficiency, calibration.latency_factor)
+        self._reduction = TeamReduction(program_cost, topology, calibration)
         self._speed = sum(_get_speed(host) for host in topology.hosts)
         self._plans: dict[Part, tuple[Plan, ...]] = {}
-        self._counter = StateCounter(program_cost)
         self._rates: dict[int, TeamRate] = {}
-        self._gradient_bytes: dict[int, float] = {}
 
     def find_plans(self, part: Part) -> tuple[Plan, ...]:
         """Return different plans of a part, for its share of the batch and numbers near it."""
@@ -206,7 +200,7 @@ class _TeamSearch:
     def combine(self, plans: Sequence[Plan], limit_s: float) -> UnequalPlan | None:
         """Return the plan of these teams; None if their microbatches cannot add up, or not below the limit."""
         # step = max_i makespan_i(n_i) + all-reduce + update, in s.
-        after_s = self._reduce_s(plans) + max(plan.step_breakdown.optimizer_s for plan in plans)
+        after_s = self._reduction.estimate_s(plans) + max(plan.step_breakdown.optimizer_s for plan in plans)
         quotas = find_quotas(self._batch, [self._get_rate(plan) for plan in plans], limit_s - after_s)
         if quotas is None:
             return None
@@ -218,70 +212,11 @@ class _TeamSearch:
             teams=teams,
             global_batch=self._batch,
             device_count=self._topology.device_count,
-            gradient_all_reduce_s=self._reduce_s(used),
+            gradient_all_reduce_s=self._reduction.estimate_s(used),
             optimizer_s=max(plan.step_breakdown.optimizer_s for plan in used),
-            reason=_explain(teams),
+            reason=explain_teams(teams),
         )
-
-    def _reduce_s(self, plans: Sequence[Plan]) -> float:
-        """Return the time of the all-reduce over the replicas of all teams: first inside of hosts, then between them.
-
-        With G bytes of gradients, of which d devices of a host hold H after they have added up their r copies of it,
-        and n copies on all hosts: `2 M (r - 1) / r` bytes of the fullest device inside, then `2 H / d (n - 1) / n`.
-        """
-        whole = self._program_cost.parameter_count * self._program_cost.gradient_bytes
-        held: dict[HostName, list[tuple[int, float]]] = {}
-        for plan in plans:
-            most = self._count_gradients(plan)
-            for host in plan.request.topology.hosts:
-                held.setdefault(host.name, []).append((host.devices, most))
-        fullest = {name: max(most for _, most in teams) for name, teams in held.items()}
-        together = {name: sum(devices * most for devices, most in teams) for name, teams in held.items()}
-        devices = {name: sum(number for number, _ in teams) for name, teams in held.items()}
-        level = _find_level(self._topology, [host for plan in plans for host in plan.request.topology.hosts])
-        copies = math.ceil(sum(min(size, whole) for size in together.values()) / whole - ROUNDED)
-        inside = between = 0.0
-        for most, size, number in {(fullest[name], together[name], devices[name]) for name in held}:
-            parts = math.ceil(size / whole - ROUNDED)
-            inside = max(inside, self._all_reduce_s(most, parts, 0))
-            between = max(between, self._all_reduce_s(min(size, whole) / number, copies, level))
-        return inside + between
-
-    def _all_reduce_s(self, message_bytes: float, parts: int, level: int) -> float:
-        factors = [1] * len(self._links)
-        factors[level] = max(parts, 1)
-        return estimate_collective_s(CollectiveKind.ALL_REDUCE, message_bytes, tuple(factors), self._links)
-
-    def _count_gradients(self, plan: Plan) -> float:
-        """Return the bytes of gradients on the fullest device of a plan."""
-        if id(plan) not in self._gradient_bytes:
-            state = self._counter.count(plan.layout.axes)
-            self._gradient_bytes[id(plan)] = max(
-                state.count_stage(layers, is_first=index == 0, is_last=index == len(one.layers) - 1).gradients
-                for one in plan.replica_classes
-                for index, layers in enumerate(one.layers)
-            )
-        return self._gradient_bytes[id(plan)]
-
-
-def _find_level(topology: Topology, hosts: Sequence[Host]) -> int:
-    """Return the index of the innermost level that connects these hosts."""
-    outermost = len(topology.levels) - 1
-    inner = range(1, outermost)
-    return next(
-        (level for level in inner if len({host.domains[level - 1] for host in hosts}) == 1), outermost
-    )
 
 
 def _get_speed(host: Host) -> float:
     return host.devices * host.speed
-
-
-def _explain(teams: Sequence[Team]) -> str:
-    """Return what each team computes, in a sentence."""
-    named = "; ".join(
-        f"{team.plan.shape} on {team.plan.device_count} devices, {team.sequences} sequences in "
-        f"{team.microbatches} microbatches, {team.makespan_s:.3g} s"
-        for team in teams
-    )
-    return f"Unequal teams: {named}."

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ AFTER_LOSS: Final = (
     "of its devices waits in quarantine, and min_hosts says how many others must be there"
 )
 """What to do where no live host has the devices of one replica."""
+MeshAxes = tuple[tuple[str, int], ...]
+"""Names and sizes of the axes of a mesh, outermost first."""
 Reduction = Literal["exact", "exact_wide", "fast"]
 """How the totals of microbatches are added up; see `AccumulationOptions`."""
 
@@ -63,20 +65,27 @@ class ReplicaShape:
     one, and `axes` are not given, has it a smaller replica, whose microbatches differ in the last bits. With "devices"
     that cannot be. Devices that are too few for one more replica are not used.
 
+    With `axes_by_devices` the replicas of a host have the axes that suit its number of devices. Then a microbatch's
+    bits depend on the host that computes it. All hosts still get the same sums, and the same job repeated with the same
+    failures and shares has the same bits; another one is equal within rounding.
+
     Attributes:
         hosts: how many hosts a replica spans; 1 if a host has several replicas.
         per_host: how many replicas a host has, or "devices": each device is a replica, and needs no other device to
             compute a microbatch; with `axes` as many replicas as the host has devices for. 1 if a replica spans hosts.
         axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. A
             microbatch's examples are sharded over the first. (): one axis "data" over all devices.
+        axes_by_devices: (devices of a host, axes of its replicas), in place of `axes`, where hosts differ in axes; with
+            `per_host="devices"`. All axes have the same names.
 
     Raises:
-        CallerError: a number below 1, or both above 1.
+        CallerError: a number below 1, or both above 1; axes that do not fit the rest.
     """
 
     hosts: int = 1
     per_host: int | Literal["devices"] = 1
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: MeshAxes = ()
+    axes_by_devices: tuple[tuple[int, MeshAxes], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,6 +96,28 @@ class ReplicaShape:
                 f"replicas: found hosts={self.hosts}, per_host={self.per_host!r}, expected positive numbers (per_host "
                 'may be "devices") of which one is 1. A replica spans several hosts, or a host has several replicas'
             )
+        if self.axes_by_devices and (self.axes or self.per_host != "devices"):
+            raise CallerError(
+                f"replicas: found axes_by_devices together with axes={self.axes}, per_host={self.per_host!r}, expected "
+                'no axes, and per_host="devices". Give the axes of each number of devices'
+            )
+
+    def for_host(self, num_devices: int) -> "ReplicaShape":
+        """Return the shape of the replicas of a host with so many devices.
+
+        Raises:
+            CallerError: there are `axes_by_devices`, and none for this number.
+        """
+        if not self.axes_by_devices:
+            return self
+        found = dict(self.axes_by_devices)
+        axes = found.get(num_devices, ())
+        if not 0 < math.prod(size for _, size in axes) <= num_devices or not axes:
+            raise CallerError(
+                f"replicas: found a host of {num_devices} devices, and axes_by_devices {found}, expected axes for that "
+                f"number which multiply to it at most. {AFTER_LOSS}"
+            )
+        return ReplicaShape(per_host="devices", axes=axes)
 
     def find_devices_per_host(self, device_counts: Sequence[int]) -> int:
         """Return how many devices of a host a replica has, where the host has enough.
@@ -140,6 +171,8 @@ class ReplicaShape:
         Raises:
             CallerError: see `find_devices_per_host`.
         """
+        if self.axes_by_devices:
+            return self.for_host(num_devices).count_devices(num_devices, [num_devices])
         width = self.find_devices_per_host(device_counts)
         return self.hosts * (width if self.hosts > 1 else self.divide_host(num_devices, width)[1])
 
@@ -193,11 +226,13 @@ class ReplicaLocation:
         host_indexes: of its hosts among the live ones.
         slot: which of its host's replicas it is.
         devices: that it has on each of its hosts.
+        axes: of its mesh, where hosts differ in axes; else ().
     """
 
     host_indexes: tuple[int, ...]
     slot: int = 0
     devices: int = 1
+    axes: MeshAxes = ()
 
 
 def count_devices_by_host(devices: Iterable[DeviceOfProcess]) -> tuple[int, ...]:
@@ -223,6 +258,8 @@ def locate_replicas(
     Raises:
         CallerError: not enough hosts, or devices, for a single replica.
     """
+    if shape.axes_by_devices:
+        return tuple(_locate_by_devices(shape, device_counts))
     width = shape.find_devices_per_host(device_counts)
     if shape.hosts == 1:
         divided = [shape.divide_host(num_devices, width) for num_devices in device_counts]
@@ -246,6 +283,15 @@ def locate_replicas(
     rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
     regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
     return tuple(ReplicaLocation(hosts, 0, width) for hosts in sorted([*intact, *regrouped]))
+
+
+def _locate_by_devices(shape: ReplicaShape, device_counts: Sequence[int]) -> Iterator[ReplicaLocation]:
+    """Yield the replicas of hosts that differ in axes, host by host."""
+    for host, num_devices in enumerate(device_counts):
+        own = shape.for_host(num_devices)
+        count, width = own.divide_host(num_devices, math.prod(size for _, size in own.axes))
+        for slot in range(count):
+            yield ReplicaLocation((host,), slot, width, own.axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

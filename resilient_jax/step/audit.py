@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from resilient_jax.step.assignment import AccumulationSpec, Assignment, ReplicaLocation
+from resilient_jax.step.assignment import AccumulationSpec, Assignment, MeshAxes, ReplicaLocation
 
 Digest = tuple[int, ...]
 """Of what was computed of a microbatch."""
@@ -82,9 +82,9 @@ def draw_audits(spec: AccumulationSpec, assignment: Assignment, share: float) ->
         share: of all microbatches, from 0 to 1, that is audited.
 
     Returns:
-        At most one for each microbatch. None of a host whose replicas have other numbers of devices than those of all
-        other hosts. None with one host, or with replicas that span hosts: of those that compute a microbatch together
-        none could be named.
+        At most one for each microbatch. None of a host whose replicas have other numbers of devices, or other axes,
+        than those of all other hosts. None with one host, or with replicas that span hosts: of those that compute a
+        microbatch together none could be named.
     """
     locations, by_replica = assignment.locations, assignment.by_replica
     if any(len(location.host_indexes) > 1 for location in locations):
@@ -111,10 +111,11 @@ Slots = dict[int, tuple[int, ...]]
 
 
 def _group_comparable(locations: Sequence[ReplicaLocation]) -> list[Slots]:
-    """Return the hosts by the devices of their replicas: on other numbers of devices a microbatch has other bits."""
-    groups: dict[int, dict[int, list[int]]] = {}
+    """Return the hosts by devices and axes of their replicas: with others a microbatch has other bits."""
+    groups: dict[tuple[int, MeshAxes], dict[int, list[int]]] = {}
     for number, location in enumerate(locations):
-        groups.setdefault(location.devices, {}).setdefault(location.host_indexes[0], []).append(number)
+        replicas = groups.setdefault((location.devices, location.axes), {})
+        replicas.setdefault(location.host_indexes[0], []).append(number)
     return [{host: tuple(group[host]) for host in sorted(group)} for _, group in sorted(groups.items())]
 
 

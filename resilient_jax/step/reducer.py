@@ -243,8 +243,8 @@ class Reducer:
         """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._meet_partners(replica_shape)
-        # On other numbers of devices a program has other shapes.
-        are_alike = len({location.devices for location in locations}) == 1
+        # On other numbers of devices, or other axes, a program has other shapes.
+        are_alike = len({(location.devices, location.axes) for location in locations}) == 1
         typical = next(iter(replicas.values()), None) if are_alike else None
         if spec.name not in self._exchanged:
             self._compare_accumulations(

@@ -187,5 +187,6 @@ def build_replicas(
             else [d for place in seat.host_indexes for d in devices_by_host[place][:width]]
         )
         part = (seat.host_indexes.index(host_index), len(seat.host_indexes))
-        found[number] = Replica(devices, local, part, replica_shape.mesh_axes(len(devices)))
+        own = replica_shape.for_host(len(devices_by_host[host_index]))
+        found[number] = Replica(devices, local, part, own.mesh_axes(len(devices)))
     return found

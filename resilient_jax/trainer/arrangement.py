@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +18,12 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.host_axes_search import search_host_axes_plan
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
+from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
@@ -30,7 +33,7 @@ from resilient_jax.sharding.placements import (
     Placement,
     ReplicatedPlacement,
 )
-from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape, count_devices_by_host
+from resilient_jax.step.assignment import DATA_AXIS, MeshAxes, ReplicaShape, count_devices_by_host
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 """Axes of a replica's mesh, outermost first; the first one shards the examples."""
+AXES_EQUAL: Final = "equal"
+AXES_UNEQUAL: Final = "unequal"
+"""Whether the replicas of a plan have the same axes on all hosts, in an event."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,13 @@ class Arrangement:
 
     replica_shape: ReplicaShape
     placement: Placement
-    plan: Plan | None = None
+    plan: Plan | UnequalPlan | None = None
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether a plan's replicas have several devices here, each with a part of the state."""
+        mesh = self.placement.mesh
+        return self.plan is not None and mesh.size > mesh.shape[Axis.REPLICA.value]
 
 
 class Arranger:
@@ -68,7 +80,7 @@ class Arranger:
     def __init__(self, config: FitConfig) -> None:
         self._config = config
         self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
-        self._last: Plan | None = None
+        self._last: Plan | UnequalPlan | None = None
         self._stage_plan: Plan | None = None
 
     def arrange(self, world: World, params: Tree) -> Arrangement:
@@ -116,42 +128,48 @@ class Arranger:
             pipeline = dataclasses.replace(pipeline, axis_sizes=found)
         return find_stage_axes(pipeline, len(world.local_devices), world.host)
 
-    def _record_plan(self, world: World, plan: Plan) -> None:
+    def _record_plan(self, world: World, plan: Plan | UnequalPlan) -> None:
         last, self._last = self._last, plan
         if last is None or last.shape != plan.shape:
             world.record_event(
                 EventKind.PLAN_CHOSEN,
                 plan=plan.shape,
                 before=last.shape if last is not None else "",
+                axes=AXES_UNEQUAL if isinstance(plan, UnequalPlan) else AXES_EQUAL,
                 step_s=plan.step_time_s,
                 kept_step_s=self._estimate_kept_step_s(world, last),
                 reason=plan.reason,
             )
 
-    def _estimate_kept_step_s(self, world: World, last: Plan | None) -> float:
+    def _estimate_kept_step_s(self, world: World, last: Plan | UnequalPlan | None) -> float:
         """Return the seconds of a step of these hosts with the axes of another plan; 0: there are none."""
-        if last is None or self.plan_searcher is None or last is self._stage_plan:
+        if not isinstance(last, Plan) or self.plan_searcher is None or last is self._stage_plan:
             return 0.0
         return self.plan_searcher.estimate_step_s(world.hosts, last)
 
 
 class PlanSearcher:
-    """Searches plans for one program, and turns them into arrangements; caches the plans found."""
+    """Searches plans for one program, and turns them into arrangements; caches the plans found.
+
+    Attributes:
+        why_equal: why all hosts must have the same axes; "": they may differ.
+    """
 
     def __init__(self, config: FitConfig) -> None:
         assert config.planner is not None
         self._config, self._planner = config, config.planner
+        self.why_equal = ""
         topology = self._planner.topology
         self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
         self._program_cost: ProgramCost | None = self._planner.program_cost
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._found: dict[HostName, int] = {}
         """The devices of hosts that were in the job."""
-        self._plans: dict[tuple[tuple[HostName, int], ...], Plan] = {}
+        self._plans: dict[tuple[tuple[HostName, int], ...], Plan | UnequalPlan] = {}
         """By hosts and their devices."""
 
-    def find_plan(self, hosts: tuple[HostName, ...]) -> Plan:
-        """Return the best plan for these hosts.
+    def find_plan(self, hosts: tuple[HostName, ...]) -> Plan | UnequalPlan:
+        """Return the best plan for these hosts; of unequal teams where hosts have unequal numbers of devices.
 
         Raises:
             CallerError: a host is not in the topology; no plan fits.
@@ -166,29 +184,48 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key = tuple(counts.items())
         if key not in self._plans:
-            self._plans[key] = self._search(counts, self._planner.axis_sizes)
+            self._plans[key] = self._search(self._restrict_topology(counts))
         return self._plans[key]
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: Plan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
         axes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
+        topology = self._restrict_topology(self._count_devices(hosts))
         try:
-            return self._search(self._count_devices(hosts), axes).step_time_s
+            return search_host_local_plan(self.program_cost, topology, **self._ask(axes)).step_time_s
         except PlanError:
             return 0.0
 
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _search(self, counts: Mapping[HostName, int], axes: AxisSizes) -> Plan:
-        return search_host_local_plan(
-            self.program_cost,
-            self._restrict_topology(counts),
-            microbatch_size=self._config.microbatch_size,
-            global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
-            calibration=self._planner.calibration,
-            axes=axes,
-        )
+    def _ask(self, axes: AxisSizes) -> Mapping[str, Any]:
+        """Return the arguments of a search with these axes."""
+        return {
+            "microbatch_size": self._config.microbatch_size,
+            "global_batch": self._config.microbatch_size * self._config.recipe.num_microbatches,
+            "calibration": self._planner.calibration,
+            "axes": axes,
+        }
+
+    def _search(self, topology: Topology) -> Plan | UnequalPlan:
+        question = self._ask(self._planner.axis_sizes)
+        try:
+            equal = search_host_local_plan(self.program_cost, topology, **question)
+        except PlanError:
+            unequal = (
+                None if self.why_equal else search_host_axes_plan(self.program_cost, topology, **question)
+            )
+            if unequal is None:
+                raise
+            return unequal
+        if len({host.devices for host in topology.hosts}) == 1:
+            return equal
+        if self.why_equal:
+            reason = f"All hosts have the same axes: {self.why_equal}, whose bits depend on them."
+            return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
+        limit_s = equal.step_time_s
+        return search_host_axes_plan(self.program_cost, topology, **question, equal_step_s=limit_s) or equal
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""
@@ -267,20 +304,25 @@ class PlanSearcher:
                 )
             self._found[host] = found
 
-    def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
+    def make_arrangement(self, plan: Plan | UnequalPlan, devices: list[Device], params: Tree) -> Arrangement:
         """Return the arrangement that a plan gives a host with these devices."""
-        sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
-        axes = tuple((axis.value, size) for axis, size in sizes.items())
-        width = plan.layout.axes.devices
+        by_devices = _list_axes_by_devices(plan)
+        sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
+        axes = _name_axes(sizes)
+        width = math.prod(sizes.values())
         # Where a replica is one device, the state is on as many devices of each host: see `World.local_mesh`. Else a
         # replica's devices share its shards, so the state is on all replicas.
-        fewest = min(host.devices for host in plan.request.topology.hosts)
+        fewest = min(by_devices)
         per_host = min(len(devices), fewest) if width == 1 else len(devices) // width
         # Consecutive devices form a replica.
         grid = np.array(devices[: per_host * width]).reshape((per_host, *sizes.values()))
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
+        shape = ReplicaShape(per_host="devices", axes=axes)
+        if isinstance(plan, UnequalPlan):
+            named = tuple((number, _name_axes(found)) for number, found in sorted(by_devices.items()))
+            shape = ReplicaShape(per_host="devices", axes_by_devices=named)
         return Arrangement(
-            replica_shape=ReplicaShape(per_host="devices", axes=axes),
+            replica_shape=shape,
             placement=ParameterPlacement(mesh, self._find_specs(sizes, params)),
             plan=plan,
         )
@@ -297,3 +339,17 @@ class PlanSearcher:
                 )
             )
         return self._specs[key]
+
+
+def _list_axes_by_devices(plan: Plan | UnequalPlan) -> dict[int, dict[Axis, int]]:
+    """Return the axes of a replica by the number of devices of its host."""
+    plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
+    return {
+        host.devices: {axis: one.axis_sizes[axis] for axis in REPLICA_AXES}
+        for one in plans
+        for host in one.request.topology.hosts
+    }
+
+
+def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:
+    return tuple((axis.value, size) for axis, size in sizes.items())

@@ -280,6 +280,8 @@ class FitLoop:
         self._programs = programs
         # The plan of a pipeline stays the same, whichever hosts are left.
         searcher = self._arranger.plan_searcher if self._pipeline is None else None
+        if searcher is not None:
+            searcher.why_equal = programs.why_mesh_bound
         if searcher is not None and config.planner is not None and config.planner.compile_ahead:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs

@@ -25,7 +25,7 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
         CallerError: says the numbers.
     """
     devices = shape.count_devices(len(world.local_devices), count_devices_by_host(world.devices))
-    cuts = next(iter(shape.mesh_axes(devices).values()))
+    cuts = next(iter(shape.for_host(len(world.local_devices)).mesh_axes(devices).values()))
     sizes = {"microbatch_size": config.microbatch_size}
     if config.evaluation is not None:
         size = config.evaluation.microbatch_size or config.microbatch_size

@@ -19,8 +19,10 @@ class Planner:
 
     Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact. Inside a host,
     devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Hosts may have different
-    numbers of devices, and fewer than in the topology: all replicas have the same axes, and a host has as many as its
-    devices allow. Parameters, optimizer state and gradients are sharded over a replica's devices as the plan says.
+    numbers of devices, and fewer than in the topology: then each number of devices has axes of its own where that is
+    faster, and else a host has as many replicas as its devices allow, all with the same axes. The update has the same
+    bits for all axes; an optimizer of which that cannot be had, such as Muon, keeps the axes equal. Parameters,
+    optimizer state and gradients are sharded over a replica's devices as the plan says.
     Where the plan's axes change, the weights equal those of another plan within rounding, not bit for bit; where only
     the number of replicas changes they have the same bits.
 

@@ -142,7 +142,7 @@ def compile_step(
     check: CancellationCheck,
 ) -> None:
     """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
-    shape, placement = arrangement.replica_shape, arrangement.placement
+    shape, placement = arrangement.replica_shape.for_host(len(devices)), arrangement.placement
     # Of this host alone: a planned replica is inside a host, and its programs depend on no other.
     count, width = shape.divide_host(len(devices), math.prod(size for _, size in shape.axes))
     seats = [ReplicaLocation((0,), slot, width) for slot in range(count)]

@@ -86,9 +86,8 @@ class StateLayout(abc.ABC):
         More than those of `local_sharding` where other hosts have fewer devices.
         """
         mesh, devices = self.arrangement.placement.mesh, self.world.local_devices
-        plan = self.arrangement.plan
         # The replicas of a plan have shards, and each replica its own.
-        if mesh.size == len(devices) or (plan is not None and plan.layout.axes.devices > 1):
+        if mesh.size == len(devices) or self.arrangement.has_shards:
             return self.local_sharding
         return NamedSharding(make_mesh(devices, DATA_AXIS, f"host {self.world.host}"), P())
 

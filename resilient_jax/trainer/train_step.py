@@ -13,6 +13,9 @@ the same places.
 Of a sharded state *update* computes raveled what it treats element by element (`sharding.elementwise`); optimizer and
 rules are traced with the shapes of the parameters.
 
+With a planner hosts may compute on meshes with other axes. Then *summarize* and *update* add up floats exactly
+(`sharding.exact_reductions`), so that norms, and with them the next state, have the same bits on every mesh.
+
 Totals are not donated to the reduction: after a failure it falls back to them. *update* donates the committed state.
 On this host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between:
 either this host dies with both states, or it has the new one, and hosts that are behind fetch it. Lost shards of a
@@ -34,6 +37,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
+from resilient_jax.sharding.exact_reductions import InexactOperation, apply_exactly, find_inexact
 from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
@@ -56,6 +60,8 @@ Tree = Any
 """A pytree of arrays."""
 EVALUATION_STEP: Final = 2**32 - 1
 """In place of the step in an evaluation's keys: the same each time, and different from those of every step."""
+MAX_NAMED: Final = 3
+"""Leaves that are named of an operation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class Recipe:
         early_stopping: the initial state of early stopping; () without.
         variable_rules: what becomes of variables that the loss changes, by collection or type; see `check_rules`.
         axis_names: of the mesh of a replica.
+        is_mesh_free: whether the update is to have the same bits on every mesh, if it can.
     """
 
     model: ModelAdapter
@@ -79,6 +86,7 @@ class Recipe:
     early_stopping: EarlyStoppingState | tuple[()]
     variable_rules: Mapping[str, Rule] = dataclasses.field(default_factory=lambda: dict(DEFAULT_RULES))
     axis_names: tuple[str, ...] = (DATA_AXIS,)
+    is_mesh_free: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +119,8 @@ class TrainStep:
         abstract_sums: the shapes of the sums.
         abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
+        why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that it is
+            computed from, in words; "": it has the same bits on every mesh if the recipe asks for it.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
@@ -132,11 +142,12 @@ class TrainStep:
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
         self.reducer, self.abstract_sums = self._trace_loss()
-        self.abstract_summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
+        self.abstract_summary, _ = jax.eval_shape(self._compute_summary, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.collections
         self._update_arguments = self.abstract_state, sums, self.abstract_summary
         update, after = jax.make_jaxpr(self._compute_next_state, return_shape=True)(*self._update_arguments)
         self.update_description = describe_program(update)
+        self.why_mesh_bound = self._explain_inexact(find_inexact(update))
         check_same_types(self.abstract_state, after, "optimizer")
 
     @functools.cached_property
@@ -151,6 +162,23 @@ class TrainStep:
             for one, size in zip(found, sizes, strict=True)
         )
         return RaveledLeaves(raveled[:count], raveled[count:])
+
+    def _explain_inexact(self, found: InexactOperation | None) -> str:
+        if found is None:
+            return ""
+        paths = [
+            jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(self._update_arguments[0])
+        ]
+        named = [paths[index] for index in sorted(found.arguments) if index < len(paths)]
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        return (
+            f"the update computes {found.primitive} of {list(found.shape)} from "
+            f"{', '.join(named[:MAX_NAMED]) or 'the gradients'}{more}"
+        )
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._recipe.is_mesh_free and not self.why_mesh_bound
 
     def _trace_update(self) -> core.ClosedJaxpr:
         return jax.make_jaxpr(self._compute_next_state)(*self._update_arguments)
@@ -240,6 +268,13 @@ class TrainStep:
         return constrain_sharding(new, placement)
 
     def _summarize(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
+        if not self._is_exact:
+            return self._compute_summary(sums)
+        closed, found = jax.make_jaxpr(self._compute_summary, return_shape=True)(sums)
+        zero = jnp.minimum(sums.non_finite.max(), 0).astype(jnp.int32)
+        return jax.tree.structure(found).unflatten(apply_exactly(closed, jax.tree.leaves(sums), zero))
+
+    def _compute_summary(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
         """Return the means, sums / B, without the microbatches that are skipped."""
         skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, sums.non_finite.sum()
         count = jnp.float32(self._recipe.num_microbatches)
@@ -265,6 +300,9 @@ class TrainStep:
             new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
                 [ravel_like(leaf, before) for leaf, before in zip(found, arguments, strict=False)]
             )
+        elif self._is_exact:
+            zero = jnp.minimum(state.step, 0)
+            new = jax.tree.structure(state).unflatten(apply_exactly(self._trace_update(), arguments, zero))
         else:
             new = self._compute_next_state(state, sums, summary)
         return constrain_sharding(new, placement)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import optax
 from flax import nnx
@@ -41,6 +41,13 @@ from resilient_jax.worker.world import ONE_REPLICA_PER_HOST, World
 
 MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
+
+
+class _Meshes(TypedDict):
+    """What a `Recipe` has of the meshes of replicas."""
+
+    axis_names: tuple[str, ...]
+    is_mesh_free: bool
 
 
 @refuse_unknown_options
@@ -151,7 +158,7 @@ class Trainer:
                 numerics=numerics,
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
                 variable_rules=check_rules(variable_reductions),
-                axis_names=_list_axis_names(planner, parallelism),
+                **_describe_meshes(planner, parallelism),
             ),
             microbatch_size=microbatch_size,
             data=make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle),
@@ -252,13 +259,14 @@ class Trainer:
             loop.close()
 
 
-def _list_axis_names(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
-    """Return the axes of the mesh of a replica, in every generation."""
+def _describe_meshes(planner: Planner | None, parallelism: Parallelism) -> _Meshes:
+    """Return the axes of the mesh of a replica, in every generation, and whether hosts' meshes may differ."""
     if parallelism.pipeline is not None:
-        return STAGE_AXES
+        return _Meshes(axis_names=STAGE_AXES, is_mesh_free=False)
     if planner is not None:
-        return tuple(axis.value for axis in REPLICA_AXES)
-    return tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
+        return _Meshes(axis_names=tuple(axis.value for axis in REPLICA_AXES), is_mesh_free=True)
+    names = tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
+    return _Meshes(axis_names=names, is_mesh_free=False)
 
 
 def _count_microbatches(batch_size: int, microbatch_size: int) -> int:

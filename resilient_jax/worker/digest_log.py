@@ -140,7 +140,8 @@ def describe_replica(shape: ReplicaShape, num_devices: int, device_counts: Seque
     """
     count = shape.count_devices(num_devices, device_counts)
     where = "one host" if shape.hosts == 1 else f"{shape.hosts} hosts"
-    axes = f" as {dict(shape.axes)}" if shape.axes else ""
+    own = shape.for_host(num_devices).axes
+    axes = f" as {dict(own)}" if own else ""
     return f"{count} device{'s' if count > 1 else ''} of {where}{axes}"
 
 

@@ -1,6 +1,7 @@
-"""A tiny job whose trainer searches its plans: 12 microbatches of 2 rows, on hosts with two devices."""
+"""A tiny job whose trainer searches its plans: a few microbatches of a few rows."""
 
 import argparse
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ import resilient_jax as rj
 WIDTH = 256
 
 
-def make(key):
+def make(key, width=WIDTH):
     keys = jax.random.split(key, 2)
     return {
-        "up": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 16,
-        "down": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 16,
+        "up": jax.random.normal(keys[0], (width, width)) / 16,
+        "down": jax.random.normal(keys[1], (width, width)) / 16,
     }
 
 
@@ -27,10 +28,6 @@ def loss(params, batch):
     return jnp.mean((hidden @ params["down"] - batch) ** 2)
 
 
-def draw(step, index):
-    return np.random.default_rng((step, index)).normal(size=(2, WIDTH)).astype(np.float32)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("topology")
@@ -38,16 +35,27 @@ if __name__ == "__main__":
     parser.add_argument(
         "--named", action="store_true", help="the dims of parameters have names: tensor can cut them"
     )
+    parser.add_argument("--microbatches", type=int, default=12)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--rows", type=int, default=2, help="examples of a microbatch")
+    parser.add_argument(
+        "--clip", action="store_true", help="the optimizer clips by the norm of all gradients"
+    )
     parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
     asked = parser.parse_args()
     rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if asked.named else []
+
+    def draw(step, index):
+        return np.random.default_rng((step, index)).normal(size=(asked.rows, asked.width)).astype(np.float32)
+
+    adam = optax.adam(1e-2)
     result = rj.Trainer(
-        model=make,
-        optimizer=optax.adam(1e-2),
+        model=functools.partial(make, width=asked.width),
+        optimizer=optax.chain(optax.clip_by_global_norm(1e-4), adam) if asked.clip else adam,
         loss_fn=loss,
         data=draw,
-        batch_size=24,
-        microbatch_size=2,
+        batch_size=asked.microbatches * asked.rows,
+        microbatch_size=asked.rows,
         planner=rj.Planner(
             topology=asked.topology, logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules)
         ),
@@ -55,5 +63,6 @@ if __name__ == "__main__":
         if asked.checkpoints
         else None,
     ).fit(asked.steps)
+    print(f"host {result.host_index} ended with {result.params_sha256}", flush=True)
     if result.host_index == 0:
         print(f"sha256 {result.params_sha256} loss {result.metrics['loss']:.6f}")

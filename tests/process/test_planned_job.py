@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -234,6 +235,50 @@ def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
         )
         assert not [event for event in job.read_events() if event.kind is EventKind.STATE_DIFFERS]
         assert "planner: host-1 has 1 of the 2 devices that topology local_4x2 gives it" in job.read_output()
+
+
+UNEQUAL = "replica 2 x fsdp 2 and fsdp 3"
+"""Of a host with four devices and one with three, each of which has too little memory for the model."""
+LATER_STEPS = 60
+
+
+def write_narrow_topology(path):
+    """Write the topology of hosts with four devices that are too small for the model alone."""
+    text = TOPOLOGY.read_text().replace("devices_per_host = 2", "devices_per_host = 4")
+    text = text.replace("memory_bytes = 3.16e9", "memory_bytes = 75.3e6")
+    # As if links were fast: else one host's devices would be as fast as two hosts with all of theirs.
+    for slow, fast in (("= 2.2e9", "= 900e9"), ("0.90e9", "90e9"), ("5.3e-5", "1e-6")):
+        text = text.replace(slow, fast)
+    path.write_text(text)
+    return path
+
+
+def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(tmp_path):
+    topology = write_narrow_topology(tmp_path / "narrow.toml")
+    words = ["--clip", "--rows", "12", "--width", "240"]
+    config = 'min_hosts = 2\nrestart_backoff_s = 0.0\nstandby = "off"\ndevices_after_loss = "all"\n'
+    options = {"hosts": 2, "devices": 4, "topology": topology, "steps": LATER_STEPS, "config": config}
+    with launch(tmp_path / "job", *words, **options) as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
+        late = FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=20, hosts=("host-0",), name="late")
+        job.failpoints.set_order(late)
+        job.wait_held(["host-0"], DEADLINE_S)
+        code, said = run_command(["hosts", str(job.run_directory), "drain", "host-1:3"])
+        assert code == 0, said
+        job.wait_event("a worker with three devices", lambda event: event.kind is EventKind.DEVICES_CHANGED)
+        job.release()
+        # The steps until then have gradients that are clipped by a norm over shards of other shapes on each host.
+        job.wait_held(["host-0"], DEADLINE_S, late.name)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.failpoints.release(late.name)
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, output = job.read_events(), job.read_output()
+    chosen = [event for event in events if event.kind is EventKind.PLAN_CHOSEN and event.host == "host-1"]
+    assert (UNEQUAL, "unequal") in {(event.detail["plan"], event.detail["axes"]) for event in chosen}
+    assert not [event for event in events if event.kind is EventKind.STATE_DIFFERS]
+    ended = dict(re.findall(r"host (\d) ended with ([0-9a-f]+)", output))
+    assert sorted(ended) == ["0", "1"]
+    assert ended["0"] == ended["1"]
 
 
 def test_more_devices_than_in_the_topology_end_the_job_with_both_numbers(tmp_path):

@@ -163,3 +163,28 @@ def test_no_device_is_in_two_replicas(counts: list[int], width: int) -> None:
     found = locate_replicas(range(len(counts)), shape, counts)
     used = [sum(one.devices for one in found if one.host_indexes == (host,)) for host in range(len(counts))]
     assert all(mine <= count < mine + min(width, most) for mine, count in zip(used, counts, strict=True))
+
+
+BY_DEVICES = ReplicaShape(
+    per_host="devices",
+    axes_by_devices=((3, (("fsdp", 1), ("tensor", 3))), (4, (("fsdp", 2), ("tensor", 1)))),
+)
+
+
+def test_hosts_with_other_numbers_of_devices_may_have_other_axes() -> None:
+    three, four = dict(BY_DEVICES.axes_by_devices)[3], dict(BY_DEVICES.axes_by_devices)[4]
+    assert locate_replicas([0, 1], BY_DEVICES, [4, 3]) == (
+        ReplicaLocation((0,), 0, 2, four),
+        ReplicaLocation((0,), 1, 2, four),
+        ReplicaLocation((1,), 0, 3, three),
+    )
+    assert BY_DEVICES.for_host(3) == ReplicaShape(per_host="devices", axes=three)
+    assert BY_DEVICES.count_devices(4, [4, 3]) == 2
+    assert BY_DEVICES.count_devices(3, [4, 3]) == 3
+
+
+def test_a_host_without_axes_for_its_devices_is_refused() -> None:
+    with pytest.raises(CallerError, match="found a host of 2 devices, and axes_by_devices"):
+        locate_replicas([0, 1], BY_DEVICES, [4, 2])
+    with pytest.raises(CallerError, match="axes_by_devices together with axes"):
+        ReplicaShape(per_host="devices", axes=(("data", 1),), axes_by_devices=BY_DEVICES.axes_by_devices)

@@ -117,6 +117,15 @@ def test_replicas_of_other_sizes_are_not_compared():
     assert {(audit.owner, audit.auditor, audit.referee) for audit in audits} == {(0, 2, None), (2, 0, None)}
 
 
+def test_hosts_with_other_axes_are_not_compared():
+    axes = ((2, (("tensor", 1),)), (3, (("tensor", 3),)), (4, (("tensor", 1),)))
+    locations = locate_replicas(range(3), ReplicaShape(per_host="devices", axes_by_devices=axes), [2, 3, 4])
+    assignment = assign_microbatches(locations, np.zeros((3, 24), bool), np.array([2.0, 3.0, 4.0]))
+    audits = draw_audits(spec_of(0, 24), assignment, 1.0)
+    assert audits
+    assert {locations[audit.owner].host_indexes for audit in audits} == {(0,), (2,)}
+
+
 SOUND, WRONG, OTHER = (1, 2), (3, 4), (5, 6)
 
 
