@@ -110,7 +110,7 @@ def _make_key(module_name: str, jaxpr: Untyped, arguments: dict[str, Untyped]) -
     is_known = isinstance(context, sharding_impls.ShardingContext) and context.device_assignment is None
     if not is_known or rest.pop("ordered_effects") or backend is None:
         return None
-    out_avals = rest[OUT_AVALS] if OUT_AVALS in rest else jaxpr.out_avals
+    out_avals = jaxpr.out_avals if rest.get(OUT_AVALS) is None else rest[OUT_AVALS]
     shardings = tuple(
         _describe_shardings(rest.pop(name), avals)
         for name, avals in (("arg_shardings", rest["in_avals"]), ("result_shardings", out_avals))
