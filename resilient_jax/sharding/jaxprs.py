@@ -4,8 +4,8 @@ Every analysis of a traced program (`program_cost.operations`, `program_cost.xla
 rule for one equation that is given to one of the two.
 
 Only public parts of JAX are used (`jax.extend.core`, and what JAX documents for custom interpreters:
-https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html); tested on jax 0.10.2 and 0.12.0.1. What
-differs between the versions is handled here: the jaxpr of a call may be closed or not, and the arity of a scan.
+https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html); tested on jax 0.10.2 and 0.12.0.1.
+What differs between the versions is handled here: the jaxpr of a call may be closed or not, and the arity of a scan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
