@@ -29,6 +29,7 @@ PLACES = (
     FailPoint.BEFORE_WEIGHT_GRADIENT,
     FailPoint.BEFORE_REDUCE,
     FailPoint.AFTER_REDUCE,
+    FailPoint.DURING_UPDATE,
     FailPoint.BEFORE_COMMIT,
     FailPoint.AFTER_COMMIT,
 )
