@@ -14,13 +14,15 @@ from pipelined_job import PipelinedJob
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint
+from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint, FailPointOrder, HangAction
 
 HOSTS, STAGES = 4, 2
 SLOW_SHARE = 0.05
 """Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
+SLOW_COPY_S = 1.5
+"""Some steps, and less than what training waits for a copy."""
 NAMED_S = 90.0
 """A timeout for a busy machine; it takes some 15 s."""
 PLACES = (
@@ -101,6 +103,33 @@ def is_shown_slow(report: JobReport, host: str) -> bool:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> None:
     break_and_recover(broken, place, ["host-1"], JobComponent.WORKER)
+
+
+@pytest.mark.timeout(600)
+def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: PipelinedJob) -> None:
+    broken.wait_protected(HOSTS)
+    broken.job.failpoints.set_order(
+        FailPointOrder(
+            failpoint=FailPoint.BEFORE_COPY,
+            step=ANY_STEP,
+            hosts=("host-1",),
+            action=HangAction(duration_s=SLOW_COPY_S),
+            name="slow copy",
+        )
+    )
+    copied = broken.job.wait_event("a slow copy", is_slow_copy, broken.patience_s)
+    broken.job.failpoints.release("slow copy")
+    reasons = [
+        str(e.detail["reason"])
+        for e in broken.job.read_events()
+        if e.kind is EventKind.SNAPSHOT_DROPPED and e.host == copied.host
+    ]
+    assert not any("deleted" in reason for reason in reasons)
+
+
+def is_slow_copy(event: Event) -> bool:
+    """Return whether a snapshot was copied although that took longer than a step."""
+    return event.kind is EventKind.SNAPSHOT_COPIED and float(event.detail["seconds"]) >= SLOW_COPY_S
 
 
 @pytest.mark.timeout(600)

@@ -134,7 +134,8 @@ class Host:
                 return {}
             case "init":
                 holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]
-                pipeline.state.init_units(self.weights, self.name, holders)
+                weights = jax.tree.map(jnp.copy, self.weights)  # an update deletes them
+                pipeline.state.init_units(weights, self.name, holders)
                 pipeline.state.replace(self.place(pipeline.state.states))
                 return {}
             case "run":
