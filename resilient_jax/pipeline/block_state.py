@@ -50,6 +50,7 @@ class BlockState:
     Attributes:
         units: of the model, by number; also those that are not here.
         states: of the units that are here, by number.
+        after_unit: called with the number of each unit when an update has made its next state.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class BlockState:
         self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
+        self.after_unit: Callable[[int], None] = lambda number: None
         self._units_until_commit: dict[int, UnitState] = {}
         """Those that were here before the last change, also those that leave: what was begun with their weights is
         finished with them, by whichever host."""
@@ -168,12 +170,14 @@ class BlockState:
             max_norm: to which gradients are scaled down; None: they are not.
             loss: mean of the step.
         """
+        found: dict[int, UnitState] = {}
         try:
-            found = {
-                number: self.make_next(number, state, sums[number], num_microbatches, norm, max_norm, loss)
-                # Also those without weights of their own: what counts steps in them is that of the whole model.
-                for number, state in self.states.items()
-            }
+            # Also those without weights of their own: what counts steps in them is that of the whole model.
+            for number, state in self.states.items():
+                found[number] = self.make_next(
+                    number, state, sums[number], num_microbatches, norm, max_norm, loss
+                )
+                self.after_unit(number)
         except BaseException:
             if self._donate:
                 self.replace({})

@@ -22,12 +22,7 @@ from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import (
-    BlockState,
-    ReduceVariable,
-    UnitState,
-    place_sums,
-)
+from resilient_jax.pipeline.block_state import BlockState, ReduceVariable, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
@@ -76,7 +71,7 @@ class PipelineConfig:
         params: a tree like the trained variables, whose leaves are the first of all; None: all are trained.
         reduce_variable: what becomes of variables that the loss changes; None: it changes none.
         step_mail: the mail of a step, of the kind of the host's service.
-        donate_state: whether an update takes the memory of the state before. No other thread may read that.
+        donate_state: whether an update takes the memory of the state before.
     """
 
     num_microbatches: int
@@ -88,7 +83,7 @@ class PipelineConfig:
     params: Any = None
     reduce_variable: ReduceVariable | None = None
     step_mail: type[StepMail] = StepMail
-    donate_state: bool = False
+    donate_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +126,7 @@ class PipelineWorker:
         received: what has come by mail.
         reports: what all hosts said of their tasks in the last step; empty where they said nothing.
         routed_in: the generation of the routes of the step under way; 0: nothing of it has begun.
+        before_donation: called before an update takes the memory of the state; returns when no thread reads that.
         after_commit: called with each step that was committed, and the sums of this host's units.
         lasting_hosts: those that had trained before, when the hosts last agreed on a step: others have copies of units.
         block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
@@ -179,6 +175,7 @@ class PipelineWorker:
         self._units = units
         self._routes: Routes = ()
         self.routed_in = 0
+        self.before_donation: Callable[[], None] = lambda: None
         self.after_commit: Callable[[CommittedStep], None] = lambda committed: None
         self.lasting_hosts: frozenset[HostName] = frozenset()
         self._has_copies = False
@@ -416,6 +413,7 @@ class PipelineWorker:
         Raises:
             PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
             SumsDiffer: a host computes wrongly; nothing is updated on any host.
+            Exception: of an update that fails in its middle, after which this host has no state any more.
         """
         config, mail = self.config, self.make_mail()
         sums = self._sums.finish(
@@ -439,13 +437,15 @@ class PipelineWorker:
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
         """Update the state, which needs no other host, and drop what was kept of the step."""
         config = self.config
-        self.state.update(
-            gradients,
-            config.num_microbatches,
-            np.float32(table.norm),
-            config.max_norm,
-            np.float32(table.loss),
-        )
+        numbers = np.float32(table.norm), config.max_norm, np.float32(table.loss)
+        if config.donate_state:
+            self.before_donation()
+        try:
+            self.state.update(gradients, config.num_microbatches, *numbers)
+        except BaseException:
+            if not self.state.states:
+                self.drop_state()
+            raise
         self.step += 1
         self._table, self._gradients = table, None
         self.routed_in = 0

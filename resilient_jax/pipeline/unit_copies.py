@@ -49,6 +49,8 @@ TELL_TIMEOUT_S: Final = 0.1
 CHECK_INTERVAL_S: Final = 0.05
 NO_COPIES: Final = b""
 """In place of its name: a member tells the first one that it makes no copies any more."""
+PACKING_TIMEOUT_S: Final = 60.0
+"""The longest wait of an update for states that are being packed. What is not packed then cannot be sent."""
 MAX_DELIVERY_S: Final = 300.0
 """For so long copies are kept up to date, if nobody joins."""
 MAX_IDLE_S: Final = 10.0
@@ -274,6 +276,10 @@ class UnitCopies:
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
             self.stop()
 
+    def wait_until_packed(self) -> None:
+        """Return when no thread reads the state of this host's units, which may be donated then."""
+        wait_for_futures(self._packing, PACKING_TIMEOUT_S)
+
     @property
     def has_begun(self) -> bool:
         """Whether this host has sent copies, or has some."""
@@ -329,17 +335,9 @@ class UnitCopies:
                 # JAX makes the list of shards at the first read; two threads must not do that at once.
                 _ = leaf.addressable_shards
             receivers = [move.receiver for move in delivery.moves if move.unit == unit]
-            found.append(self._packer.submit(self._pack, self._about, unit, step, leaves, receivers))
+            key = MailKey(self.generation, self._about, MailKind.COPY, step, unit)
+            found.append(self._packer.submit(_send_packed, self._service, receivers, key, leaves))
         self._packing = tuple(found)
-
-    def _pack(
-        self, about: int, unit: int, step: int, leaves: list[jax.Array], receivers: list[HostName]
-    ) -> None:
-        data = pack_arrays(leaves)
-        for host in receivers:
-            self._service.send(
-                host, _make_mail(MailKey(self.generation, about, MailKind.COPY, step, unit), data)
-            )
 
     def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
         sums = committed.sums[unit]
@@ -475,6 +473,14 @@ def read_request(data: memoryview) -> CopyRequest:
         MessageError: the data is no request.
     """
     return decode_message(_REQUEST, data, "a request for copies")
+
+
+def _send_packed(
+    service: MailCarrier, receivers: Sequence[HostName], key: MailKey, leaves: list[jax.Array]
+) -> None:
+    data = pack_arrays(leaves)
+    for host in receivers:
+        service.send(host, _make_mail(key, data))
 
 
 def _make_mail(key: MailKey, data: memoryview) -> Mail:

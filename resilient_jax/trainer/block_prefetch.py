@@ -118,6 +118,11 @@ class BlockPrefetch:
             self.bytes_taken = sum(leaf.nbytes for leaf in jax.tree.leaves(found))
             worker.replace_state(step, {**kept, **found}, are_copies=not kept)
 
+    def wait_until_packed(self) -> None:
+        """Return when nothing here reads the units of this host, which may be donated then."""
+        if self._copies is not None:
+            self._copies.wait_until_packed()
+
     def drop(self) -> None:
         """Drop all copies."""
         copies, self._copies, self._placement = self._copies, None, None

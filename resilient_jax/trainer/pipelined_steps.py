@@ -7,7 +7,7 @@ placement of the generation -> the state: units that hosts have kept and send ea
 import dataclasses
 import functools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
+from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -231,17 +232,23 @@ class PipelinedSteps:
     # A step.
 
     def step(self, state: PipelinedState, step: int) -> tuple[PipelinedState, dict[str, float]]:
-        """Return the next state and the metrics; in a rehearsal zeros.
+        """Return the next state and the metrics; in a rehearsal zeros. The state is donated, once all sums are there.
 
         Raises:
+            CallerError: the state is not that after `step` steps.
             NonFiniteError: the loss or a gradient is not finite, and the policy is to stop.
             PeerUnreachable: a host is lost, or late; what is done of the step is kept for the next generation.
         """
         worker, placement = self._require_worker(), self._require_placement()
         world = placement.world
         if world.is_rehearsal:
-            self._rehearse(placement, state)
-            return state, dict.fromkeys([*list_scalar_results(self.cut), LOSS_METRIC, "grad_norm"], 0.0)
+            rehearsed = self._rehearse(placement, state)
+            return rehearsed, dict.fromkeys([*list_scalar_results(self.cut), LOSS_METRIC, "grad_norm"], 0.0)
+        if (found := int(state.step)) != step:
+            raise CallerError(
+                f"step {step}: found a state after {found} steps, expected the one after {step}: what the step before "
+                "returned, or restore_or_init. A step donates the state that it is given"
+            )
         watch = self._watch
         assert watch is not None, "begin_generation comes first"
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
@@ -385,17 +392,25 @@ class PipelinedSteps:
                 self._read,
                 lambda: self._require_placement().world.raise_if_ended(),
             )
+            self._worker.before_donation = functools.partial(
+                _begin_donation, self._prefetch, self._require_placement
+            )
+            self._worker.state.after_unit = lambda number: (
+                self._require_placement().world.step_services.hit_failpoint(FailPoint.DURING_UPDATE, number)
+            )
         return self._worker
 
-    def _rehearse(self, placement: UnitPlacement, state: PipelinedState) -> None:
-        """Run one block of each kind, and the updates of this host's units, on zeros."""
+    def _rehearse(self, placement: UnitPlacement, state: PipelinedState) -> PipelinedState:
+        """Run one block of each kind, and the updates of this host's units, on zeros; return the updated state."""
         worker = self._require_worker()
         worker.replace_state(worker.step, placement.read_held(state))
         try:
             worker.rehearse(placement.sharding)
+            found = placement.make_state(int(state.step), worker.state.states, state.early_stopping)
         finally:
             worker.drop_state()  # it is no part of the job's state
         self._prefetch.begin(placement, worker, self._units.abstract)
+        return found
 
     def _require_worker(self) -> PipelineWorker:
         assert self._worker is not None, "begin_generation comes first"
@@ -414,6 +429,12 @@ def _expect_data(data: Prefetcher, placement: UnitPlacement, step: int) -> None:
         if any(hop.host == placement.world.host for hop in route.hops)
     ]
     data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
+
+
+def _begin_donation(prefetch: BlockPrefetch, get_placement: Callable[[], UnitPlacement]) -> None:
+    """Return when no thread reads the units of this host."""
+    prefetch.wait_until_packed()
+    get_placement().world.step_services.begin_donation()
 
 
 def _before_task(world: World, task: Task) -> None:

@@ -25,8 +25,8 @@ class StepReport:
         is_evaluation: whether this is an evaluation, rather than a step.
         state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
             hosts, with an `rj.RaveledArray` in place of most arrays; of a pipeline a `PipelinedState`, of whose units
-            this host has some. Read it, but keep no reference: devices go away when the membership changes, and a
-            reference keeps their memory.
+            this host has some. Read it, but keep no reference: the next step deletes its arrays, and devices go away
+            when the membership changes.
     """
 
     step: int

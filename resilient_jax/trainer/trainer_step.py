@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Final
 
+import jax
+
 from resilient_jax.errors import CallerError
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.fit_loop import FitGeneration, FitLoop
@@ -44,14 +46,18 @@ class TrainerStep:
 
         Nothing is committed: give the state to `world.commit`.
 
+        The state that is given is donated, as `jax.jit(step, donate_argnums=0)` does: use the one that is returned.
+
         Args:
             state: of `restore_or_init`, or of the step before.
             step: of `world.steps`.
 
         Raises:
+            CallerError: the state was given to a step before, or is that after another number of steps.
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
         """
         generation = self._require_generation()
+        _require_arrays(state)
         if self._num_steps == 1:
             self._loop.compile_ahead(generation)
         self._num_steps += 1
@@ -59,19 +65,30 @@ class TrainerStep:
         return state, self._metrics
 
     def save(self, state: State) -> None:
-        """Take a snapshot of a state that is committed, and start a checkpoint if one is due. After each commit."""
+        """Take a snapshot of a state that is committed, and start a checkpoint if one is due. After each commit.
+
+        Raises:
+            CallerError: the state was given to a step.
+        """
+        _require_arrays(state)
         self._loop.save(self._require_generation(), state, int(state.step))
 
     def evaluate(self, state: State) -> dict[str, float]:
         """Return the metrics of the trainer's evaluation.
 
         Raises:
-            CallerError: the trainer has none.
+            CallerError: the trainer has none, or the state was given to a step.
         """
+        _require_arrays(state)
         return self._loop.evaluate(self._require_generation(), state)
 
     def finish(self, state: State) -> FitResult:
-        """Return the result of the last state, as `fit` does, when it is on storage if there are checkpoints."""
+        """Return the result of the last state, as `fit` does, when it is on storage if there are checkpoints.
+
+        Raises:
+            CallerError: the state was given to a step.
+        """
+        _require_arrays(state)
         found = self._loop.finish(self._require_generation(), state)
         return dataclasses.replace(found, metrics=dict(self._metrics))
 
@@ -82,6 +99,17 @@ class TrainerStep:
                 "is in this generation"
             )
         return self._generation
+
+
+def _require_arrays(state: State) -> None:
+    """Refuse a state whose arrays a step has donated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise CallerError(
+                f"train_step: found a state whose {jax.tree_util.keystr(path)} was deleted, expected the state that "
+                "the last step returned. A step donates the state that it is given: copy to host memory before what "
+                "you need of it later"
+            )
 
 
 def check_own_loop(config: FitConfig) -> None:

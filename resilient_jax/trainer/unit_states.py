@@ -105,7 +105,10 @@ class UnitStates:
         )
 
     def split(self, number: int, state: TrainingState) -> UnitState:
-        """Return the state of a unit, of that of the whole model; leaves that other units have may be None."""
+        """Return the state of a unit, of that of the whole model; leaves that other units have may be None.
+
+        No two units have the same array.
+        """
         unit = self.units[number]
         leaves = unit.table.treedef.flatten_up_to(self._tree.join(state.variables))
         own = {
@@ -117,10 +120,15 @@ class UnitStates:
         found = dict(
             zip(paths, jax.tree.structure(self._opt_state).flatten_up_to(state.opt_state), strict=True)
         )
-        opt_leaves = [
-            found[path] if found[path].shape == like.shape else found[path][np.array(layers)]
-            for path, like in _list_paths(self.abstract[number].opt_state)
-        ]
+
+        def take(path: str, like: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401 - an array
+            if found[path].shape != like.shape:
+                return found[path][np.array(layers)]
+            # A count is in each unit: of its own, because an update donates the arrays of one unit after the other.
+            is_common = len(self.find_units_of_leaf(f".opt_state{path}")) != 1
+            return found[path].copy() if is_common else found[path]
+
+        opt_leaves = [take(path, like) for path, like in _list_paths(self.abstract[number].opt_state)]
         return UnitState(own, jax.tree.structure(self.abstract[number].opt_state).unflatten(opt_leaves))
 
     def list_pieces(self, number: int, state: UnitState) -> Iterator[tuple[str, IndexBox, Any]]:

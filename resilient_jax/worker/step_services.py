@@ -76,6 +76,19 @@ class StepServices:
         # At once: to unwind would wait for peers that wait for this host.
         os._exit(RESTART_EXIT_CODE)
 
+    def begin_donation(self) -> None:
+        """Return when the arrays of the committed state may be donated; what the caller keeps is that state then.
+
+        The caller has registered what it keeps (`register_kept`), and commits what it makes of the arrays.
+
+        Raises:
+            GenerationEnded: while a snapshot of these arrays was copied; they may not be donated.
+        """
+        self._session.wait_until_finished()
+        committed = self._session.committed
+        # Between the update and its commit the session must not hold arrays that are deleted.
+        committed.set_parts(committed.step)
+
     @property
     def must_resume_from_parts(self) -> bool:
         """Whether this generation resumes from what members have in arrays that they keep, and has not yet."""

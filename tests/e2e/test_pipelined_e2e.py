@@ -14,13 +14,15 @@ from pipelined_job import PipelinedJob
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint
+from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint, FailPointOrder, HangAction
 
 HOSTS, STAGES = 4, 2
 SLOW_SHARE = 0.05
 """Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
+SLOW_COPY_S = 1.5
+"""Some steps, and less than what training waits for a copy."""
 NAMED_S = 90.0
 """A timeout for a busy machine; it takes some 15 s."""
 PLACES = (
@@ -29,6 +31,7 @@ PLACES = (
     FailPoint.BEFORE_WEIGHT_GRADIENT,
     FailPoint.BEFORE_REDUCE,
     FailPoint.AFTER_REDUCE,
+    FailPoint.DURING_UPDATE,
     FailPoint.BEFORE_COMMIT,
     FailPoint.AFTER_COMMIT,
 )
@@ -100,6 +103,29 @@ def is_shown_slow(report: JobReport, host: str) -> bool:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> None:
     break_and_recover(broken, place, ["host-1"], JobComponent.WORKER)
+
+
+@pytest.mark.timeout(600)
+def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: PipelinedJob) -> None:
+    broken.wait_protected(HOSTS)
+    step = broken.step() + 5
+    broken.job.failpoints.set_order(
+        FailPointOrder(
+            failpoint=FailPoint.BEFORE_COPY,
+            step=step,
+            hosts=("host-1",),
+            action=HangAction(duration_s=SLOW_COPY_S),
+            name="slow copy",
+        )
+    )
+    kinds = (EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_DROPPED)
+    found = broken.job.wait_event(
+        "the slow copy",
+        lambda e: e.kind in kinds and e.host == "host-1" and e.detail.get("step") == step,
+        broken.patience_s,
+    )
+    broken.job.failpoints.release("slow copy")
+    assert "donated" not in str(found.detail.get("reason", ""))
 
 
 @pytest.mark.timeout(600)

@@ -134,7 +134,8 @@ class Host:
                 return {}
             case "init":
                 holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]
-                pipeline.state.init_units(self.weights, self.name, holders)
+                weights = jax.tree.map(jnp.copy, self.weights)  # an update deletes them
+                pipeline.state.init_units(weights, self.name, holders)
                 pipeline.state.replace(self.place(pipeline.state.states))
                 return {}
             case "run":
@@ -169,8 +170,10 @@ class Host:
             case "resume":
                 return self.run(lambda before: pipeline.resume_step((), before), words.get("die_before"))
             case "finish":
+                before = jax.tree.leaves(pipeline.state.states)
                 table = pipeline.finish_step(self.make_fault(words.get("fault")))
-                return {"norm": table.norm, "loss": table.loss}
+                deleted = sum(leaf.is_deleted() for leaf in before)
+                return {"norm": table.norm, "loss": table.loss, "kept": len(before) - deleted}
             case "evaluate":
                 return self.evaluate(**words)
             case "digest":
@@ -251,6 +254,7 @@ class Host:
                 self.changed_after = committed.step
 
         pipeline.after_commit = pass_commit
+        pipeline.before_donation = copies.wait_until_packed
 
     def take_copies(self, step: int) -> dict:
         """Have the copies that are of a step as units of this host."""
@@ -308,6 +312,11 @@ class Host:
         """Return what happens between the table and the update."""
 
         def act(_: CommitTable) -> None:
+            assert self.pipeline is not None
+            if fault == "die in the update":
+                self.pipeline.state.after_unit = lambda number: self.die()
+            if fault == "fail in the update":
+                self.pipeline.state.after_unit = self.fail_after_unit
             if fault == "die once all is sent":
                 assert self.service is not None
                 self.service.wait_sent(time.monotonic() + SEND_TIMEOUT_S)
@@ -318,6 +327,12 @@ class Host:
                 raise PeerUnreachable("the generation has ended")
 
         return act
+
+    def fail_after_unit(self, number: int) -> None:
+        """Fail once, when one unit is updated and the others are not."""
+        assert self.pipeline is not None
+        self.pipeline.state.after_unit = lambda number: None
+        raise CallerError("a program has failed")
 
     def die(self) -> None:
         """Die as a host does that loses its power."""

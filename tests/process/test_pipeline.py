@@ -198,6 +198,37 @@ def test_a_host_that_was_interrupted_before_its_update_commits_what_another_has_
     assert pipeline.step() == undisturbed[2]
 
 
+def test_an_update_takes_the_memory_of_the_state_before(hosts, undisturbed):
+    pipeline = Pipeline(hosts, REPLICAS, [2, 2], max_norm=0.5)
+    for _ in range(2):  # no digests between: on a CPU what numpy reads is not donated while it does
+        assert all("ran" in one for one in pipeline.run().values())
+        assert [one["kept"] for one in pipeline.finish().values()] == [0] * len(NAMES)
+    assert pipeline.read_digests() == undisturbed[1]
+
+
+def test_a_host_that_dies_in_the_middle_of_its_update_loses_nothing(replicas, undisturbed):
+    pipeline = replicas()
+    assert all("ran" in one for one in pipeline.run().values())
+    found = pipeline.finish({"b": "interrupt", "d": "die in the update"})
+    assert {host.name for host, one in found.items() if one.get("died")} == {"d"}
+    assert pipeline.recover() == 2, "b has not updated, and knows that all had their sums"
+    assert pipeline.read_digests() == undisturbed[1]
+    pipeline.reroute()
+    assert pipeline.step() == undisturbed[2]
+
+
+def test_a_host_whose_update_fails_in_its_middle_has_no_state_and_gets_that_of_others(replicas, undisturbed):
+    pipeline = replicas()
+    assert all("ran" in one for one in pipeline.run().values())
+    found = {host.name: one for host, one in pipeline.finish({"b": "fail in the update"}).items()}
+    assert found["b"]["error"] == "CallerError"
+    (failed,) = (host for host in pipeline.hosts if host.name == "b")
+    assert pipeline.ask([failed], "digest")[failed] == {"step": 0, "digests": {}}
+    assert pipeline.cut_anew(REPLICAS, [2, 2]) == len(pipeline.list_wanted([failed], REPLICAS)["b"])
+    assert pipeline.read_digests() == undisturbed[1]
+    assert pipeline.step() == undisturbed[2]
+
+
 CUT_ANEW = [[("a", 1), ("d", 4)], [("c", 5)]]
 """Without b: some blocks stay, others move, and c gets those that it has not."""
 

@@ -63,6 +63,35 @@ def test_a_loop_of_ones_own_has_the_bits_of_fit(kind):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("kind", PARALLELISMS)
+def test_a_state_that_a_step_has_donated_is_refused_by_every_call(kind):
+    def train(world, train_step):
+        first = state = train_step.restore_or_init()
+        for step in world.steps(2):
+            if state is not first:
+                assert all(leaf.is_deleted() for leaf in list_arrays(first))
+                for call in (lambda: train_step(first, 1), lambda: train_step.evaluate(first)):
+                    with pytest.raises(
+                        CallerError, match="was deleted, expected the state that the last step"
+                    ):
+                        call()
+            state, _ = train_step(state, step)
+            world.commit(state)
+
+    def list_arrays(state):
+        return jax.tree.leaves(state.units if kind == "pipeline" else state)
+
+    make_trainer(parallelism=PARALLELISMS[kind]).run(train)
+
+
+def test_a_pipeline_takes_no_state_of_another_step():
+    def train(world, train_step):
+        train_step(train_step.restore_or_init(), 1)
+
+    with pytest.raises(CallerError, match="step 1: found a state after 0 steps, expected the one after 1"):
+        make_trainer(parallelism=PARALLELISMS["pipeline"]).run(train)
+
+
 def test_its_checkpoints_are_those_of_fit(tmp_path):
     checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=STEPS)
     options = {"parallelism": PARALLELISMS["pipeline"], "checkpoints": checkpoints}

@@ -1,6 +1,7 @@
 """Copies of units for a worker that joins: the bits of the original after each step, and no harm from whoever dies."""
 
 import contextlib
+import threading
 import time
 
 import flax.linen as nn
@@ -30,6 +31,8 @@ from resilient_jax.transport.mail_service import MailService
 MEMBER, JOINER = HostName("a"), HostName("d")
 GENERATION, MICROBATCHES, MAX_NORM = 3, 4, 0.5
 WAIT_S = 60.0
+PACKING_S = 0.5
+"""Longer than two updates take."""
 
 
 class Host:
@@ -39,8 +42,8 @@ class Host:
         self.name, self.step = name, 0
         self.service = MailService(name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
         self.changed = parts.changed
-        self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable)
-        self.state.replace(parts.states)
+        self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable, donate=True)
+        self.state.replace(jax.tree.map(jnp.copy, parts.states))  # of the other host, too
         shapes = [self.state.states[number] for number in range(len(parts.units))]
         self.copies = UnitCopies(
             name,
@@ -64,6 +67,7 @@ class Host:
             for number in self.state.states
         }
         norm, loss = draw.random(2, np.float32)
+        self.copies.wait_until_packed()
         self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss)
         self.step += 1
         committed = CommittedStep(step=self.step, norm=float(norm), loss=float(loss), sums=sums)
@@ -159,6 +163,31 @@ def ask(joiner, member):
     while member.copies._request is before or not member.copies.has_begun:
         assert time.monotonic() < end_s
         member.train()
+
+
+def test_an_update_waits_for_the_units_that_are_being_packed_whose_arrays_it_deletes(make_host):
+    member, joiner = make_host(MEMBER), make_host(JOINER)
+    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    send, may_send, packer = member.service.send, threading.Event(), "rj-copies-"
+
+    def send_late(to, mail):
+        if threading.current_thread().name.startswith(packer):
+            assert may_send.wait(WAIT_S)
+        send(to, mail)
+
+    vars(member.service)["send"] = send_late
+    ask(joiner, member)
+    release = threading.Timer(PACKING_S, may_send.set)
+    release.start()
+    try:
+        for _ in range(2):
+            member.train()
+        assert joiner.copies.wait([MEMBER], lambda: None)
+    finally:
+        may_send.set()
+        release.join()
+    found = joiner.copies.finish(member.step, lambda: None)
+    assert list_bits(found) == list_bits(member.state.states)
 
 
 def list_bits(states):
