@@ -272,6 +272,13 @@ def member(make_host):
     return host
 
 
+def make_spare(make_host):
+    """Return a host that has compiled its updates, as one that is ready has."""
+    host = make_host(JOINER)
+    host.train()
+    return host
+
+
 def plan(member, *spares, deadline_s=float("inf")):
     """Have the first member ask for copies for hosts that join by a planned change; return what it knows of it."""
     planned = PlannedCopies(MEMBER, GENERATION, member.service)
@@ -284,7 +291,8 @@ def plan(member, *spares, deadline_s=float("inf")):
 
 def has_all(member):
     """Return whether a planned change waits for this member no more."""
-    return member.copies._request.is_planned and member.copies._has_told
+    request = member.copies._request
+    return request is not None and request.is_planned and member.copies._has_told
 
 
 def train_until(member, is_over):
@@ -294,13 +302,13 @@ def train_until(member, is_over):
         member.train()
 
 
-def take(spare, step, hosts, prefetch=None):
+def take(spare, step, hosts, prefetch=None, check=lambda: None):
     """Return the units that a host has copies of when it begins the generation of the planned change."""
     taken = {}
     spare.state.replace({})
     services = SimpleNamespace(parts_step=step)
     world = SimpleNamespace(
-        generation=GENERATION + 1, hosts=hosts, step_services=services, raise_if_ended=lambda: None
+        generation=GENERATION + 1, hosts=hosts, step_services=services, raise_if_ended=check
     )
     worker = SimpleNamespace(
         host=spare.name,
@@ -317,7 +325,7 @@ def take(spare, step, hosts, prefetch=None):
 
 
 def test_a_host_that_joins_has_its_copies_also_where_the_one_that_asked_for_them_leaves(member, make_host):
-    spare = make_host(JOINER)
+    spare = make_spare(make_host)
     plan(member, spare)
     train_until(member, lambda: has_all(member))
     assert list_bits(take(spare, member.step, [JOINER])) == list_bits(member.state.states)
@@ -335,7 +343,7 @@ def test_a_worker_that_has_asked_gets_its_copies_by_a_planned_change_that_comes_
 
 
 def test_a_host_that_is_lost_before_it_joins_leaves_the_others_their_copies(member, make_host):
-    lost, spare = make_host(HostName("c")), make_host(JOINER)
+    lost, spare = make_host(HostName("c")), make_spare(make_host)
     lost.service.close()
     plan(member, lost, spare)
     train_until(member, lambda: has_all(member))
@@ -343,22 +351,24 @@ def test_a_host_that_is_lost_before_it_joins_leaves_the_others_their_copies(memb
 
 
 def test_copies_and_sums_that_are_late_are_waited_for_when_the_members_change(member, make_host):
-    spare = make_host(JOINER)
+    spare = make_spare(make_host)
     plan(member, spare)
-    request = unit_copies.read_request(member.service.box.try_take_kind(MailKind.COPIES_WANTED).data)
-    plan(member, spare)
-    spare.copies.expect(request)
+    end_s = time.monotonic() + WAIT_S
+    while not spare.service.box.bytes_held:
+        assert time.monotonic() < end_s
+        spare.service.box.wait_for_more(WAIT_S)
     last = member.step + 3
 
     def train_on():
         if member.step < last:
             member.train()
 
-    assert list_bits(spare.copies.finish(last, train_on)) == list_bits(member.state.states)
+    found = take(spare, last, [MEMBER, JOINER], check=train_on)
+    assert list_bits(found) == list_bits(member.state.states)
 
 
 def test_copies_that_are_being_packed_when_the_members_change_are_sent(member, make_host):
-    spare = make_host(JOINER)
+    spare = make_spare(make_host)
     plan(member, spare)
     member.train()
     assert member.copies.finish(member.step, lambda: None) == {}
