@@ -253,9 +253,8 @@ class UnitCopies:
             request, delivery = self._request, self._delivery
             if request is None or delivery is None:
                 return
-            is_sent = self._has_sent(
-                request, delivery
-            )  # before the sums of this step, which take a while, too
+            # Before the sums of this step, which take a while, too.
+            is_sent = _has_sent(self._service, request, delivery, self._packing)
             self._deliver(request, delivery, committed)
             if self._delivery is None:  # it was the last
                 return
@@ -294,14 +293,6 @@ class UnitCopies:
         max_bytes = max(FREE_SUMS_BYTES, MAX_SUMS_RATIO * sum(leaf.nbytes for leaf in leaves))
         self._delivery = _Delivery(moves=mine, max_sums_bytes=max_bytes)
 
-    def _has_sent(self, request: CopyRequest, delivery: _Delivery) -> bool:
-        """Return whether hosts that join by a planned change, which do not say what they have, were sent all of it."""
-        spares = {move.receiver for move in delivery.moves}.intersection(request.addresses)
-        if not request.is_planned or not spares:
-            return True
-        is_packed = delivery.since_s is not None and all(one.done() for one in self._packing)
-        return is_packed and all(self._service.has_sent(host) for host in spares)
-
     def _deliver(self, request: CopyRequest, delivery: _Delivery, committed: CommittedStep) -> None:
         now_s = time.monotonic()
         if delivery.since_s is None:
@@ -328,7 +319,7 @@ class UnitCopies:
                     move.unit == unit and move.receiver in request.addresses for move in delivery.moves
                 )
         if delivery.sums_bytes > delivery.max_sums_bytes:
-            self._end_wait(request)
+            self._tell(request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
 
     def _begin_packing(self, delivery: _Delivery, step: int) -> None:
         self._packer = self._packer or ThreadPoolExecutor(1, thread_name_prefix=f"rj-copies-{self._own}")
@@ -438,7 +429,7 @@ class UnitCopies:
         if self._request is not None and self._delivery is not None:
             if self._request.is_planned:
                 with contextlib.suppress(ResilientJaxError):
-                    self._end_wait(self._request)
+                    self._tell(self._request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
             for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)
@@ -472,15 +463,22 @@ class UnitCopies:
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
         return MailKey(self.generation, self._about, kind, step, unit)
 
-    def _end_wait(self, request: CopyRequest) -> None:
-        """Have the first member let a planned change come."""
-        self._tell(request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
-
     def _tell(self, to: HostName, kind: MailKind, text: bytes = b"", number: int = 0) -> None:
         """Send a message about this request; each number of a kind once."""
         assert self._request is not None, "there is one"
         index = sorted(self._request.wanted).index(self._own)
         self._service.send(to, _make_mail(self._make_key(kind, number, index), memoryview(text)))
+
+
+def _has_sent(
+    service: MailCarrier, request: CopyRequest, delivery: _Delivery, packing: Sequence[Future[None]]
+) -> bool:
+    """Return whether hosts that join by a planned change, which do not say what they have, were sent all of it."""
+    spares = {move.receiver for move in delivery.moves}.intersection(request.addresses)
+    if not request.is_planned or not spares:
+        return True
+    is_packed = delivery.since_s is not None and all(one.done() for one in packing)
+    return is_packed and all(map(service.has_sent, spares))
 
 
 def _make_mail(key: MailKey, data: memoryview) -> Mail:
