@@ -290,7 +290,9 @@ class UnitCopies:
         leaves = jax.tree.leaves(
             [self._shapes[one.unit] for one in mine if one.receiver in request.addresses]
         )
-        max_bytes = max(FREE_SUMS_BYTES, MAX_SUMS_RATIO * sum(leaf.nbytes for leaf in leaves))
+        max_bytes = max(
+            FREE_SUMS_BYTES, MAX_SUMS_RATIO * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        )
         self._delivery = _Delivery(moves=mine, max_sums_bytes=max_bytes)
 
     def _deliver(self, request: CopyRequest, delivery: _Delivery, committed: CommittedStep) -> None:

@@ -49,7 +49,8 @@ class Host:
         self.changed = parts.changed
         self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable)
         self.state.replace(parts.states)
-        shapes = self.shapes = [self.state.states[number] for number in range(len(parts.units))]
+        states = [self.state.states[number] for number in range(len(parts.units))]
+        shapes = self.shapes = jax.eval_shape(lambda: states)
         self.hosts = [name]
         self.copies = UnitCopies(
             name,
@@ -388,7 +389,7 @@ def test_a_member_has_not_sent_what_a_host_has_not_taken(member, make_host):
 
 def test_sums_for_a_host_that_reads_none_are_bounded(member, make_host, monkeypatch):
     """Another member is never ready."""
-    spare, state_bytes = make_host(JOINER), sum(leaf.nbytes for leaf in jax.tree.leaves(member.shapes))
+    spare, state_bytes = make_host(JOINER), sum(one.nbytes for one in jax.tree.leaves(member.state.states))
     monkeypatch.setattr(unit_copies, "FREE_SUMS_BYTES", 0)
     member.hosts = [MEMBER, HostName("b")]
     planned, found = plan(member, spare), []
