@@ -28,7 +28,7 @@ class HostDevices:
     Attributes:
         settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
         records: why devices are out, by number.
-        ended_for_return: the last worker that was ended because a device was back; 0: none.
+        ended_for_return: the last worker that was ended because a device was back, with none of its own out; 0: none.
         requires_all: whether the worker needs all devices, whatever `devices_after_loss` says.
         gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
             not known.
@@ -50,8 +50,13 @@ class HostDevices:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """The devices that workers use which start now; (): all, or none is left."""
-        return self.select(self.records)
+        """The devices that workers use which start now; (): all, or none is left.
+
+        Those that were used before stay, if as many are to be used and none of them is out.
+        """
+        found, before = self.select(self.records), self.settings.devices
+        is_sound = self.records.keys().isdisjoint(before)
+        return before if is_sound and len(before) == len(found) else found
 
     @property
     def num_standby(self) -> int:

@@ -43,15 +43,12 @@ def is_outdated(context: AgentContext, supervisor: WorkerSupervisor) -> bool:
 def end_if_outdated(context: AgentContext, supervisor: WorkerSupervisor, why: str) -> None:
     """End a worker that sees other devices than the next one does, now; that costs no restart."""
     if is_outdated(context, supervisor):
-        worker, num_devices = supervisor.worker, context.devices.num_devices
-        if worker is not None and worker.started_with is not None and num_devices is not None:
-            before, after = (
-                len(settings.devices) or num_devices
-                for settings in (worker.started_with, context.devices.settings)
-            )
-            if after > before:
+        worker, devices = supervisor.worker, context.devices
+        if worker is not None and worker.started_with is not None and devices.num_devices is not None:
+            used = worker.started_with.devices or range(devices.num_devices)
+            if devices.records.keys().isdisjoint(used):
                 # Leaders must know, whatever they have seen of it: a loss that no failure has caused.
-                context.devices.ended_for_return = worker.incarnation
+                devices.ended_for_return = worker.incarnation
         supervisor.kill(why, costs_restart=False)
 
 

@@ -29,6 +29,20 @@ def read_values(directory: str) -> dict[str, str]:
     return {key.rpartition("/")[2]: text for key, text in found}
 
 
+def try_read_values(directory: str, timeout_s: float) -> dict[str, str]:
+    """Return what `read_values` does; nothing if the service has not answered after `timeout_s`.
+
+    The call is made on a thread of its own: one to a service that is dead does not return.
+    """
+    found: dict[str, str] = {}
+    thread = threading.Thread(
+        target=lambda: found.update(read_values(directory)), name="rj-read", daemon=True
+    )
+    thread.start()
+    thread.join(timeout_s)
+    return {} if thread.is_alive() else found
+
+
 def _set(client: RuntimeClient, key: str, text: str) -> None:
     try:
         client.key_value_set(key, text, True)

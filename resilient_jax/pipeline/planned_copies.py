@@ -14,8 +14,8 @@ import msgspec
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline.copy_requests import ANY_STEP, CopyRequest
 from resilient_jax.pipeline.step_mail import MailCarrier
-from resilient_jax.pipeline.unit_copies import ANY_STEP, CopyRequest
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 
 NO_DATA: Final = memoryview(b"")
@@ -66,7 +66,7 @@ class PlannedCopies:
         number: int,
         wanted: Mapping[HostName, Collection[int]],
         addresses: Mapping[HostName, str],
-        timeout_s: float,
+        deadline_s: float,
     ) -> None:
         """Have copies made for a change; the first member calls this, once.
 
@@ -74,13 +74,12 @@ class PlannedCopies:
             number: of the generation that it leads to.
             wanted: the units that each host is to hold then: none if it leaves.
             addresses: of the mailboxes of those that are no members.
-            timeout_s: after which the change comes all the same.
+            deadline_s: of the monotonic clock; then the change comes all the same.
         """
         self.prepared = number
         hosts = tuple(sorted(wanted.keys() - addresses.keys()))
         for host, address in sorted(addresses.items()):
-            self._service.add_peer(host, address)
-        deadline_s = time.monotonic() + timeout_s
+            self._service.add_peer(host, address, may_be_lost=True)
         self._change = _Change(number=number, hosts=hosts, missing=set(hosts), deadline_s=deadline_s)
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
         request = CopyRequest(host=self._own, addresses=dict(addresses), wanted=asked, number=number)

@@ -36,8 +36,12 @@ class MailCarrier(Protocol):
         """Have these peers from now on, with no mail of older generations."""
         ...
 
-    def add_peer(self, peer: HostName, address: str) -> None:
+    def add_peer(self, peer: HostName, address: str, *, may_be_lost: bool = False) -> None:
         """Have one more peer to send to in this generation."""
+        ...
+
+    def has_sent(self, to: HostName) -> bool:
+        """Return whether all that was to be sent to a peer is sent, or the peer is lost."""
         ...
 
     def send(self, to: HostName, mail: Mail) -> None:

@@ -28,18 +28,18 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
+from resilient_jax.pipeline.copy_requests import (
+    ANY_STEP,
+    MAX_GENERATIONS,
+    REQUEST_BITS,
+    CopyRequest,
+    read_request,
+)
 from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
-from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 
-ANY_STEP: Final = 2**62
-"""In the keys of this mail a step is at least so much: what is finished with a step is refused, and hosts differ in
-theirs."""
-REQUEST_BITS: Final = 31
-MAX_GENERATIONS: Final = 2**31
-"""Numbers of generations are below."""
 PATIENCE_S: Final = 60.0
 """A worker that joins does without copies if nothing has come for so long: a generation has ended, or a host hangs."""
 CATCH_UP_TIMEOUT_S: Final = 5.0
@@ -57,24 +57,11 @@ MAX_IDLE_S: Final = 10.0
 MIN_IDLE_STEPS: Final = 2
 """A worker that has all copies waits to join, and keeps the sums that come in memory. It joins at the next step
 boundary as a rule. If the leader delays that, no more sums are sent."""
-
-
-class CopyRequest(msgspec.Struct, frozen=True):
-    """What a worker that joins tells the members, or the first member tells all.
-
-    Attributes:
-        host: that asks. It is told who has all copies.
-        addresses: of the mailboxes of hosts that are no members.
-        wanted: the units that each host, those included, is to hold after the change.
-        number: in the keys of all mail about this request: what belongs to an earlier one is not taken for it. Of a
-            change that the first member asks for, the generation that it leads to; of a worker that joins, a random
-            one above those, since another worker of its host may have asked before.
-    """
-
-    host: HostName
-    addresses: Mapping[HostName, str]
-    wanted: Mapping[HostName, tuple[int, ...]]
-    number: int
+MAX_SUMS_RATIO: Final = 2
+FREE_SUMS_BYTES: Final = 2**28
+"""A host that joins by a planned change reads its mail when it does, and keeps all sums in memory until then. When they
+are so many times the bytes of its copies, and more than what always fits, the change is let come as it is. If it
+does not, and they are twice as much, no more are sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +110,16 @@ class _Delivery:
 
     Attributes:
         moves: the units that this host sends.
-        is_planned: whether a member has asked, which knows when the members change; else a worker that joins.
+        max_sums_bytes: of sums that are sent before the change is let come.
+        sums_bytes: of those that were sent to hosts that read their mail only when they join.
         since_s: when it began to send states; None: it has sent nothing yet.
         idle_since_s: since when the worker has had all copies; None: it has not.
         idle_steps: since then.
     """
 
     moves: tuple[UnitMove, ...]
-    is_planned: bool
+    max_sums_bytes: int
+    sums_bytes: int = 0
     since_s: float | None = None
     idle_since_s: float | None = None
     idle_steps: int = 0
@@ -200,7 +189,7 @@ class UnitCopies:
         self._request = CopyRequest(
             host=self._own, addresses={self._own: self._service.address}, wanted=asked, number=number
         )
-        self._about = ANY_STEP + number
+        self._about = self._request.about
         for host in sorted(addresses):
             self._tell(host, MailKind.COPIES_WANTED, msgspec.msgpack.encode(self._request))
 
@@ -242,7 +231,7 @@ class UnitCopies:
 
     def expect(self, request: CopyRequest) -> None:
         """Have what members have sent for a request of theirs: this host is ready to join, and has trained nothing."""
-        self._request, self._about = request, ANY_STEP + request.number
+        self._request, self._about = request, request.about
         self._wanted = frozenset(request.wanted[self._own])
 
     # A member.
@@ -263,16 +252,18 @@ class UnitCopies:
         try:
             while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
                 self._accept(read_request(mail.data), hosts, holders)
-            if self._delivery is not None:
-                self._deliver(self._delivery, committed)
-            if self._delivery is None or self._request is None:  # it may have been the last
+            request, delivery = self._request, self._delivery
+            if request is None or delivery is None:
+                return
+            # Before the sums of this step, which take a while, too.
+            is_sent = _has_sent(self._service, request, delivery, self._packing)
+            self._deliver(request, delivery, committed)
+            if self._delivery is None:  # it was the last
                 return
             self._take()
-            # A host that is to join by a planned change does not say what it has: what is packed is soon there.
-            is_sent = not self._delivery.is_planned or all(one.done() for one in self._packing)
             if self._wanted <= self._copies.keys() and is_sent and not self._has_told:
                 self._has_told = True
-                self._tell(self._request.host, MailKind.COPIES_HERE, self._own.encode())
+                self._tell(request.host, MailKind.COPIES_HERE, self._own.encode())
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
             self.stop()
 
@@ -293,38 +284,50 @@ class UnitCopies:
             hosts
         ):
             return  # it was meant for other members
-        is_planned = request.host in hosts
-        if self._delivery is not None and self._delivery.is_planned and not is_planned:
+        if self._request is not None and self._request.is_planned and not request.is_planned:
             return  # the members change before a worker that asks now could join
-        self.stop(keep=request.number)
+        self.stop()
         for host, address in sorted(request.addresses.items()):
-            self._service.add_peer(host, address)
+            self._service.add_peer(host, address, may_be_lost=request.is_planned)
         moves = plan_moves(holders, request.wanted)
         mine = tuple(move for move in moves if move.sender == self._own)
         self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
-        self._about = ANY_STEP + request.number
-        self._request, self._has_told = request, False
-        self._delivery = _Delivery(moves=mine, is_planned=is_planned)
+        self._request, self._about, self._has_told = request, request.about, False
+        leaves = jax.tree.leaves(
+            [self._shapes[one.unit] for one in mine if one.receiver in request.addresses]
+        )
+        max_bytes = max(
+            FREE_SUMS_BYTES, MAX_SUMS_RATIO * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        )
+        self._delivery = _Delivery(moves=mine, max_sums_bytes=max_bytes)
 
-    def _deliver(self, delivery: _Delivery, committed: CommittedStep) -> None:
+    def _deliver(self, request: CopyRequest, delivery: _Delivery, committed: CommittedStep) -> None:
         now_s = time.monotonic()
         if delivery.since_s is None:
             delivery.since_s = now_s
             self._begin_packing(delivery, committed.step)
             return
-        if not delivery.is_planned and self._was_told(MailKind.COPIES_HERE):
+        if not request.is_planned and self._was_told(MailKind.COPIES_HERE):
             delivery.idle_since_s = now_s
         elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
         is_idle = delivery.idle_since_s is not None and now_s - delivery.idle_since_s > MAX_IDLE_S
-        is_over = now_s - delivery.since_s > MAX_DELIVERY_S or (
-            is_idle and delivery.idle_steps >= MIN_IDLE_STEPS
+        is_over = (
+            now_s - delivery.since_s > MAX_DELIVERY_S
+            or (is_idle and delivery.idle_steps >= MIN_IDLE_STEPS)
+            or delivery.sums_bytes > 2 * delivery.max_sums_bytes
         )
         if is_over or any(one.done() and one.exception() is not None for one in self._packing):
             self.stop()
             return
         for unit in sorted({move.unit for move in delivery.moves}):
-            self._send_sums(delivery, unit, committed)
+            sent = self._send_sums(delivery, unit, committed)
+            if request.is_planned:
+                delivery.sums_bytes += sent * sum(
+                    move.unit == unit and move.receiver in request.addresses for move in delivery.moves
+                )
+        if delivery.sums_bytes > delivery.max_sums_bytes:
+            self._tell(request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
 
     def _begin_packing(self, delivery: _Delivery, step: int) -> None:
         self._packer = self._packer or ThreadPoolExecutor(1, thread_name_prefix=f"rj-copies-{self._own}")
@@ -339,7 +342,8 @@ class UnitCopies:
             found.append(self._packer.submit(_send_packed, self._service, receivers, key, leaves))
         self._packing = tuple(found)
 
-    def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> None:
+    def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> int:
+        """Send the sums of a unit; return their bytes."""
         sums = committed.sums[unit]
         numbers = np.array([committed.norm, committed.loss], np.float32)
         names = describe_sums(self._state.units[unit], self._facts.changed)
@@ -348,6 +352,7 @@ class UnitCopies:
         for move in delivery.moves:
             if move.unit == unit:
                 self._service.send(move.receiver, _make_mail(key, data))
+        return data.nbytes
 
     # Whoever receives copies.
 
@@ -381,7 +386,9 @@ class UnitCopies:
         copy.step += 1
 
     def finish(self, step: int, check: Callable[[], None]) -> dict[int, UnitState]:
-        """Return the copies that are of a step, by unit, when the sums of the step before have come; then have none.
+        """Return the copies that are of a step, by unit, when they and the sums since have come; then have none.
+
+        What others are to have of this host is packed until then, too.
 
         Args:
             step: the number of committed steps that all hosts go on with.
@@ -393,11 +400,14 @@ class UnitCopies:
             try:
                 self._take()
             except ResilientJaxError:  # a host sends what does not fit
-                self._copies = {}
+                self._wanted, self._copies = frozenset(), {}
             is_late = (
                 time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
             )
-            if is_late or all(copy.step >= step for copy in self._copies.values()):
+            has_all = self._wanted <= self._copies.keys() and all(
+                copy.step >= step for copy in self._copies.values()
+            )
+            if is_late or (has_all and all(one.done() for one in self._packing)):
                 break
             has_all_hosts = not self._service.box.wait_for_more(CHECK_INTERVAL_S)
         found = {unit: copy.state for unit, copy in self._copies.items() if copy.step == step}
@@ -406,40 +416,34 @@ class UnitCopies:
 
     def leave(self, hosts: Collection[HostName]) -> None:
         """Stop if the host that asked for copies is none of the next generation, and was to join; it is told."""
-        is_planned = self._delivery is not None and self._delivery.is_planned
-        if self._request is not None and self._request.host not in hosts and not is_planned:
+        request = self._request
+        if request is not None and request.host not in hosts and not request.is_planned:
             self.stop()
             with contextlib.suppress(
                 ResilientJaxError
             ):  # what is not sent when a generation begins is dropped
                 self._service.wait_sent(time.monotonic() + TELL_TIMEOUT_S)
 
-    def stop(self, keep: int | None = None) -> None:
-        """Send no more, and tell the host that has asked, and all that have copies; drop those that are here.
-
-        Args:
-            keep: the number of a request whose mail is kept: some of it comes before the request itself.
-        """
+    def stop(self) -> None:
+        """Send no more, and tell the host that has asked, and all that have copies; drop those that are here."""
         if self._request is not None and self._delivery is not None:
-            if self._delivery.is_planned:
+            if self._request.is_planned:
                 with contextlib.suppress(ResilientJaxError):
-                    self._tell(self._request.host, MailKind.COPIES_HERE, NO_COPIES)
+                    self._tell(self._request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
             for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
                     self._tell(host, MailKind.COPIES_STOPPED)
-        self.drop(keep=keep)
+        self.drop()
 
-    def drop(self, wait_s: float = 0.0, keep: int | None = None) -> None:
-        """Drop all copies, and send no more.
+    def drop(self, wait_s: float = 0.0) -> None:
+        """Drop all copies, and send no more. Mail of another request, some of which comes before it, is kept.
 
         Args:
             wait_s: for how long to wait for what is being packed: until then a thread has arrays on devices.
-            keep: as of `stop`.
         """
         self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
-        kept_step = ANY_STEP + keep if keep is not None else None
         for kind in (MailKind.COPY, MailKind.COPY_SUMS):
-            while self._service.box.try_take_kind(kind, lambda key: key.step != kept_step) is not None:
+            while self._service.box.try_take_kind(kind, lambda key: key.step == self._about) is not None:
                 continue
         if self._packer is not None:
             self._packer.shutdown(wait=False, cancel_futures=True)
@@ -459,20 +463,22 @@ class UnitCopies:
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
         return MailKey(self.generation, self._about, kind, step, unit)
 
-    def _tell(self, to: HostName, kind: MailKind, text: bytes = b"") -> None:
-        """Send a message about this request."""
+    def _tell(self, to: HostName, kind: MailKind, text: bytes = b"", number: int = 0) -> None:
+        """Send a message about this request; each number of a kind once."""
         assert self._request is not None, "there is one"
         index = sorted(self._request.wanted).index(self._own)
-        self._service.send(to, _make_mail(self._make_key(kind, 0, index), memoryview(text)))
+        self._service.send(to, _make_mail(self._make_key(kind, number, index), memoryview(text)))
 
 
-def read_request(data: memoryview) -> CopyRequest:
-    """Return what a host has asked for.
-
-    Raises:
-        MessageError: the data is no request.
-    """
-    return decode_message(_REQUEST, data, "a request for copies")
+def _has_sent(
+    service: MailCarrier, request: CopyRequest, delivery: _Delivery, packing: Sequence[Future[None]]
+) -> bool:
+    """Return whether hosts that join by a planned change, which do not say what they have, were sent all of it."""
+    spares = {move.receiver for move in delivery.moves}.intersection(request.addresses)
+    if not request.is_planned or not spares:
+        return True
+    is_packed = delivery.since_s is not None and all(one.done() for one in packing)
+    return is_packed and all(map(service.has_sent, spares))
 
 
 def _send_packed(
@@ -485,6 +491,3 @@ def _send_packed(
 
 def _make_mail(key: MailKey, data: memoryview) -> Mail:
     return Mail(key=key, data=data, shape=(data.nbytes,))
-
-
-_REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)

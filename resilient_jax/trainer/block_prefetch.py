@@ -3,6 +3,7 @@ made and kept up to date is in `pipeline.unit_copies`, with units, the state of 
 """
 
 import functools
+import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -11,24 +12,21 @@ import jax
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.jax_runtime.world_values import publish_value, read_values
+from resilient_jax.jax_runtime.world_values import publish_value, read_values, try_read_values
 from resilient_jax.pipeline.block_state import UnitState
+from resilient_jax.pipeline.copy_requests import ANY_STEP, read_request
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_assignment import assign_stages
-from resilient_jax.pipeline.unit_copies import (
-    ANY_STEP,
-    CommittedStep,
-    UnitCopies,
-    UpdateFacts,
-    read_request,
-)
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline_schedule.routes import find_holders
 from resilient_jax.pipeline_schedule.teams import make_teams
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
+from resilient_jax.transport.mailbox import Mailbox
+from resilient_jax.worker.worker_protocol import HeldPause
 from resilient_jax.worker.world import World
 
 DIRECTORY: Final = "resilient_jax/mail"
@@ -37,11 +35,17 @@ FIND_TIMEOUT_S: Final = 5.0
 """Until the members have published their mailboxes: they do when a generation begins."""
 FIND_INTERVAL_S: Final = 0.02
 READY_DIRECTORY: Final = "resilient_jax/ready_mail"
-"""Of the mailboxes of hosts that are ready to join, and spare until then, in the values of that world: by host."""
+"""Of the mailboxes of hosts that are ready to join, or spare until then, in the values of that world: by host."""
+READY_TIMEOUT_S: Final = 0.5
+"""For those mailboxes: the first member asks between two steps. It takes milliseconds, or the service is dead."""
 NEWEST: Final = "resilient_jax/mail_generation"
 """The generation of each member, in the values of their world, by host."""
+MAIL_KINDS: Final = (MailKind.COPIES_WANTED, MailKind.COPY, MailKind.COPY_SUMS, MailKind.COPIES_STOPPED)
+"""Of what members send a host that is none."""
 LOOK_INTERVAL_S: Final = 0.5
 """How often a worker that waits for copies asks whether the members have gone on to another generation."""
+MAIL_INTERVAL_S: Final = 5.0
+"""How often a host that is no member drops what members of earlier generations have sent it."""
 DROP_TIMEOUT_S: Final = 1.0
 """For the copy that is being packed. A thread that has arrays of a world keeps its devices."""
 
@@ -60,6 +64,8 @@ class BlockPrefetch:
         self._placement: UnitPlacement | None = None
         """Of the generation in which this host is a member; None: it is not, and nothing here keeps devices that go
         away."""
+        self._is_member_or_gone = threading.Event()
+        """Ends the thread that drops mail while this host is no member."""
 
     def begin_generation(
         self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
@@ -73,21 +79,24 @@ class BlockPrefetch:
         publish_value(f"{DIRECTORY}/{world.generation}/{world.host}", worker.service.address)
 
     def begin(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
-        """Have what this host needs to join: wait for copies, if there is a place for it; else say where to send them.
+        """Have what this host needs to join: say where to send copies, and wait for them if there is a place for it.
 
         Args:
             placement: as if it had joined.
             worker: of this host.
             shapes: of the state of each unit.
         """
+        self.drop()
+        # One that is about to join, too: the members may change before, and have it join then.
+        publish_value(f"{READY_DIRECTORY}/{worker.host}", worker.service.address)
+        is_over = self._is_member_or_gone = threading.Event()
+        box = worker.service.box
+        threading.Thread(target=_watch_mail, args=(box, is_over), name="rj-ready-mail", daemon=True).start()
         if placement.world.step_services.is_joining:
             self._follow(placement, worker, shapes)
-        else:
-            publish_value(f"{READY_DIRECTORY}/{worker.host}", worker.service.address)
 
     def _follow(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
         world = placement.world
-        self.drop()
         members = [host for host in world.hosts if host != world.host]
         addresses = _find_mailboxes(world, members)
         if not addresses:
@@ -103,7 +112,12 @@ class BlockPrefetch:
     def take(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
         """Have the copies that are of the step which the hosts of a new generation go on with as units of this host."""
         world = placement.world
-        copies = self._copies or _find_sent_copies(placement, worker, shapes)
+        is_member = self._placement is not None
+        sent = None if is_member else _find_sent_copies(placement, worker, shapes)
+        if sent is not None:  # for this generation; what this host has asked for itself was for another
+            self.drop()
+        copies = sent or self._copies
+        self._is_member_or_gone.set()
         self._copies, self._placement, self.bytes_taken = None, None, 0
         step, kept = world.step_services.parts_step, worker.state.all_states
         if copies is None:
@@ -125,6 +139,7 @@ class BlockPrefetch:
 
     def drop(self) -> None:
         """Drop all copies."""
+        self._is_member_or_gone.set()
         copies, self._copies, self._placement = self._copies, None, None
         if copies is not None:
             copies.drop(DROP_TIMEOUT_S)
@@ -135,8 +150,8 @@ class BlockPrefetch:
             return
         world = placement.world
         pause = world.step_services.held_pause if world.host == world.hosts[0] else None
-        if pause is not None and pause.next_members is not None and pause.generation > planned.prepared:
-            _prepare(planned, pause.generation, pause.next_members, placement, worker)
+        if pause is not None and pause.generation > planned.prepared:
+            _prepare(planned, pause, placement, worker)
         copies.pass_commit(committed, world.hosts, placement.unit_holders)
         if copies.has_begun:
             world.step_services.hit_failpoint(FailPoint.DURING_COPIES)
@@ -145,18 +160,16 @@ class BlockPrefetch:
 
 
 def _prepare(
-    planned: PlannedCopies,
-    number: GenerationNumber,
-    members: NextMembers,
-    placement: UnitPlacement,
-    worker: PipelineWorker,
+    planned: PlannedCopies, pause: HeldPause, placement: UnitPlacement, worker: PipelineWorker
 ) -> None:
     """Have copies made for the members of a generation, as far as the mailboxes of hosts that come are known."""
-    come = set(members.hosts).difference(placement.world.hosts)
-    known = read_values(READY_DIRECTORY) if come else {}
+    members, present = pause.next_members, placement.world.hosts
+    come = set(members.hosts).difference(present)
+    known = try_read_values(READY_DIRECTORY, READY_TIMEOUT_S) if come else {}
     addresses = {host: known[host] for host in come if host in known}
-    wanted = _list_units_after(placement, worker, members, {*placement.world.hosts, *addresses})
-    planned.prepare(number, wanted, addresses, members.copy_timeout_s)
+    wanted = _list_units_after(placement, worker, members, {*present, *addresses})
+    # Since the order came: what holds up the next commit, such as an evaluation, counts.
+    planned.prepare(pause.generation, wanted, addresses, pause.received_s + members.copy_timeout_s)
 
 
 def _list_units_after(
@@ -187,7 +200,25 @@ class _GenerationLook:
         if now_s - self._looked_s < LOOK_INTERVAL_S:
             return False
         self._looked_s = now_s
-        return any(int(text) > self._generation for text in read_values(NEWEST).values())
+        return _find_newest() > self._generation
+
+
+def _find_newest() -> int:
+    """Return the newest generation of any member; 0: none is published."""
+    return max(map(int, read_values(NEWEST).values()), default=0)
+
+
+def _watch_mail(box: Mailbox, is_over: threading.Event) -> None:
+    """Drop the mail of generations that have ended, until this host is a member, or does without mail."""
+    while not is_over.wait(MAIL_INTERVAL_S):
+        drop_old_mail(box, _find_newest())
+
+
+def drop_old_mail(box: Mailbox, newest: int) -> None:
+    """Drop what members have sent a host in generations before the newest: the change that it was for has not come."""
+    for kind in MAIL_KINDS:
+        while box.try_take_kind(kind, lambda key: key.generation < newest) is not None:
+            continue
 
 
 def _find_sent_copies(

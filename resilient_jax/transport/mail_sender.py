@@ -73,6 +73,12 @@ class MailSender:
         with self._changed:
             return self._error is not None
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether the kernel has everything, or the peer is lost."""
+        with self._changed:
+            return self._error is not None or not (self._queue or self._is_sending)
+
     def send(self, mail: Mail) -> None:
         """Have the thread send a mail; this does not wait. What is sent to a lost peer is dropped."""
         with self._changed:

@@ -70,6 +70,7 @@ class MailService:
         self._incoming: dict[HostName, socket.socket] = {}
         self._addresses: dict[HostName, str] = {}
         self._lost: dict[HostName, ResilientJaxError] = {}
+        self._may_be_lost: set[HostName] = set()
         self._generation = 0
         self._listener = IncomingConnections(host, credentials, self._serve, f"rj-mail-{own_name}")
         self.address = f"{host}:{self._listener.port}"
@@ -102,6 +103,7 @@ class MailService:
         self.box.begin_generation(generation)
         with self._lock:
             self._lost.clear()
+            self._may_be_lost.clear()
             for sender in self._senders.values():
                 sender.drop(lambda mail: mail.key.generation < generation)
             for peer in sorted(set(addresses) - set(self._senders) - {self._own_name}):
@@ -110,9 +112,19 @@ class MailService:
                     self._own_name, self.address, peer, connector, self._gate, self._report_lost
                 )
 
-    def add_peer(self, peer: HostName, address: str) -> None:
-        """Have one more peer to send to in this generation; a process of it that was there before is none any more."""
+    def add_peer(self, peer: HostName, address: str, *, may_be_lost: bool = False) -> None:
+        """Have one more peer to send to in this generation; a process of it that was there before is none any more.
+
+        Args:
+            peer: its name.
+            address: of its mailbox.
+            may_be_lost: what is sent to it when it is lost is dropped, and is no error.
+        """
         with self._lock:
+            if may_be_lost:
+                self._may_be_lost.add(peer)
+            else:
+                self._may_be_lost.discard(peer)
             known = self._senders.get(peer)
             if known is not None and known.address == address and peer not in self._lost:
                 return
@@ -140,6 +152,8 @@ class MailService:
             return
         with self._lock:
             if to in self._lost:
+                if to in self._may_be_lost:
+                    return
                 raise copy.copy(self._lost[to])  # each raise adds to a traceback of its own
             sender = self._senders.get(to)
         if sender is None:
@@ -148,6 +162,12 @@ class MailService:
                 f"{', '.join(sorted(self._senders)) or 'none'}"
             )
         sender.send(mail)
+
+    def has_sent(self, to: HostName) -> bool:
+        """Return whether the kernel has all that was to be sent to a peer, or the peer is lost."""
+        with self._lock:
+            sender = self._senders.get(to)
+        return sender is None or sender.has_sent
 
     def take(self, key: MailKey, *, sender: HostName, deadline_s: float, check: Callable[[], None]) -> Mail:
         """Wait for a value; see `Mailbox.take`."""
@@ -208,7 +228,7 @@ class MailService:
         with self._lock:
             is_new = peer not in self._lost
             self._lost.setdefault(peer, error)
-            may_send = peer in self._incoming
+            may_send = peer in self._incoming or peer in self._may_be_lost  # of which nobody waits for mail
         if not may_send:  # else that connection will end, too, after what is still on its way
             self.box.mark_silent(peer, error)
         if is_new:

@@ -156,7 +156,8 @@ class Host:
                 return {"has_all": copies.wait(words["addresses"], lambda: None)}
             case "prepare":
                 assert self.planned is not None
-                self.planned.prepare(words["number"], words["wanted"], {}, words["timeout_s"])
+                deadline_s = time.monotonic() + words["timeout_s"]
+                self.planned.prepare(words["number"], words["wanted"], {}, deadline_s)
                 return {}
             case "has_copies":
                 assert self.copies is not None

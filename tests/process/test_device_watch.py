@@ -16,7 +16,12 @@ from resilient_jax.cluster.device_watch import DeviceWatch
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.stored_records import ENCODER
-from resilient_jax.cluster.worker_replacement import WorkerReplacement, is_outdated, may_replace
+from resilient_jax.cluster.worker_replacement import (
+    WorkerReplacement,
+    end_if_outdated,
+    is_outdated,
+    may_replace,
+)
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
@@ -171,6 +176,46 @@ def test_which_worker_was_ended_because_a_device_is_back_is_told(tmp_path: Path)
             await wait_until(lambda: host.num_seen() == 4)
             assert devices.ended_for_return == worker.incarnation
             assert devices.num_standby == 0
+
+    asyncio.run(run())
+
+
+def test_a_device_that_is_back_does_not_end_a_worker_that_has_as_many_without_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_host(tmp_path) as host:
+            devices = host.context.devices
+            await wait_until(lambda: host.num_seen() == 4)
+            for device, used in [(2, (0, 1)), (0, (1, 3))]:
+                await write_device_quarantine(host.store, JOB, make_record(device))
+                await wait_until(lambda used=used: devices.used == used)
+                await wait_until(lambda: not is_outdated(host.context, host.supervisor))
+                await wait_until(lambda: host.num_seen() == 2)
+            await clear_device_quarantine(host.store, JOB, HOST, 0)
+            await wait_until(lambda: devices.num_standby == 1)
+            assert devices.used == (1, 3)
+            assert not is_outdated(host.context, host.supervisor)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_ended_though_its_devices_are_sound_is_no_failure(tmp_path: Path) -> None:
+    """A device of it was taken out, and is back before it was this host's turn to do without."""
+
+    async def run() -> None:
+        async with running_host(tmp_path) as host:
+            devices = host.context.devices
+            await wait_until(lambda: host.num_seen() == 4)
+            await write_device_quarantine(host.store, JOB, make_record(2))
+            await wait_until(lambda: host.num_seen() == 2)
+            await host.publish(make_generation(GenerationPhase.ACTIVE, 0, HOST, OTHER))
+            await write_device_quarantine(host.store, JOB, make_record(0))
+            await wait_until(lambda: devices.used == (1, 3))
+            await clear_device_quarantine(host.store, JOB, HOST, 0)
+            await wait_until(lambda: 0 not in devices.records)
+            worker = host.supervisor.worker
+            assert worker is not None
+            end_if_outdated(host.context, host.supervisor, "a device is back")
+            assert devices.ended_for_return == worker.incarnation
 
     asyncio.run(run())
 

@@ -1,8 +1,10 @@
 """Copies of units for a worker that joins: the bits of the original after each step, and no harm from whoever dies."""
 
 import contextlib
+import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -15,18 +17,24 @@ from small_decoders import KEY, MAKERS, make_batch
 import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline import unit_copies
 from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
+from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.sharding.stage_sharding import make_single_device_stage
 from resilient_jax.trainer.accumulation import make_abstract
+from resilient_jax.trainer.block_prefetch import BlockPrefetch, _prepare, drop_old_mail
 from resilient_jax.trainer.pipelined_loss import cut_training_loss, make_pipeline_config
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.unit_states import UnitStates
 from resilient_jax.transport import Credentials
-from resilient_jax.transport.mail_protocol import Mail, MailKind
+from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
+from resilient_jax.transport.mailbox import Mailbox
+from resilient_jax.worker.worker_protocol import HeldPause
 
 MEMBER, JOINER = HostName("a"), HostName("d")
 GENERATION, MICROBATCHES, MAX_NORM = 3, 4, 0.5
@@ -44,7 +52,9 @@ class Host:
         self.changed = parts.changed
         self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable, donate=True)
         self.state.replace(jax.tree.map(jnp.copy, parts.states))  # of the other host, too
-        shapes = [self.state.states[number] for number in range(len(parts.units))]
+        states = [self.state.states[number] for number in range(len(parts.units))]
+        shapes = self.shapes = jax.eval_shape(lambda: states)
+        self.hosts = [name]
         self.copies = UnitCopies(
             name,
             GENERATION,
@@ -71,7 +81,7 @@ class Host:
         self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss)
         self.step += 1
         committed = CommittedStep(step=self.step, norm=float(norm), loss=float(loss), sums=sums)
-        self.copies.pass_commit(committed, [MEMBER], [{MEMBER}] * len(self.state.units))
+        self.copies.pass_commit(committed, self.hosts, [{MEMBER}] * len(self.state.units))
 
 
 class Layer(nn.Module):
@@ -281,6 +291,177 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     assert not member.copies.has_begun
     member.train()
     assert member.copies.has_begun
+
+
+@pytest.fixture
+def member(make_host):
+    """A member that trains, and is the first one."""
+    host = make_host(MEMBER)
+    host.service.begin_generation(GENERATION, {MEMBER: host.service.address})
+    host.train()
+    return host
+
+
+def make_spare(make_host):
+    """Return a host that has compiled its updates, as one that is ready has."""
+    host = make_host(JOINER)
+    host.train()
+    return host
+
+
+def plan(member, *spares, deadline_s=float("inf")):
+    """Have the first member ask for copies for hosts that join by a planned change; return what it knows of it."""
+    planned = PlannedCopies(MEMBER, GENERATION, member.service)
+    everything = set(range(len(member.state.units)))
+    addresses = {spare.name: spare.service.address for spare in spares}
+    wanted = dict.fromkeys(member.hosts, ()) | dict.fromkeys([MEMBER, *addresses], everything)
+    planned.prepare(GENERATION + 1, wanted, addresses, deadline_s)
+    return planned
+
+
+def has_all(member):
+    """Return whether a planned change waits for this member no more."""
+    request = member.copies._request
+    return request is not None and request.is_planned and member.copies._has_told
+
+
+def train_until(member, is_over):
+    end_s = time.monotonic() + WAIT_S
+    while not is_over():
+        assert time.monotonic() < end_s
+        member.train()
+
+
+def take(spare, step, hosts, prefetch=None, check=lambda: None):
+    """Return the units that a host has copies of when it begins the generation of the planned change."""
+    taken = {}
+    spare.state.replace({})
+    services = SimpleNamespace(parts_step=step)
+    world = SimpleNamespace(
+        generation=GENERATION + 1, hosts=hosts, step_services=services, raise_if_ended=check
+    )
+    worker = SimpleNamespace(
+        host=spare.name,
+        service=spare.service,
+        state=spare.state,
+        routed_in=0,
+        config=SimpleNamespace(num_microbatches=MICROBATCHES, max_norm=MAX_NORM),
+        cut=SimpleNamespace(changed_variables={name: (None, one) for name, one in spare.changed.items()}),
+        replace_state=lambda step, states, are_copies: taken.update(states),
+    )
+    placement = SimpleNamespace(world=world, sharding=make_single_device_stage())
+    (prefetch or BlockPrefetch()).take(placement, worker, spare.shapes)
+    return taken
+
+
+def test_a_host_that_joins_has_its_copies_also_where_the_one_that_asked_for_them_leaves(member, make_host):
+    spare = make_spare(make_host)
+    plan(member, spare)
+    train_until(member, lambda: has_all(member))
+    assert list_bits(take(spare, member.step, [JOINER])) == list_bits(member.state.states)
+
+
+def test_a_worker_that_has_asked_gets_its_copies_by_a_planned_change_that_comes_before(pair):
+    member, joiner = pair
+    plan(member, joiner)
+    train_until(member, lambda: has_all(member))
+    assert not joiner.copies.wait([MEMBER, HostName("nobody")], lambda: None), "it is told that these end"
+    prefetch = BlockPrefetch()
+    prefetch._copies = joiner.copies
+    found = take(joiner, member.step, [MEMBER, JOINER], prefetch)
+    assert list_bits(found) == list_bits(member.state.states)
+
+
+def test_a_host_that_is_lost_before_it_joins_leaves_the_others_their_copies(member, make_host):
+    lost, spare = make_host(HostName("c")), make_spare(make_host)
+    lost.service.close()
+    plan(member, lost, spare)
+    train_until(member, lambda: has_all(member))
+    assert list_bits(take(spare, member.step, [MEMBER, JOINER])) == list_bits(member.state.states)
+
+
+def test_copies_and_sums_that_are_late_are_waited_for_when_the_members_change(member, make_host):
+    spare = make_spare(make_host)
+    plan(member, spare)
+    end_s = time.monotonic() + WAIT_S
+    while not spare.service.box.bytes_held:
+        assert time.monotonic() < end_s
+        spare.service.box.wait_for_more(WAIT_S)
+    last = member.step + 3
+
+    def train_on():
+        if member.step < last:
+            member.train()
+
+    found = take(spare, last, [MEMBER, JOINER], check=train_on)
+    assert list_bits(found) == list_bits(member.state.states)
+
+
+def test_copies_that_are_being_packed_when_the_members_change_are_sent(member, make_host):
+    spare = make_spare(make_host)
+    plan(member, spare)
+    member.train()
+    assert member.copies.finish(member.step, lambda: None) == {}
+    assert list_bits(take(spare, member.step, [MEMBER, JOINER])) == list_bits(member.state.states)
+
+
+def test_a_member_has_not_sent_what_a_host_has_not_taken(member, make_host):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it answers nobody
+        port = server.getsockname()[1]
+        service = SimpleNamespace(address=f"127.0.0.1:{port}")
+        plan(member, SimpleNamespace(name=JOINER, service=service))
+        train_until(member, lambda: member.copies._packing and all(f.done() for f in member.copies._packing))
+        member.train()
+        assert not member.copies._has_told
+    train_until(member, lambda: has_all(member))  # that host is lost
+
+
+def test_sums_for_a_host_that_reads_none_are_bounded(member, make_host, monkeypatch):
+    """Another member is never ready."""
+    spare, state_bytes = make_host(JOINER), sum(one.nbytes for one in jax.tree.leaves(member.state.states))
+    monkeypatch.setattr(unit_copies, "FREE_SUMS_BYTES", 0)
+    member.hosts = [MEMBER, HostName("b")]
+    planned, found = plan(member, spare), []
+    while not found:
+        member.train()
+        assert member.step < 100
+        assert member.copies.has_begun, "they are sent until the change comes"
+        found += [number] if (number := planned.pass_commit(member.step)) is not None else []
+    assert found == [GENERATION + 1]
+    train_until(member, lambda: not member.copies.has_begun)
+    member.service.wait_sent(time.monotonic() + WAIT_S)
+    limit = 2 * unit_copies.MAX_SUMS_RATIO * state_bytes
+    box, sums_bytes = spare.service.box, 0
+    while (mail := box.try_take_kind(MailKind.COPY_SUMS)) is not None:
+        sums_bytes += mail.data.nbytes
+    assert sums_bytes < limit + state_bytes
+
+
+def test_a_host_that_is_no_member_drops_copies_for_a_change_that_did_not_come():
+    box, kinds = Mailbox(), (MailKind.COPIES_WANTED, MailKind.COPY, MailKind.COPY_SUMS)
+    for generation in (GENERATION, GENERATION + 1):
+        for kind in kinds:
+            box.put(Mail(key=MailKey(generation, 2**62, kind, 0, 0), data=memoryview(b"12345678")))
+    drop_old_mail(box, GENERATION)
+    assert box.bytes_held == 48
+    drop_old_mail(box, GENERATION + 1)
+    assert box.bytes_held == 24
+
+
+def test_the_time_for_copies_begins_when_the_order_to_pause_comes(member):
+    """And not with the next commit, before which there may be an evaluation."""
+    pause = HeldPause(
+        generation=GENERATION + 1,
+        next_members=NextMembers(hosts=(MEMBER,), copy_timeout_s=10.0),
+        received_s=time.monotonic() - 11.0,
+    )
+    planned = PlannedCopies(MEMBER, GENERATION, member.service)
+    placement = SimpleNamespace(
+        world=SimpleNamespace(hosts=(MEMBER,)), block_costs=(1.0,), num_stages=1, stage_hosts=(MEMBER,)
+    )
+    _prepare(planned, pause, placement, SimpleNamespace(state=SimpleNamespace(units=())))
+    assert planned.pass_commit(member.step) is None
+    assert planned.pass_commit(member.step + 1) == GENERATION + 1
 
 
 def test_holders_take_turns_in_sending_and_what_a_host_has_is_not_sent():

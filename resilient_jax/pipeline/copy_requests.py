@@ -1,0 +1,56 @@
+"""What hosts ask each other for before the members change: which units each of them is to have copies of."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.message_decoding import decode_message
+
+ANY_STEP: Final = 2**62
+"""In the keys of this mail a step is at least so much: what is finished with a step is refused, and hosts differ in
+theirs."""
+REQUEST_BITS: Final = 31
+MAX_GENERATIONS: Final = 2**31
+"""Numbers of generations are below."""
+
+
+class CopyRequest(msgspec.Struct, frozen=True):
+    """What a worker that joins tells the members, or the first member tells all.
+
+    Attributes:
+        host: that asks. It is told who has all copies.
+        addresses: of the mailboxes of hosts that are no members.
+        wanted: the units that each host, those included, is to hold after the change.
+        number: in the keys of all mail about this request: what belongs to an earlier one is not taken for it. Of a
+            change that the first member asks for, the generation that it leads to; of a worker that joins, a random
+            one above those, since another worker of its host may have asked before.
+    """
+
+    host: HostName
+    addresses: Mapping[HostName, str]
+    wanted: Mapping[HostName, tuple[int, ...]]
+    number: int
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a member has asked, for a change that it knows of; else a worker that joins."""
+        return self.number < MAX_GENERATIONS
+
+    @property
+    def about(self) -> int:
+        """In place of a step in the keys of all mail about this request."""
+        return ANY_STEP + self.number
+
+
+def read_request(data: memoryview) -> CopyRequest:
+    """Return what a host has asked for.
+
+    Raises:
+        MessageError: the data is no request.
+    """
+    return decode_message(_REQUEST, data, "a request for copies")
+
+
+_REQUEST: Any = msgspec.msgpack.Decoder(CopyRequest)
