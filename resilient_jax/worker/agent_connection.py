@@ -18,7 +18,6 @@ from resilient_jax.protocol.worker_messages import (
     AdmissionRequested,
     EventOccurred,
     FormWorld,
-    Pause,
     SnapshotServerRequested,
     StepCommitted,
     StopWorker,
@@ -35,6 +34,7 @@ from resilient_jax.worker.imported_modules import describe_imports
 from resilient_jax.worker.training_control import GenerationEnded
 from resilient_jax.worker.worker_protocol import (
     HandledOrder,
+    HeldPause,
     OrderRefused,
     StepDecision,
     Transition,
@@ -199,7 +199,7 @@ class AgentConnection:
             self.record_event(EventKind.STEP_COMMITTED, step=step)
 
     @property
-    def held_pause(self) -> Pause | None:
+    def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         return self._protocol.held_pause
 
@@ -245,7 +245,7 @@ class AgentConnection:
     def handle_order(self, order: HandledOrder) -> None:
         """Handle an order, and wake the main thread."""
         with self._changed:
-            self._apply(worker_protocol.handle_order(self._protocol, order))
+            self._apply(worker_protocol.handle_order(self._protocol, order, time.monotonic()))
             self._changed.notify_all()
 
     def _apply(self, transition: Transition) -> None:

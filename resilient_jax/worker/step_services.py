@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE, Pause
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
@@ -15,6 +15,7 @@ from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.training_control import TrainingControl
+from resilient_jax.worker.worker_protocol import HeldPause
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class StepServices:
             kept.append(arrays)
 
     @property
-    def held_pause(self) -> Pause | None:
+    def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         return self._control.held_pause
 

@@ -6,7 +6,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
-from resilient_jax.protocol.worker_messages import Pause
+from resilient_jax.worker.worker_protocol import HeldPause
 
 
 class GenerationEnded(BaseException):
@@ -61,7 +61,7 @@ class TrainingControl(Protocol):
         ...
 
     @property
-    def held_pause(self) -> Pause | None:
+    def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         ...
 

@@ -18,6 +18,7 @@
 | IDLE      | order `Pause`                  | IDLE      | limit = committed steps; answers with a report            |
 | others    | order `Pause`                  | same      | limit = first step that has not begun; answers            |
 | RUNNING   | `Pause` after blocks are copied| same      | held: neither limit nor answer before `answer_pause`      |
+| RUNNING   | plain `Pause` while one is held| same      | none is held; limit = first step not begun; answers       |
 | RUNNING   | `answer_pause`                 | RUNNING   | limit = the step after the next one; answers              |
 | any       | order `RunToBoundary`          | same      | boundary; up to there the limit does not count            |
 | PREPARING | order `HoldTraining`           | PREPARING | a kept world is void                                      |
@@ -46,7 +47,7 @@ from resilient_jax.ids import GenerationNumber, WorldId
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.state_records import NextMembers, StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,
@@ -63,6 +64,21 @@ from resilient_jax.protocol.worker_tasks import OverdueTask
 
 GenerationOrder = FormWorld | TakeSeat | Quiesce | Pause | RunToBoundary
 HandledOrder = GenerationOrder | HoldTraining | SnapshotServerReady | WorkerAdmitted | StopWorker
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPause:
+    """A pause that is not answered before blocks are copied for the members after it.
+
+    Attributes:
+        generation: the number that it leads to.
+        next_members: those that blocks are copied for.
+        received_s: the monotonic time when the order came, in seconds.
+    """
+
+    generation: GenerationNumber
+    next_members: NextMembers
+    received_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +116,7 @@ class WorkerProtocol:
     next_step: int = 0
     limit: int | None = None
     boundary: int | None = None
-    held_pause: Pause | None = None
+    held_pause: HeldPause | None = None
     prepared_for: GenerationNumber | None = None
     snapshot_server: str | None = None
     is_admitted: bool = False
@@ -147,8 +163,8 @@ def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
 # The agent's orders.
 
 
-def handle_order(state: WorkerProtocol, order: HandledOrder) -> Transition:
-    """Take in an order of the agent."""
+def handle_order(state: WorkerProtocol, order: HandledOrder, now_s: float) -> Transition:
+    """Take in an order of the agent, at a monotonic time in seconds."""
     match order:
         case StopWorker():
             return dataclasses.replace(state, stop=order, is_interrupted=True), ()
@@ -162,10 +178,10 @@ def handle_order(state: WorkerProtocol, order: HandledOrder) -> Transition:
             is_interrupted = state.is_interrupted or state.report.state is not WorkerState.PREPARING
             return dataclasses.replace(state, is_interrupted=is_interrupted, form=None), ()
         case _:
-            return _handle_generation_order(state, order)
+            return _handle_generation_order(state, order, now_s)
 
 
-def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> Transition:
+def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_s: float) -> Transition:
     number = order.generation if isinstance(order.generation, int) else order.generation.number
     if number < state.newest:
         return state, (OrderRefused(number, state.newest),)
@@ -184,12 +200,17 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder) -> T
             if not is_idle:
                 return dataclasses.replace(state, is_interrupted=True), ()
             return _report(state, generation=number, failure=None, has_formed=False, earliest_stop_step=None)
-        case Pause() if _must_hold(state, order):
-            return dataclasses.replace(state, held_pause=order), ()
+        case Pause(next_members=NextMembers() as members) if _must_hold(state, order):
+            before = state.held_pause
+            # Agents may send an order again: copies are waited for since it came first.
+            since_s = before.received_s if before is not None and before.generation == number else now_s
+            held = HeldPause(generation=number, next_members=members, received_s=since_s)
+            return dataclasses.replace(state, held_pause=held), ()
         case Pause():
             # A step that has begun is finished: the next one is the first at which this worker can stop.
             limit = state.report.step if is_idle else state.next_step
-            state = dataclasses.replace(state, limit=limit)
+            # Copies are waited for no more: to let the pause come later must not move the limit.
+            state = dataclasses.replace(state, limit=limit, held_pause=None)
             return _report(state, generation=number, earliest_stop_step=limit)
         case RunToBoundary():
             return dataclasses.replace(state, boundary=order.boundary_step), ()
@@ -201,7 +222,7 @@ def _must_hold(state: WorkerProtocol, pause: Pause) -> bool:
     """Return whether blocks are copied before a pause: it is held until `answer_pause`."""
     is_training = state.report.state is WorkerState.RUNNING and state.report.part is not None
     is_prepared = state.prepared_for is not None and state.prepared_for >= pause.generation
-    return pause.next_members is not None and is_training and not is_prepared
+    return is_training and not is_prepared
 
 
 def get_seat(order: TakeSeat) -> SeatId:

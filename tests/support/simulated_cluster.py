@@ -191,11 +191,11 @@ class Worker:
             assert isinstance(answer, WorkerReported), "an agent sends orders of growing generations only"
             self.outbox.append(answer.report)
 
-    def obey(self) -> None:
-        self.apply(handle_order(self.protocol, self.inbox.popleft()))
+    def obey(self, now_s: float) -> None:
+        self.apply(handle_order(self.protocol, self.inbox.popleft(), now_s))
 
-    def join(self) -> None:
-        self.apply(handle_order(self.protocol, WorkerAdmitted()))
+    def join(self, now_s: float) -> None:
+        self.apply(handle_order(self.protocol, WorkerAdmitted(), now_s))
         self.apply(worker_protocol.join_job(self.protocol, f"{self.host}:state"))
 
     def take_order(self) -> FormWorld | TakeSeat:
@@ -713,7 +713,7 @@ class Cluster:
     def promote_standby(self, host: Host) -> None:
         """Start a worker that asks to join before anything else happens."""
         self.restart_worker(host)
-        host.worker.join()
+        host.worker.join(self.now_s)
         while host.worker.outbox:
             self.hear(host)
 
@@ -756,7 +756,7 @@ class Cluster:
 
     def obey_all(self, worker: Worker) -> None:
         while worker.inbox:
-            worker.obey()
+            worker.obey(self.now_s)
 
     def read_generation(self, host: Host) -> None:
         (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)

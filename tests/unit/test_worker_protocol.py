@@ -20,10 +20,11 @@ from resilient_jax.protocol.worker_messages import (
 )
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.worker_protocol import (
+    HandledOrder,
     OrderRefused,
     StepDecision,
+    Transition,
     WorkerProtocol,
-    handle_order,
     make_initial_protocol,
     try_begin_step,
     try_take_order,
@@ -31,6 +32,10 @@ from resilient_jax.worker.worker_protocol import (
 
 HOST = HostName("a")
 MEMBER = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
+
+
+def handle_order(protocol: WorkerProtocol, order: HandledOrder, now_s: float = 0.0) -> Transition:
+    return worker_protocol.handle_order(protocol, order, now_s)
 
 
 def make_generation(number: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
@@ -205,6 +210,31 @@ def test_a_pause_before_which_blocks_are_copied_is_held_and_leaves_a_step_for_th
     protocol, decision = try_begin_step(protocol, 2)
     assert decision is StepDecision.START
     assert try_begin_step(protocol, 3)[1] is StepDecision.WAIT
+
+
+def test_a_held_pause_says_when_its_order_came_first():
+    protocol, pause = (
+        make_training_with_part(1),
+        Pause(generation=GenerationNumber(2), next_members=NEXT_MEMBERS),
+    )
+    for now_s in (5.0, 9.0):  # agents may send an order again
+        protocol, _ = handle_order(protocol, pause, now_s)
+        assert protocol.held_pause is not None
+        assert (protocol.held_pause.next_members, protocol.held_pause.received_s) == (NEXT_MEMBERS, 5.0)
+    protocol, _ = handle_order(protocol, msgspec.structs.replace(pause, generation=GenerationNumber(3)), 12.0)
+    assert protocol.held_pause is not None
+    assert protocol.held_pause.received_s == 12.0
+
+
+def test_a_pause_without_copies_ends_one_that_is_held():
+    protocol, second = make_training_with_part(1), GenerationNumber(2)
+    protocol, _ = handle_order(protocol, Pause(generation=second, next_members=NEXT_MEMBERS))
+    protocol, answers = handle_order(protocol, Pause(generation=second))
+    assert answers == (WorkerReported(report=protocol.report),)
+    assert (protocol.held_pause, protocol.report.earliest_stop_step) == (None, 1)
+    protocol, answers = worker_protocol.answer_pause(protocol, second)
+    assert not answers
+    assert try_begin_step(protocol, 1)[1] is StepDecision.WAIT, "as it was told the leader"
 
 
 def test_a_pause_that_comes_after_the_members_let_it_come_is_answered_at_once():

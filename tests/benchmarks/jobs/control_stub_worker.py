@@ -55,7 +55,8 @@ class StubWorker:
         while True:
             for received in self._connection.receive(STEP_S / 4):
                 if not isinstance(received.message, LeaseRenewed | TakeStacks):
-                    self._apply(worker_protocol.handle_order(self._protocol, received.message))
+                    now_s = time.monotonic()
+                    self._apply(worker_protocol.handle_order(self._protocol, received.message, now_s))
             state = self._protocol.report.state
             if state is state.STARTING and self._protocol.is_admitted:
                 self._apply(worker_protocol.join_job(self._protocol, ""))
