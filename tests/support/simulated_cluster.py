@@ -149,6 +149,8 @@ ENDLESS = 10**9
 DRAIN_DEADLINE_S = 25.0
 CHECK_INTERVAL_S = 0.1
 ROUND_S = 0.1
+NO_TIME_S = 0.0
+"""When orders come: a worker asks only for a pause that is held, and these have no parts of a state."""
 
 encode = msgspec.msgpack.encode
 
@@ -191,11 +193,11 @@ class Worker:
             assert isinstance(answer, WorkerReported), "an agent sends orders of growing generations only"
             self.outbox.append(answer.report)
 
-    def obey(self, now_s: float) -> None:
-        self.apply(handle_order(self.protocol, self.inbox.popleft(), now_s))
+    def obey(self) -> None:
+        self.apply(handle_order(self.protocol, self.inbox.popleft(), NO_TIME_S))
 
-    def join(self, now_s: float) -> None:
-        self.apply(handle_order(self.protocol, WorkerAdmitted(), now_s))
+    def join(self) -> None:
+        self.apply(handle_order(self.protocol, WorkerAdmitted(), NO_TIME_S))
         self.apply(worker_protocol.join_job(self.protocol, f"{self.host}:state"))
 
     def take_order(self) -> FormWorld | TakeSeat:
@@ -713,7 +715,7 @@ class Cluster:
     def promote_standby(self, host: Host) -> None:
         """Start a worker that asks to join before anything else happens."""
         self.restart_worker(host)
-        host.worker.join(self.now_s)
+        host.worker.join()
         while host.worker.outbox:
             self.hear(host)
 
@@ -756,7 +758,7 @@ class Cluster:
 
     def obey_all(self, worker: Worker) -> None:
         while worker.inbox:
-            worker.obey(self.now_s)
+            worker.obey()
 
     def read_generation(self, host: Host) -> None:
         (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)

@@ -19,6 +19,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.failures import RehearsalFailed
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
@@ -222,6 +223,7 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
     rehearsed: list[bool] = []
     seen: list[float] = []
     kept: list[KeptArrays] = []
+    parts: list[StatePart | None] = []
     monkeypatch.setattr(trainer, "run", lambda train, **_: rehearsed.append(run(train, kept)))
 
     def loss_fn(model: Any, batch: Any) -> Any:
@@ -234,6 +236,7 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
         for step in world.steps(STEP + 1):
             state, metrics = train_step(state, step)
             seen.extend((metrics["loss"], metrics["twice"], metrics["grad_norm"]))
+            parts.extend(one.part for one in kept if isinstance(one, PipelinedSteps))
             world.commit(state, **metrics)
 
     rj.Trainer(
@@ -252,8 +255,14 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
     assert isinstance(steps, PipelinedSteps)
     worker = steps._worker
     assert worker is not None
+    (part,) = parts
+    assert part is not None
+    assert (part.losses, part.order) == ((), ("b",)), "the order is said, whether losses are estimated or not"
     found = (worker._sums.sharding, worker._runner.sharding)
     assert all(isinstance(sharding.mesh, AbstractMesh) for sharding in found), "a mesh keeps its devices"
+
+
+EARLIER = (tuple(map(HostName, "dcba")), tuple(map(HostName, "abc")))
 
 
 @pytest.mark.parametrize("kept", ["bca", "bdc", ""])
@@ -263,7 +272,10 @@ def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: st
         for seat, name in enumerate("ac")
     )
     generation = msgspec.structs.replace(
-        ORDER.generation, members=seated, stage_hosts=tuple(map(HostName, kept))
+        ORDER.generation,
+        members=seated,
+        stage_hosts=tuple(map(HostName, kept)),
+        earlier_stage_hosts=() if kept else EARLIER,
     )
     seen: list[object] = []
     order = msgspec.structs.replace(ORDER, generation=generation)
@@ -276,7 +288,7 @@ def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: st
         [],
     )
     # Else its stage follows from those that the members have: blocks are copied ahead for that.
-    followed = [tuple("acb"), (tuple(kept or "ac"),)]
+    followed = [tuple("acb"), (tuple(kept),) if kept else (*EARLIER, tuple("ac"))]
     assert seen == ([tuple(kept), ()] if kept == "bca" else followed)
 
 
