@@ -132,7 +132,7 @@ def agent(
 
     The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
 
-    SIGTERM is a preemption notice: the host leaves at the next step boundary, so no step is repeated; after 25 s the
+    SIGTERM is a preemption notice: the host leaves between two steps, so no step is repeated; after 25 s the
     host leaves anyway. With --serve-store the agent serves the store until all other hosts have ended. The time that
     the script takes after training is not limited.
 

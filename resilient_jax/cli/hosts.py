@@ -57,7 +57,7 @@ def hosts(
         typer.Argument(
             metavar="[RUN_DIR] list|clear HOST[:DEVICE]|drain HOST[:DEVICE]",
             help="Run folder of a job on this machine, unless --store is given; then what to do: `list` the hosts and "
-            "devices in quarantine, `clear` one, or `drain` one. A drained host leaves at the next step boundary; for "
+            "devices in quarantine, `clear` one, or `drain` one. A drained host leaves between two steps; for "
             "a drained device, such as host-2:0, its host's worker is started again without it.",
             show_default=False,
         ),
@@ -198,7 +198,7 @@ async def _drain(store: Store, job: JobName, host: HostName, duration_s: float) 
     now_s = time.time()
     record = QuarantineRecord(host=host, reason=DRAINED, since_wall_s=now_s, until_wall_s=now_s + duration_s)
     await write_quarantine(store, job, record)
-    return f"{host}: leaves at the next step boundary, and takes no part for {duration_s:g} s"
+    return f"{host}: leaves between two steps, and takes no part for {duration_s:g} s"
 
 
 def describe_quarantine(

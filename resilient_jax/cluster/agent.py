@@ -161,7 +161,7 @@ class Agent:
     # Signals.
 
     def _on_notice(self) -> None:
-        """Leave at the next step boundary (SIGTERM)."""
+        """Leave between two steps (SIGTERM); in a pipeline once blocks are copied, as far as there is time."""
         if self._follower.is_leaving:
             self._on_interrupt()
             return
@@ -170,7 +170,7 @@ class Agent:
         when = (
             f"the script has {DRAIN_GRACE_S:g} s to end"
             if self._is_done()
-            else "leaving at the next step boundary"
+            else f"leaving between two steps, within {DRAIN_GRACE_S:g} s"
         )
         self._context.print_line(f"{self._settings.host}: got a notice to leave; {when}")
         self._mark_changed()

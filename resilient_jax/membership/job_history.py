@@ -5,6 +5,7 @@ the next leader begins with it. What a leader has not seen from the beginning it
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -155,9 +156,17 @@ def add_time(history: JobHistory, change: TimedChange, seconds: float) -> JobHis
     return msgspec.structs.replace(history, times=(*others, new))
 
 
-def measure_step_s(state: MembershipState, now: float) -> float:
-    """Return the time of a step as far as it is known, with the present generation; 0: it is not."""
-    return _note_step_time(state, _get_history(state), now).step_s
+def bound_step_s(state: MembershipState, now: float) -> float:
+    """Return how long a step of the present generation takes at most, in the mean; infinite: it is not known.
+
+    Those of other generations, which may have more hosts, do not count.
+    """
+    memory = state.memory
+    if memory.steady_since_s is None:
+        return math.inf
+    # The first report may have been late: of slow steps by one at most.
+    steps = find_newest_step(state) - memory.steady_step - 1
+    return (now - memory.steady_since_s) / steps if steps > 0 else math.inf
 
 
 def _note_step_time(state: MembershipState, history: JobHistory, now: float) -> JobHistory:

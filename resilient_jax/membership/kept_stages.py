@@ -5,13 +5,18 @@ The other hosts of such a replica stay holders of their blocks. So nothing moves
 """
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.membership.facts import MembershipState, list_live_workers
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.state_records import StageLoss, StatePart
+
+MAX_GROUPS: Final = 8
+"""Of hosts that are noted as long as no member has said in which order they are: that takes one step."""
 
 
 def find_stage_loss(
@@ -33,23 +38,45 @@ def find_stage_loss(
 
 
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:
-    """Return the hosts of all replicas in their order, as before the loss."""
-    return generation.stage_hosts or tuple(one.host for one in _find_losses(kept))
+    """Return the hosts of all replicas in their order, as before the loss; empty: no member that is left says it."""
+    reported = (part.order for part in _list_newest_parts(kept) if part.order)
+    return generation.stage_hosts or next(reported, ())
+
+
+def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
+    """Return the hosts of replicas up to the generation that ends, oldest first; none where members have no parts.
+
+    Args:
+        state: of the machine, with the members as they were when the generation formed, unless that has been noted.
+    """
+    generation = state.generation
+    # In one that is broken off while it forms, blocks have not moved yet.
+    if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
+        return generation.earlier_stage_hosts
+    has_parts = any(worker.report.part is not None for worker in list_live_workers(state))
+    if not has_parts and not generation.earlier_stage_hosts:
+        return ()
+    hosts = generation.stage_hosts or tuple(member.host for member in generation.members)
+    return (*generation.earlier_stage_hosts, hosts)[-MAX_GROUPS:]
 
 
 def note_stage_hosts(
-    before: Generation, formed: Generation, decision: RecoveryDecision | None, kept: Collection[HostStatus]
+    state: MembershipState,
+    formed: Generation,
+    decision: RecoveryDecision | None,
+    kept: Collection[HostStatus],
 ) -> Generation:
-    """Return the next generation with the order of the hosts of replicas, or with that from which it follows.
+    """Return the next generation with the order of the hosts of replicas, or with those from which it follows.
 
     Args:
-        before: the generation that ends.
+        state: of the machine, with the generation that ends.
         formed: the next one.
         decision: about the change.
         kept: the members that are left.
     """
-    stage_hosts = _list_stage_hosts(before, formed, decision)
-    earlier = () if stage_hosts else list_order(before, kept)
+    stage_hosts = _list_stage_hosts(state.generation, formed, decision)
+    order = list_order(state.generation, kept)
+    earlier = () if stage_hosts else (order,) if order else list_groups(state)
     return msgspec.structs.replace(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
 
 
@@ -76,10 +103,15 @@ def list_absent(generation: Generation) -> tuple[HostName, ...]:
 
 def _find_losses(kept: Iterable[HostStatus]) -> tuple[StageLoss, ...]:
     """Return what members report of possible losses in the generation that they trained in last."""
+    return next((part.losses for part in _list_newest_parts(kept) if part.losses), ())
+
+
+def _list_newest_parts(kept: Iterable[HostStatus]) -> list[StatePart]:
+    """Return the parts of members that are of the newest generation which any of them trained in."""
     parts: list[StatePart] = [
         status.worker.report.part
         for status in kept
         if status.worker is not None and status.worker.report.part is not None
     ]
     newest = max((part.generation for part in parts), default=0)
-    return next((part.losses for part in parts if part.losses and part.generation == newest), ())
+    return [part for part in parts if part.generation == newest]

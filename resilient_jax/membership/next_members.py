@@ -5,9 +5,10 @@ Copies are an optimization. Where they would not be ready in time, or cannot be 
 
 from typing import Final
 
+from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, find_worker
-from resilient_jax.membership.job_history import measure_step_s
+from resilient_jax.membership.job_history import bound_step_s
 from resilient_jax.membership.spare_hosts import choose_joiners
 from resilient_jax.membership.world_formation import can_change_in_place, keep_seats
 from resilient_jax.protocol.records import HostStatus
@@ -15,13 +16,23 @@ from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
 COPY_TIMEOUT_S: Final = 60.0
-NOTICE_COPY_TIMEOUT_S: Final = 10.0
-"""A host leaves 25 s after its notice at the latest. Three more steps of `MAX_NOTICE_STEP_S` end before that."""
-MAX_NOTICE_STEP_S: Final = 4.0
+LEAVING_COPY_TIMEOUT_S: Final = 10.0
+"""Where a member is to leave: until then it trains on, slow or broken as it may be."""
+NOTICE_S: Final = 25.0
+"""So long after its notice a host leaves at the latest."""
+NOTICE_STEPS: Final = 5
+"""Which end in that time, beside the copies: one until the commit after the time-out, one until all members let the
+pause come, and the one that they may have begun then. Two more, since not every step takes as long as the mean."""
+MIN_NOTICE_COPY_S: Final = 5.0
+"""In less, blocks would hardly be copied."""
 
 
 def expect_members(
-    state: MembershipState, kept: list[HostStatus], speeds: HostSpeeds, config: MembershipConfig
+    state: MembershipState,
+    kept: list[HostStatus],
+    speeds: HostSpeeds,
+    config: MembershipConfig,
+    copy_timeout_s: float,
 ) -> NextMembers | None:
     """Return the members after a planned change, with hosts that are ready; None: no blocks are copied for them.
 
@@ -33,6 +44,7 @@ def expect_members(
         kept: the members that stay.
         speeds: by which layers are divided then.
         config: of the machine.
+        copy_timeout_s: after so long the members pause, whether all have their copies or not.
     """
     # Those that leave, too: all members have to hold the pause, or none.
     workers = [find_worker(state, member) for member in state.generation.members]
@@ -48,10 +60,32 @@ def expect_members(
     return NextMembers(
         hosts=hosts,
         layer_speeds=tuple(one for one in speeds if one[0] in hosts),
-        copy_timeout_s=COPY_TIMEOUT_S,
+        copy_timeout_s=copy_timeout_s,
     )
 
 
-def is_notice_long_enough(state: MembershipState, now: float) -> bool:
-    """Return whether a host that got a notice is still there when steps have passed in which blocks are copied."""
-    return 0.0 < measure_step_s(state, now) <= MAX_NOTICE_STEP_S
+def limit_notice_copies_s(state: MembershipState, now: float) -> float:
+    """Return how long blocks may be copied so that a host which got a notice is there to the end; 0: there is no time.
+
+    Args:
+        state: of the machine, whose members train.
+        now: the monotonic time in seconds.
+    """
+    left_s = NOTICE_S - NOTICE_STEPS * bound_step_s(state, now)
+    return min(left_s, LEAVING_COPY_TIMEOUT_S) if left_s >= MIN_NOTICE_COPY_S else 0.0
+
+
+def is_wait_too_long_for(state: MembershipState, host: HostName) -> bool:
+    """Return whether a member, in a pause that waits for copies, must leave before: by a notice or quarantine since.
+
+    Args:
+        state: of the machine.
+        host: of the member.
+    """
+    members, status = state.generation.next_members, state.hosts.get(host)
+    if members is None or status is None:
+        return False
+    # A new leader does not know when the notice came.
+    if status.is_draining and host not in state.memory.noticed:
+        return True
+    return host in state.quarantined and members.copy_timeout_s > LEAVING_COPY_TIMEOUT_S

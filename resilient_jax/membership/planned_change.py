@@ -4,12 +4,21 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, awaits_seat, has_service, join_names
+from resilient_jax.membership.facts import (
+    MembershipState,
+    awaits_seat,
+    has_service,
+    is_draining,
+    join_names,
+    list_live_workers,
+)
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.next_members import (
-    NOTICE_COPY_TIMEOUT_S,
+    COPY_TIMEOUT_S,
+    LEAVING_COPY_TIMEOUT_S,
     expect_members,
-    is_notice_long_enough,
+    is_wait_too_long_for,
+    limit_notice_copies_s,
 )
 from resilient_jax.membership.recovery_decision import decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
@@ -61,6 +70,29 @@ def plan_change(
     )
 
 
+def decide_in_pause(state: MembershipState) -> Generation | None:
+    """Return the boundary, once all members have said where they can stop; or the pause without copies, if a member
+    must leave before they are made; None: nothing is decided yet.
+
+    Args:
+        state: of the machine, whose generation is in PAUSE.
+    """
+    generation = state.generation
+    limits = [
+        w.report.earliest_stop_step
+        for w in list_live_workers(state)
+        if w.report.generation == generation.number
+    ]
+    # A member that has not answered may be in any step, so no boundary can be chosen yet.
+    if len(limits) == len(generation.members) and None not in limits:
+        # The latest of the members' earliest steps: the furthest ahead cannot go back, and all others reach it.
+        boundary = max(limit for limit in limits if limit is not None)
+        return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
+    if any(is_wait_too_long_for(state, member.host) for member in generation.members):
+        return msgspec.structs.replace(generation, next_members=None)
+    return None
+
+
 def _expect_members(
     state: MembershipState, *, is_join: bool, now: float, config: MembershipConfig
 ) -> NextMembers | None:
@@ -68,16 +100,16 @@ def _expect_members(
 
     A host that joins has asked for copies by itself, and is ready only when they are there.
     """
-    kept = list_staying(state)
-    has_notice = any(
-        state.hosts[m.host].is_draining for m in state.generation.members if m.host in state.hosts
-    )
-    if is_join or (has_notice and not is_notice_long_enough(state, now)):
+    if is_join:
         return None
-    found = expect_members(state, kept, state.generation.slowness.speeds, config)
-    if found is None or not has_notice:
-        return found
-    return msgspec.structs.replace(found, copy_timeout_s=NOTICE_COPY_TIMEOUT_S)
+    leaving = [state.hosts[m.host] for m in state.generation.members if is_draining(state, m.host)]
+    timeout_s = LEAVING_COPY_TIMEOUT_S if leaving else COPY_TIMEOUT_S
+    if any(status.is_draining for status in leaving):
+        timeout_s = limit_notice_copies_s(state, now)
+    if not timeout_s:
+        return None
+    speeds = state.generation.slowness.speeds
+    return expect_members(state, list_staying(state), speeds, config, timeout_s)
 
 
 def _find_reason_to_change(state: MembershipState, now: float) -> str | None:

@@ -76,9 +76,9 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.job_history import note_progress, note_transition
-from resilient_jax.membership.kept_stages import note_stage_hosts
+from resilient_jax.membership.kept_stages import list_groups, note_stage_hosts
 from resilient_jax.membership.leader_memory import LeaderMemory
-from resilient_jax.membership.planned_change import plan_change
+from resilient_jax.membership.planned_change import decide_in_pause, plan_change
 from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
@@ -191,7 +191,7 @@ def _next_transition(
         case GenerationPhase.QUIESCE:
             return _in_quiesce(state, now, config)
         case GenerationPhase.PAUSE:
-            return _in_pause(state)
+            return decide_in_pause(state)
         case GenerationPhase.BOUNDARY:
             # No timeout: a step takes as long as it takes, and a member that dies or stops is a disruption.
             return _settle(state, now, config) if all(map(is_idle, list_live_workers(state))) else None
@@ -241,6 +241,8 @@ def _quiesce(
         unreadable_snapshots=generation.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary_step=None,
+        next_members=None,
+        earlier_stage_hosts=list_groups(state),
         dropped_workers=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
         attempts=attempts,
@@ -323,21 +325,6 @@ def _without_late(generation: Generation, late: list[tuple[Member, WorkerStatus]
     """Return the members that are not late."""
     names = {member.host for member, _ in late}
     return tuple(m for m in generation.members if m.host not in names)
-
-
-def _in_pause(state: MembershipState) -> Generation | None:
-    generation = state.generation
-    limits = [
-        w.report.earliest_stop_step
-        for w in list_live_workers(state)
-        if w.report.generation == generation.number
-    ]
-    # A member that has not answered may be in any step, so no boundary can be chosen yet.
-    if len(limits) < len(generation.members) or None in limits:
-        return None
-    # The latest of the members' earliest steps: the one that is furthest ahead cannot go back, and all others reach it.
-    boundary = max(limit for limit in limits if limit is not None)
-    return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
 
 
 def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
@@ -496,5 +483,5 @@ def _form(
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
     formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
-    formed = note_stage_hosts(state.generation, formed, decision, kept)
+    formed = note_stage_hosts(state, formed, decision, kept)
     return forget_outdated(formed, state.quarantined)

@@ -28,7 +28,7 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     list_joiners,
 )
-from resilient_jax.membership.next_members import expect_members
+from resilient_jax.membership.next_members import COPY_TIMEOUT_S, LEAVING_COPY_TIMEOUT_S, expect_members
 from resilient_jax.membership.recovery_policy import price_job
 from resilient_jax.membership.slow_host_policy import (
     SlowTraining,
@@ -80,6 +80,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         slowness = _note_taken_out(slowness, taken_out, _get_report(state).slow_hosts)
     without = _suppose_without(state, taken_out) if taken_out is not None else state
     kept = [status for status in list_staying(state) if status.host != taken_out]
+    timeout_s = COPY_TIMEOUT_S if taken_out is None else LEAVING_COPY_TIMEOUT_S
     return msgspec.structs.replace(
         generation,
         number=number,
@@ -89,7 +90,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         taken_out=taken_out,
         slowness=slowness,
         reason=decision.reason,
-        next_members=expect_members(without, kept, slowness.speeds, config),
+        next_members=expect_members(without, kept, slowness.speeds, config, timeout_s),
     )
 
 

@@ -22,6 +22,7 @@ from resilient_jax.membership.facts import (
     owes_answer,
 )
 from resilient_jax.membership.hangs import HANGING_PHASES
+from resilient_jax.membership.next_members import is_wait_too_long_for
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.membership.spare_hosts import count_missing_places
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
@@ -46,6 +47,8 @@ class Fact(enum.Enum):
     COMPILING = enum.auto()
     """The member is waited for, and compiles: it cannot unwind now."""
     IDLE = enum.auto()
+    MUST_LEAVE = enum.auto()
+    """The member cannot wait for copies that others make."""
     PAUSED = enum.auto()
     """The member has answered the pause of this number."""
     FORMED = enum.auto()
@@ -165,6 +168,7 @@ class MembershipTally:
                 s.id.generation == generation.number and s.phase is SnapshotPhase.COMMITTED
                 for s in status.snapshots
             ),
+            Fact.MUST_LEAVE: is_member and is_wait_too_long_for(self._state, host),
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
             Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
             Fact.ENDED_BY_USER: find_user_error_on(status) is not None,
@@ -199,7 +203,7 @@ class MembershipTally:
                     return self._may_leave_out_late(waited_s, config)
                 return self._may_settle(waited_s, config)
             case GenerationPhase.PAUSE:
-                return counts[Fact.PAUSED] == num_members
+                return counts[Fact.PAUSED] == num_members or bool(counts[Fact.MUST_LEAVE])
             case GenerationPhase.BOUNDARY:
                 return counts[Fact.IDLE] == num_members and self._may_settle(waited_s, config)
             case GenerationPhase.FORM:

@@ -115,8 +115,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         max_members: how many hosts may be members, as of the last formation; the others spare.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them while
             they are away. Empty: the members, in an order by which the fewest blocks move.
-        earlier_stage_hosts: the hosts of the replicas before, in their order, from which that one follows; empty: there
-            were none, or it is not known.
+        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
+            follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
@@ -164,7 +164,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     members: tuple[Member, ...] = ()
     max_members: int = 0
     stage_hosts: tuple[HostName, ...] = ()
-    earlier_stage_hosts: tuple[HostName, ...] = ()
+    earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     newcomers: tuple[Member, ...] = ()
     spares: tuple[HostName, ...] = ()
     service_address: str = ""

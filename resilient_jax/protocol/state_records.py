@@ -44,12 +44,14 @@ class StatePart(msgspec.Struct, frozen=True):
         num_units: of the state; the same on every host.
         generation: in which this worker had it last.
         losses: of the first two members: what the loss of each host of that generation would make of the pipeline.
+        order: of the same two: the hosts of its replicas in their order, with those whose stages are kept.
     """
 
     runs: tuple[tuple[int, int], ...]
     num_units: int
     generation: GenerationNumber = GenerationNumber(0)
     losses: tuple[StageLoss, ...] = ()
+    order: tuple[HostName, ...] = ()
 
     @classmethod
     def from_units(cls, units: Iterable[int], num_units: int) -> Self:

@@ -353,7 +353,8 @@ class PipelinedSteps:
         if self._placement is None or self._watch is None:
             return part
         generation = self._placement.world.generation
-        return msgspec.structs.replace(part, generation=generation, losses=self._watch.losses)
+        watch = self._watch
+        return msgspec.structs.replace(part, generation=generation, losses=watch.losses, order=watch.order)
 
     def move_to_host(self) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""

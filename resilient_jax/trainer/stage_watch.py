@@ -68,6 +68,7 @@ class StageWatch:
 
     Attributes:
         losses: what the loss of each host would make of the pipeline; of the first two hosts, from the second step on.
+        order: the hosts of the replicas in their order; of the same two, whatever the number of tasks.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StageWatch:
             else None
         )
         self.losses: tuple[StageLoss, ...] = ()
+        self.order = placement.stage_hosts if world.host in world.hosts[:2] else ()
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
@@ -123,7 +125,7 @@ class StageWatch:
         hosts, reports = self._placement.world.hosts, self._worker.reports
         self._worker.reports = {}
         is_told = len(reports) == len(hosts)
-        if self._placement.world.host in hosts[:2] and (self._num_steps == 1 or is_told > self._is_measured):
+        if self.order and (self._num_steps == 1 or is_told > self._is_measured):
             self.losses = self._estimate_losses({host: one.task_seconds for host, one in reports.items()})
             self._is_measured = is_told
         if len(reports) < len(hosts) or len(hosts) == 1:

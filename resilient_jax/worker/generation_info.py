@@ -92,11 +92,6 @@ def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
     return {name: -1 if position == 0 else 1 for position, name in enumerate(names)}
 
 
-def list_earlier_stage_hosts(generation: Generation) -> tuple[tuple[HostName, ...], ...]:
-    """Return the hosts of replicas before a generation, if their order is known; see `GenerationInfo`."""
-    return (generation.earlier_stage_hosts,) if generation.earlier_stage_hosts else ()
-
-
 def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
     """Return what the script may know of the generation that a worker is ordered to form.
 
@@ -117,6 +112,6 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         state_loss=generation.state_loss,
         layer_speeds=generation.slowness.speeds,
         stage_hosts=generation.stage_hosts,
-        earlier_stage_hosts=list_earlier_stage_hosts(generation),
+        earlier_stage_hosts=generation.earlier_stage_hosts,
         events=events,
     )

@@ -34,7 +34,7 @@ from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState, KeptArrays
 from resilient_jax.worker.expected_members import list_others
-from resilient_jax.worker.generation_info import GenerationInfo, list_earlier_stage_hosts
+from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import RehearsedState, Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
@@ -151,7 +151,7 @@ def _rehearse(
         layer_speeds=generation.slowness.speeds,
         # As the leader decides when this host is a member: a stage that is kept for it stays where it is.
         stage_hosts=generation.stage_hosts if is_kept else (),
-        earlier_stage_hosts=() if is_kept else (*list_earlier_stage_hosts(generation), present),
+        earlier_stage_hosts=() if is_kept else (*generation.earlier_stage_hosts, present),
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)

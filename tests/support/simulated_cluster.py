@@ -149,6 +149,8 @@ ENDLESS = 10**9
 DRAIN_DEADLINE_S = 25.0
 CHECK_INTERVAL_S = 0.1
 ROUND_S = 0.1
+NO_TIME_S = 0.0
+"""When orders come: a worker asks only for a pause that is held, and these have no parts of a state."""
 
 encode = msgspec.msgpack.encode
 
@@ -191,11 +193,11 @@ class Worker:
             assert isinstance(answer, WorkerReported), "an agent sends orders of growing generations only"
             self.outbox.append(answer.report)
 
-    def obey(self, now_s: float) -> None:
-        self.apply(handle_order(self.protocol, self.inbox.popleft(), now_s))
+    def obey(self) -> None:
+        self.apply(handle_order(self.protocol, self.inbox.popleft(), NO_TIME_S))
 
-    def join(self, now_s: float) -> None:
-        self.apply(handle_order(self.protocol, WorkerAdmitted(), now_s))
+    def join(self) -> None:
+        self.apply(handle_order(self.protocol, WorkerAdmitted(), NO_TIME_S))
         self.apply(worker_protocol.join_job(self.protocol, f"{self.host}:state"))
 
     def take_order(self) -> FormWorld | TakeSeat:

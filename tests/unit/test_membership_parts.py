@@ -1,13 +1,16 @@
 """Members that together have the state go on with it, each with its part, and read no snapshot."""
 
 import dataclasses
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from membership_job import Job, change_leader, keep, know, sharded, snapshot, stop_at_boundary
 
-from resilient_jax.ids import HostName
-from resilient_jax.membership.machine import HostLeft
+from resilient_jax.cluster.agent import DRAIN_GRACE_S
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership import kept_stages, next_members
+from resilient_jax.membership.machine import HostLeft, HostProgressed, QuarantineChanged
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.protocol.records import (
     GenerationPhase,
@@ -121,30 +124,133 @@ def test_a_host_that_leaves_stays_registered_with_its_part_of_the_snapshot_until
     assert job.generation.snapshot is None
 
 
-def train_in_parts(step_s: float, **config) -> Job:
-    """Return a job whose members have the state in parts, and take so long for a step."""
+def train_in_parts(step_s: float, num_steps: int = 4, **config) -> Job:
+    """Return a job whose members have the state in parts, and have taken so long for each of some more steps."""
     job = sharded("abcd", **config)
-    history = msgspec.structs.replace(job.generation.history, step_s=step_s)
+    # With more hosts, in an earlier generation, steps were short.
+    history = msgspec.structs.replace(job.generation.history, step_s=0.5)
     generation = msgspec.structs.replace(job.generation, history=history)
     job.state = dataclasses.replace(job.state, generation=generation)
     for name in "abcd":
         job.report(name, part=PARTS[name], holds_state=False)
+    job.wait(step_s * (num_steps - 1))  # the report of the first one may have been late
+    job.give(HostProgressed(HostName("a"), "a", job.worker_of("a").report.step + num_steps))
     return job
 
 
-@pytest.mark.parametrize(("step_s", "are_copied"), [(1.0, True), (9.0, False), (0.0, False)])
-def test_blocks_are_copied_before_a_host_leaves_if_its_notice_is_long_enough(step_s: float, are_copied: bool):
-    job = train_in_parts(step_s)
+@pytest.mark.parametrize(
+    ("step_s", "num_steps", "copy_timeout_s"),
+    [(1.0, 4, 10.0), (3.5, 4, 7.5), (4.5, 4, None), (1.0, 1, None), (1.0, 0, None)],
+)
+def test_blocks_are_copied_before_a_host_leaves_if_its_notice_is_long_enough(
+    step_s: float, num_steps: int, copy_timeout_s: float | None
+):
+    job = train_in_parts(step_s, num_steps)
     job.change("d", is_draining=True)
     assert job.phase is GenerationPhase.PAUSE
-    found = job.generation.next_members
-    assert found == (
-        NextMembers(hosts=(HostName("a"), HostName("b"), HostName("c")), copy_timeout_s=10.0)
-        if are_copied
+    assert job.generation.next_members == (
+        NextMembers(hosts=(HostName("a"), HostName("b"), HostName("c")), copy_timeout_s=copy_timeout_s)
+        if copy_timeout_s is not None
         else None
     )
-    stop_at_boundary(job, 8)
+    stop_at_boundary(job, 12)
     assert (job.phase, job.generation.next_members) == (GenerationPhase.FORM, None)
+
+
+def test_copies_and_the_steps_after_them_fit_into_the_time_of_a_notice():
+    assert next_members.NOTICE_S == DRAIN_GRACE_S
+
+
+def hold_for_a_slow_stage() -> Job:
+    """Return a job that copies blocks before the layers of b are divided by speed."""
+    job = train_in_parts(1.0)
+    down = Slowdown(
+        generation=job.generation.number,
+        host=HostName("b"),
+        kept=0.4,
+        redivided=0.9,
+        speeds=((HostName("b"), 0.4),),
+    )
+    slow = SlowHost(host=HostName("b"), kind="compute", factor=3.0, since_step=3)
+    job.report("a", slow_hosts=(slow,), slowdown=down)
+    assert job.phase is GenerationPhase.PAUSE
+    assert job.generation.next_members is not None
+    assert job.generation.next_members.copy_timeout_s == 60.0
+    return job
+
+
+def drain(job: Job, name: str) -> None:
+    job.give(QuarantineChanged(job.state.quarantined | {HostName(name)}))
+
+
+def give_notice(job: Job, name: str) -> None:
+    job.change(name, is_draining=True)
+
+
+@pytest.mark.parametrize("leave", [drain, give_notice])
+def test_a_pause_that_waits_for_copies_comes_at_once_if_a_member_must_leave(
+    leave: Callable[[Job, str], None],
+):
+    job = hold_for_a_slow_stage()
+    number = job.generation.number
+    job.report("a", generation=number, earliest_stop_step=9)
+    leave(job, "d")
+    found = job.generation
+    assert (found.number, found.phase, found.next_members) == (number, GenerationPhase.PAUSE, None)
+    stop_at_boundary(job, 9)
+    assert (job.phase, job.members) == (GenerationPhase.FORM, list("abc"))
+
+
+def test_a_second_notice_ends_the_copies_for_the_first():
+    job = train_in_parts(1.0, parity=2)
+    for name in "cd":
+        job.report(name, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
+    give_notice(job, "b")
+    job.change("b", gpus=("hot",))
+    assert job.generation.next_members is not None, "the notice was known before"
+    give_notice(job, "a")
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
+
+
+def test_a_notice_ends_copies_that_only_a_quarantine_lasts_long_enough_for():
+    job = train_in_parts(9.0)
+    drain(job, "d")
+    assert job.generation.next_members is not None
+    assert job.generation.next_members.copy_timeout_s == 10.0
+    job.change("a", gpus=("hot",))
+    assert job.generation.next_members is not None, "a host in quarantine waits so long"
+    give_notice(job, "d")
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
+
+
+def test_a_leader_that_does_not_know_when_a_notice_came_waits_for_no_copies():
+    job = train_in_parts(1.0)
+    give_notice(job, "d")
+    change_leader(job)
+    job.wait(0.1)
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
+
+
+def test_a_change_that_is_broken_off_leaves_no_members_that_blocks_are_copied_for():
+    job = hold_for_a_slow_stage()
+    job.give(HostLeft(HostName("d")))
+    assert (job.phase, job.generation.next_members) == (GenerationPhase.QUIESCE, None)
+
+
+def test_a_slow_host_that_is_taken_out_trains_no_longer_than_one_in_quarantine():
+    job = train_in_parts(1.0, parity=2)
+    know(job, shrink=0.2)
+    for name in "abcd":
+        job.report(name, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
+    job.report(
+        "a",
+        slow_hosts=(SlowHost(host=HostName("b"), kind="link", factor=9.0, since_step=3),),
+        slowdown=Slowdown(
+            generation=job.generation.number, host=HostName("b"), kept=0.1, replaced=1.0, without=0.9
+        ),
+    )
+    assert (job.phase, job.quarantined) == (GenerationPhase.PAUSE, ["b"])
+    assert job.generation.next_members == NextMembers(hosts=tuple(map(HostName, "acd")), copy_timeout_s=10.0)
 
 
 def test_blocks_are_copied_for_the_spare_that_comes_in_the_place_of_a_host_that_leaves():
@@ -156,19 +262,9 @@ def test_blocks_are_copied_for_the_spare_that_comes_in_the_place_of_a_host_that_
 
 
 def test_blocks_are_copied_before_layers_are_divided_by_speed():
-    job = train_in_parts(1.0)
-    speeds = ((HostName("b"), 0.4),)
-    down = Slowdown(
-        generation=job.generation.number, host=HostName("b"), kept=0.4, redivided=0.9, speeds=speeds
-    )
-    job.report(
-        "a",
-        slow_hosts=(SlowHost(host=HostName("b"), kind="compute", factor=3.0, since_step=3),),
-        slowdown=down,
-    )
-    assert job.phase is GenerationPhase.PAUSE
+    job = hold_for_a_slow_stage()
     assert job.generation.next_members == NextMembers(
-        hosts=tuple(map(HostName, "abcd")), layer_speeds=speeds, copy_timeout_s=60.0
+        hosts=tuple(map(HostName, "abcd")), layer_speeds=((HostName("b"), 0.4),), copy_timeout_s=60.0
     )
 
 
@@ -266,7 +362,13 @@ def test_the_flag_is_gone_in_a_generation_with_another_origin():
 def estimate(job: Job, *, move_s: float = 100.0) -> StatePart:
     """Return what a reports: the loss of any host would make blocks move for so long."""
     losses = tuple(StageLoss(host=HostName(name), kept=0.9, cut=0.95, move_s=move_s) for name in "abcd")
-    return msgspec.structs.replace(PARTS["a"], generation=job.generation.number, losses=losses)
+    part = say_order(PARTS["a"], job.generation.number, "abcd")
+    return msgspec.structs.replace(part, losses=losses)
+
+
+def say_order(part: StatePart, generation: GenerationNumber, order: str) -> StatePart:
+    """Return a part as the first two members report it, who say in which order hosts make replicas."""
+    return msgspec.structs.replace(part, generation=generation, order=tuple(map(HostName, order)))
 
 
 def lose_stage(move_s: float = 100.0) -> Job:
@@ -304,7 +406,73 @@ def test_where_blocks_move_in_no_time_the_model_is_cut_anew():
     assert job.generation.decision is not None
     assert job.generation.decision.action is RecoveryAction.SHRINK
     assert job.generation.stage_hosts == ()
-    assert job.generation.earlier_stage_hosts == tuple("abcd"), "so that each host can find out who had what"
+    assert job.generation.earlier_stage_hosts == (tuple("abcd"),), (
+        "so that each host can find out who had what"
+    )
+    job.form()
+    job.train(7)
+    number = job.generation.number
+    for name in "acd":
+        job.report(name, part=say_order(PARTS[name], number, "cad" if name in "ac" else ""))
+    job.give(HostLeft(HostName("d")))
+    for name in "ac":
+        whole = StatePart.from_units(range(NUM_UNITS), NUM_UNITS)
+        job.acknowledge(name, step=7, part=say_order(whole, number, "cad"))
+    assert job.members == list("ac")
+    assert job.generation.earlier_stage_hosts == (tuple("cad"),), (
+        "no loss was estimated, but the order is said"
+    )
+
+
+def lose_first_two(job: Job) -> None:
+    """Lose the members that say in which order hosts make replicas."""
+    for name in "ab":
+        job.give(HostLeft(HostName(name)))
+
+
+def test_where_no_member_that_is_left_says_the_order_it_follows_from_those_before():
+    job = sharded("abcdef", parity=2)
+    for name in "abcdef":
+        part = FRONT if name in "ace" else BACK
+        job.report(name, part=say_order(part, job.generation.number, "fedcba" if name in "ab" else ""))
+    lose_first_two(job)
+    assert job.generation.earlier_stage_hosts == (tuple("abcdef"),), (
+        "all that were there, not those that are left"
+    )
+    for name in "cdef":
+        part = FRONT if name in "ce" else BACK
+        job.acknowledge(name, step=6, part=msgspec.structs.replace(part, generation=GenerationNumber(1)))
+    job.serve("d")
+    assert (job.phase, sorted(job.members)) == (GenerationPhase.FORM, list("cdef"))
+    assert job.generation.earlier_stage_hosts == (tuple("abcdef"),)
+    job.give(HostLeft(HostName("c")))  # before it has formed: blocks are where they were
+    for name in "def":
+        job.acknowledge(name, step=6)
+    job.serve("d")
+    assert (job.phase, sorted(job.members)) == (GenerationPhase.FORM, list("def"))
+    assert job.generation.earlier_stage_hosts == (tuple("abcdef"),)
+    job.form()
+    job.give(HostLeft(HostName("f")))  # before its first commit
+    for name in "de":
+        job.acknowledge(name, step=6)
+    assert job.phase is GenerationPhase.FORM
+    assert set(job.generation.earlier_stage_hosts[1]) == set("def")
+    assert job.generation.earlier_stage_hosts[0] == tuple("abcdef")
+
+
+def test_members_without_parts_have_no_order():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    job.acknowledge(*"acd", step=5)
+    assert job.generation.earlier_stage_hosts == ()
+
+
+def test_hosts_before_are_noted_no_longer_than_a_record_may_be():
+    job = sharded("abcd")
+    groups = (tuple(map(HostName, "abc")),) * kept_stages.MAX_GROUPS
+    generation = msgspec.structs.replace(job.generation, earlier_stage_hosts=groups)
+    found = kept_stages.list_groups(dataclasses.replace(job.state, generation=generation))
+    assert found == (*groups[1:], tuple("abcd"))
 
 
 def test_a_stage_is_kept_so_long_and_then_the_model_is_cut_anew():

@@ -256,6 +256,9 @@ def test_a_loop_of_ones_own_meets_the_metrics_of_a_pipeline_by_their_names(monke
     assert all(isinstance(sharding.mesh, AbstractMesh) for sharding in found), "a mesh keeps its devices"
 
 
+EARLIER = (tuple(map(HostName, "dcba")), tuple(map(HostName, "abc")))
+
+
 @pytest.mark.parametrize("kept", ["bca", "bdc", ""])
 def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: str):
     seated = tuple(
@@ -263,7 +266,10 @@ def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: st
         for seat, name in enumerate("ac")
     )
     generation = msgspec.structs.replace(
-        ORDER.generation, members=seated, stage_hosts=tuple(map(HostName, kept))
+        ORDER.generation,
+        members=seated,
+        stage_hosts=tuple(map(HostName, kept)),
+        earlier_stage_hosts=() if kept else EARLIER,
     )
     seen: list[object] = []
     order = msgspec.structs.replace(ORDER, generation=generation)
@@ -276,7 +282,7 @@ def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: st
         [],
     )
     # Else its stage follows from those that the members have: blocks are copied ahead for that.
-    followed = [tuple("acb"), (tuple(kept or "ac"),)]
+    followed = [tuple("acb"), (tuple(kept),) if kept else (*EARLIER, tuple("ac"))]
     assert seen == ([tuple(kept), ()] if kept == "bca" else followed)
 
 
