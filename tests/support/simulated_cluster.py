@@ -715,7 +715,7 @@ class Cluster:
     def promote_standby(self, host: Host) -> None:
         """Start a worker that asks to join before anything else happens."""
         self.restart_worker(host)
-        host.worker.join(self.now_s)
+        host.worker.join()
         while host.worker.outbox:
             self.hear(host)
 
@@ -758,7 +758,7 @@ class Cluster:
 
     def obey_all(self, worker: Worker) -> None:
         while worker.inbox:
-            worker.obey(self.now_s)
+            worker.obey()
 
     def read_generation(self, host: Host) -> None:
         (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)

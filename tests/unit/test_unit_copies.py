@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,7 @@ from small_decoders import KEY, MAKERS, make_batch
 
 import resilient_jax as rj
 from resilient_jax.blocks.cut_model import cut_model
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline import unit_copies
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.planned_copies import PlannedCopies
@@ -340,7 +341,7 @@ def take(spare, step, hosts, prefetch=None, check=lambda: None):
     world = SimpleNamespace(
         generation=GENERATION + 1, hosts=hosts, step_services=services, raise_if_ended=check
     )
-    worker = SimpleNamespace(
+    worker: Any = SimpleNamespace(
         host=spare.name,
         service=spare.service,
         state=spare.state,
@@ -349,7 +350,7 @@ def take(spare, step, hosts, prefetch=None, check=lambda: None):
         cut=SimpleNamespace(changed_variables={name: (None, one) for name, one in spare.changed.items()}),
         replace_state=lambda step, states, are_copies: taken.update(states),
     )
-    placement = SimpleNamespace(world=world, sharding=make_single_device_stage())
+    placement: Any = SimpleNamespace(world=world, sharding=make_single_device_stage())
     (prefetch or BlockPrefetch()).take(placement, worker, spare.shapes)
     return taken
 
@@ -451,15 +452,15 @@ def test_a_host_that_is_no_member_drops_copies_for_a_change_that_did_not_come():
 def test_the_time_for_copies_begins_when_the_order_to_pause_comes(member):
     """And not with the next commit, before which there may be an evaluation."""
     pause = HeldPause(
-        generation=GENERATION + 1,
+        generation=GenerationNumber(GENERATION + 1),
         next_members=NextMembers(hosts=(MEMBER,), copy_timeout_s=10.0),
         received_s=time.monotonic() - 11.0,
     )
     planned = PlannedCopies(MEMBER, GENERATION, member.service)
-    placement = SimpleNamespace(
-        world=SimpleNamespace(hosts=(MEMBER,)), block_costs=(1.0,), num_stages=1, stage_hosts=(MEMBER,)
-    )
-    _prepare(planned, pause, placement, SimpleNamespace(state=SimpleNamespace(units=())))
+    world = SimpleNamespace(hosts=(MEMBER,))
+    worker: Any = SimpleNamespace(state=SimpleNamespace(units=()))
+    placement: Any = SimpleNamespace(world=world, block_costs=(1.0,), num_stages=1, stage_hosts=(MEMBER,))
+    _prepare(planned, pause, placement, worker)
     assert planned.pass_commit(member.step) is None
     assert planned.pass_commit(member.step + 1) == GENERATION + 1
 
