@@ -13,8 +13,8 @@ words depends on the addends alone. K words have the bits of float32 and those t
 most 2**-26 of the largest |addend|, and an ulp of the sum. Less than 2**-126 (2**-1022) counts as nothing. Addends that
 are not finite have the sum that floats have: NaN of a NaN or of infinities of both signs, else the infinity.
 
-Time: the addends are read twice, once for the maximum; memory: none that is as large as the array, where the compiler
-fuses. Related: `step.binned_sum` and `step.fixed_point_sum`, for addends that come one after another.
+Time: the addends are read twice, once for the maximum. Memory: 3 to 8 times that of the array, measured on CPU, where
+XLA keeps the words of all addends. Related: `step.binned_sum` and `step.fixed_point_sum`, for addends that come one after another.
 """
 
 import itertools
@@ -50,7 +50,9 @@ def sum_exactly(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     if not size:
         return jnp.sum(x, axis=tuple(dims))
     # Together, with fewer operations to compile, where words of a good size leave room for all addends.
-    stages = [tuple(dims)] if size <= MAX_TOGETHER else [(dim,) for dim in dims]
+    # Largest first: of the words of a stage's sums all are in memory.
+    largest_first = sorted(dims, key=lambda dim: x.shape[dim], reverse=True)
+    stages = [tuple(dims)] if size <= MAX_TOGETHER else [(dim,) for dim in largest_first]
     most = max(math.prod(x.shape[dim] for dim in stage) for stage in stages)
     word_bits = INTEGER_BITS - 1 - (most - 1).bit_length()
     num_words = -(-(info.nmant + 1 + GUARD_BITS + (size - 1).bit_length()) // word_bits)

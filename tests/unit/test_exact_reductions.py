@@ -30,7 +30,6 @@ OPTIMIZERS = {
     "steps skipped by a branch": optax.apply_if_finite(optax.lars(0.01), 2),
     # A product that is multiplied by one: two roundings in a row are not to cancel.
     "sm3": optax.sm3(0.01),
-    "noisy": optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.01)),
 }
 NUMBERS = [0.0, np.inf, -np.inf, np.nan, -np.nan]
 
@@ -118,6 +117,11 @@ def test_what_depends_on_the_mesh_is_named_with_its_arguments(update, primitive)
     found = find_inexact(closed)
     assert found is not None
     assert (found.primitive, found.arguments) == (primitive, frozenset({1}))
+
+
+def test_noise_from_a_key_is_independent_of_the_mesh():
+    _, closed = trace(optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.01)))
+    assert find_inexact(closed) is None
 
 
 @given(
