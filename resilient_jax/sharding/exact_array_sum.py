@@ -14,7 +14,8 @@ most 2**-26 of the largest |addend|, and an ulp of the sum. Less than 2**-126 (2
 are not finite have the sum that floats have: NaN of a NaN or of infinities of both signs, else the infinity.
 
 Time: the addends are read twice, once for the maximum. Memory: 3 to 8 times that of the array, measured on CPU, where
-XLA keeps the words of all addends. Related: `step.binned_sum` and `step.fixed_point_sum`, for addends that come one after another.
+XLA keeps the words of all addends. Related: `step.binned_sum` and `step.fixed_point_sum`, for addends that come one
+after another.
 """
 
 import itertools
@@ -66,7 +67,9 @@ def sum_exactly(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     is_finite = biased < 2**info.nexp - 1
     # e, of which 2**(2 - e) and 2**(e - 1) are normal numbers, though not 2**e and 2**-e.
     exponent = jnp.where(is_finite, jnp.maximum(biased, 1), 1) + info.minexp
-    rest = jnp.where(jnp.abs(x) >= info.smallest_normal, x, 0) * _power(2 - exponent, dtype) * dtype.type(0.25)
+    rest = (
+        jnp.where(jnp.abs(x) >= info.smallest_normal, x, 0) * _power(2 - exponent, dtype) * dtype.type(0.25)
+    )
     # The first bits of an addend, down to each word: powers of 2 and differences of such are exact.
     scales = [dtype.type(2.0 ** (word_bits * (index + 1))) for index in range(num_words)]
     heads = [jnp.rint(rest * scale) for scale in scales]

@@ -242,8 +242,8 @@ class FitLoop:
         example = make_abstract(config.data.batch(0, 0))
         # The plan of a pipeline stays the same, whichever hosts are left.
         searcher = self._arranger.plan_searcher if config.parallelism.pipeline is None else None
-        may_differ = searcher is not None and searcher.allows_axes_by_host
-        programs = TrainStep(dataclasses.replace(config.recipe, is_mesh_free=may_differ), example)
+        is_mesh_free = searcher is not None and searcher.allows_axes_by_host
+        programs = TrainStep(dataclasses.replace(config.recipe, is_mesh_free=is_mesh_free), example)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
