@@ -103,15 +103,15 @@ def test_a_model_that_fits_on_no_equal_replicas_is_planned_on_unequal_ones():
 
 def test_a_team_may_leave_a_device_out_where_the_model_is_too_large_for_one():
     # Seven is a prime: replicas that fill seven devices have one or all of them.
-    limits = {"microbatch_size": 24, "global_batch": 24 * 48}
+    rows, batch = 24, 24 * 48
     found = []
     for part in (1.5, 2, 2.5, 3):
         topology = hosts_with([8, 7], tight_bytes(PROFILE, part))
-        plan = search_host_axes_plan(PROFILE, topology, **limits)
+        plan = search_host_axes_plan(PROFILE, topology, microbatch_size=rows, global_batch=batch)
         if plan is not None:
             found.append(plan)
             with contextlib.suppress(PlanError):
-                equal = search_host_local_plan(PROFILE, topology, **limits)
+                equal = search_host_local_plan(PROFILE, topology, microbatch_size=rows, global_batch=batch)
                 assert plan.step_time_s < equal.step_time_s
     widths = {tuple(team.plan.layout.axes.devices for team in plan.teams) for plan in found}
     assert (4, 6) in widths, widths
