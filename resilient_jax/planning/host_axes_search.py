@@ -12,12 +12,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from resilient_jax.planning.axes import AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.host_local_search import list_host_local_plans
-from resilient_jax.planning.makespan import TaskAssignment, assign_tasks
+from resilient_jax.planning.makespan import MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import NO_FIXED_AXES
 from resilient_jax.planning.program_cost import ProgramCost
@@ -33,6 +33,13 @@ MAX_COMBINATIONS: Final = 4096
 """Of the axes of each number of devices; beyond, those with the slowest replicas are left out first."""
 
 
+class _TeamPlan(NamedTuple):
+    """A plan of one part, with its replicas as machines."""
+
+    plan: Plan
+    machines: tuple[MachineClass, ...]
+
+
 def search_host_axes_plan(
     program_cost: ProgramCost,
     topology: Topology,
@@ -41,6 +48,7 @@ def search_host_axes_plan(
     global_batch: int,
     calibration: Calibration = DEFAULT_CALIBRATION,
     axes: AxisSizes = NO_FIXED_AXES,
+    evaluation_size: int | None = None,
     equal_step_s: float = math.inf,
 ) -> UnequalPlan | None:
     """Return the fastest plan with a team for each number of devices that hosts have.
@@ -54,6 +62,7 @@ def search_host_axes_plan(
         global_batch: examples in a step.
         calibration: constants of the cost model.
         axes: sizes that are given to every team.
+        evaluation_size: examples of an evaluation's microbatch; None: as in training.
         equal_step_s: a step of the best plan with equal axes, as `search_host_local_plan` estimates it.
     """
     parts = list(_split_by_devices(topology))
@@ -67,19 +76,28 @@ def search_host_axes_plan(
             global_batch=global_batch,
             calibration=calibration,
             axes=axes,
+            evaluation_size=evaluation_size,
+            allows_spare=True,
         )[0]
         for part in parts
     ]
     most = max(1, int(MAX_COMBINATIONS ** (1 / len(parts))))
+    teams = [[_TeamPlan(plan, tuple(list_machines(plan))) for plan in plans[:most]] for plans in choices]
     reduction = TeamReduction(program_cost, topology, calibration)
     best: UnequalPlan | None = None
     # Priced as unequal teams are, too: the two estimates of an all-reduce differ.
     best_equal_s = equal_step_s
-    for plans in itertools.product(*(plans[:most] for plans in choices)):
-        found = _combine(plans, topology, global_batch // microbatch_size, reduction)
-        if len({plan.layout.axes for plan in plans}) == 1:
-            best_equal_s = min(best_equal_s, found.step_time_s)
-        elif best is None or found.step_time_s < best.step_time_s:
+    for chosen in itertools.product(*teams):
+        is_equal = len({team.plan.layout.axes for team in chosen}) == 1
+        limit_s = best_equal_s
+        if not is_equal:
+            limit_s = min((1 - MIN_GAIN) * best_equal_s, math.inf if best is None else best.step_time_s)
+        found = _combine(chosen, topology, global_batch // microbatch_size, reduction, limit_s)
+        if found is None:
+            continue
+        if is_equal:
+            best_equal_s = found.step_time_s
+        else:
             best = found
     return best if best is not None and best.step_time_s < (1 - MIN_GAIN) * best_equal_s else None
 
@@ -92,21 +110,32 @@ def _split_by_devices(topology: Topology) -> Iterator[Topology]:
 
 
 def _combine(
-    plans: Sequence[Plan], topology: Topology, num_microbatches: int, reduction: TeamReduction
-) -> UnequalPlan:
-    machines = [list_machines(plan) for plan in plans]
-    assigned = assign_tasks(num_microbatches, list(itertools.chain(*machines)))
+    chosen: Sequence[_TeamPlan],
+    topology: Topology,
+    num_microbatches: int,
+    reduction: TeamReduction,
+    limit_s: float,
+) -> UnequalPlan | None:
+    """Return the plan of these teams; None if its step is not shorter than the limit."""
+    assigned = assign_tasks(num_microbatches, [one for team in chosen for one in team.machines])
+    plans = [team.plan for team in chosen]
+    optimizer_s = max(plan.step_breakdown.optimizer_s for plan in plans)
+    # The all-reduce takes longer to estimate than all else, and most combinations are too slow without it.
+    if assigned.makespan_s + optimizer_s >= limit_s:
+        return None
+    all_reduce_s = reduction.estimate_s(plans)
+    if assigned.makespan_s + optimizer_s + all_reduce_s >= limit_s:
+        return None
     counts = iter(_count_tasks(assigned))
     teams = tuple(
-        Team(plan=plan, microbatches=sum(next(counts) for _ in own))
-        for plan, own in zip(plans, machines, strict=True)
+        Team(plan=team.plan, microbatches=sum(next(counts) for _ in team.machines)) for team in chosen
     )
     return UnequalPlan(
         teams=teams,
         global_batch=num_microbatches * plans[0].microbatch_sequences,
         device_count=topology.device_count,
-        gradient_all_reduce_s=reduction.estimate_s(plans),
-        optimizer_s=max(plan.step_breakdown.optimizer_s for plan in plans),
+        gradient_all_reduce_s=all_reduce_s,
+        optimizer_s=optimizer_s,
         reason=explain_teams(teams),
     )
 

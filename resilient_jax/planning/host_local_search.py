@@ -1,5 +1,6 @@
 """The best plan whose replicas are each inside one host, for programs that compute one microbatch per call."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
@@ -25,6 +26,7 @@ def search_host_local_plan(
     global_batch: int,
     calibration: Calibration = DEFAULT_CALIBRATION,
     axes: AxisSizes = NO_FIXED_AXES,
+    evaluation_size: int | None = None,
 ) -> Plan:
     """Return the fastest plan in which a host has one replica or several, each with microbatches of `microbatch_size`.
 
@@ -38,6 +40,7 @@ def search_host_local_plan(
         global_batch: examples in a step.
         calibration: constants of the cost model.
         axes: sizes that are given; pipelines are not considered.
+        evaluation_size: examples of an evaluation's microbatch, which FSDP shards, too; None: as in training.
 
     Raises:
         NoFeasiblePlan: no such plan fits in memory.
@@ -50,6 +53,7 @@ def search_host_local_plan(
         global_batch=global_batch,
         calibration=calibration,
         axes=axes,
+        evaluation_size=evaluation_size,
     )
     if found:
         return explain_choice(found)[0]
@@ -73,12 +77,20 @@ def list_host_local_plans(
     global_batch: int,
     calibration: Calibration = DEFAULT_CALIBRATION,
     axes: AxisSizes = NO_FIXED_AXES,
+    evaluation_size: int | None = None,
+    allows_spare: bool = False,
 ) -> tuple[list[Plan], list[PlanError]]:
-    """Return the plans of `search_host_local_plan`, the fastest first, and why other axes have none."""
+    """Return the plans of `search_host_local_plan`, the fastest first, and why other axes have none.
+
+    With `allows_spare` hosts that have as many devices as each other may leave some out, such as one of seven.
+    """
     devices = [host.devices for host in topology.hosts]
+    fills_hosts = len(set(devices)) == 1 and not allows_spare
+    # FSDP shards the examples of both.
+    examples = math.gcd(microbatch_size, evaluation_size or microbatch_size)
     errors: list[PlanError] = []
     found: list[Plan] = []
-    for width, given in _choices(devices, microbatch_size, parse_axis_sizes(axes)):
+    for width, given in _choices(devices, examples, parse_axis_sizes(axes), fills_hosts=fills_hosts):
         try:
             plans = search_plans(
                 program_cost,
@@ -90,33 +102,39 @@ def list_host_local_plans(
                 ),
                 top=MAX_PLANS_PER_SEARCH,
             )
-            found += [plan for plan in plans if _fills_hosts(plan, width, devices)]
+            found += [
+                plan
+                for plan in plans
+                if (_fills_hosts(plan) if fills_hosts else _is_inside_hosts(plan, width))
+            ]
         # The program does not allow such axes, or no plan with them fits.
         except PlanError as error:
             errors.append(error)
     return sorted(found, key=lambda plan: plan.step_time_s), errors
 
 
-def _fills_hosts(plan: Plan, width: int, devices: Sequence[int]) -> bool:
-    """Return whether a plan's replicas have `width` devices each, all on one host, and as many hosts as there are."""
-    if len(set(devices)) == 1:
-        return plan.layout.devices_per_slot == devices[0] and not plan.devices_spare
+def _fills_hosts(plan: Plan) -> bool:
+    """Return whether a plan's replicas, each on one host, use all devices of equal hosts."""
+    return plan.layout.devices_per_slot == plan.request.topology.hosts[0].devices and not plan.devices_spare
+
+
+def _is_inside_hosts(plan: Plan, width: int) -> bool:
+    """Return whether a plan's replicas have `width` devices each, all on one host."""
     return plan.layout.axes.devices == width and plan.layout.host_slots == 1
 
 
 def _choices(
-    devices: Sequence[int], microbatch_size: int, axes: Mapping[Axis, int]
+    devices: Sequence[int], examples: int, axes: Mapping[Axis, int], *, fills_hosts: bool
 ) -> Iterator[tuple[int, dict[Axis, int]]]:
-    """Yield the devices of a replica, with numbers of replicas and sizes of FSDP that divide replica and microbatch."""
-    is_equal = len(set(devices)) == 1
+    """Yield the devices of a replica, with numbers of replicas and sizes of FSDP that divide replica and examples."""
     for width in range(1, min(devices) + 1):
-        # width: devices of a replica, a divisor of the host's where hosts are equal; R = sum over hosts
-        # floor(devices / width); f divides width and microbatch.
-        if is_equal and devices[0] % width:
+        # width: devices of a replica, a divisor of the host's where it fills hosts; R = sum over hosts
+        # floor(devices / width); f divides width and examples.
+        if fills_hosts and devices[0] % width:
             continue
         replicas = sum(count // width for count in devices)
         for fsdp in range(1, width + 1):
-            if width % fsdp or microbatch_size % fsdp:
+            if width % fsdp or examples % fsdp:
                 continue
             given = {Axis.REPLICA: replicas, Axis.FSDP: fsdp, Axis.PIPELINE: 1}
             if all(given.get(axis, size) == size for axis, size in axes.items()):

@@ -27,12 +27,18 @@ from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, unwrap
 
 SUM: Final = "reduce_sum"
 CONDITIONAL: Final = "cond"
-_NAMES: Final = """argmax argmin concatenate dynamic_slice dynamic_update_slice expand_dims gather iota
-    optimization_barrier pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and
-    reduce_max reduce_min reduce_or reduce_xor reshape rev scatter sharding_constraint slice split squeeze
+_NAMES: Final = """argmax argmin bitcast_convert_type concatenate dynamic_slice dynamic_update_slice expand_dims
+    gather iota optimization_barrier pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap
+    reduce_and reduce_max reduce_min reduce_or reduce_xor reshape rev scatter sharding_constraint slice split squeeze
     stop_gradient threefry2x32 transpose"""
-ORDER_FREE: Final = ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}
+SHARD_DEPENDENT: Final = frozenset({"atan"})
+"""Elementwise primitives whose bits depend on the place in a shard: a loop's last elements are computed otherwise."""
+ORDER_FREE: Final = (ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}) - SHARD_DEPENDENT
 """Primitives whose results depend on no order of additions: elementwise, maxima, and what moves elements."""
+MIN_LARGE: Final = 2.0**100
+"""Divisors from here on are scaled down: the reciprocal of one above 2**126 would be subnormal, which counts as 0."""
+DOWN: Final = 2.0**-64
+"""Scale of a large divisor; that of a float32 is then far from both ends of the range."""
 _NAMES_OF_PRODUCTS: Final = """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 integer_pow lgamma log log1p logistic mul pow rem rsqrt sin sinh sqrt square tan tanh"""
 QUOTIENT: Final = "div"
@@ -165,13 +171,19 @@ def _divide(dividend: jax.Array, divisor: jax.Array, zero: jax.Array) -> jax.Arr
     """
     dividend, divisor = jnp.asarray(dividend), jnp.asarray(divisor)
     dtype = jnp.promote_types(dividend.dtype, jnp.float32)
-    return _round(dividend.astype(dtype) * _round(1 / divisor.astype(dtype), zero), zero)
+    dividend, divisor = dividend.astype(dtype), divisor.astype(dtype)
+    scale = jnp.where(jnp.abs(divisor) < MIN_LARGE, dtype.type(1), dtype.type(DOWN))
+    reciprocal = _round(1 / (divisor * scale), zero)
+    return _round(_round(dividend * reciprocal, zero) * scale, zero)
 
 
 def _round(product: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return the product, rounded: to what is combined with an unknown integer no addition can be fused."""
+    """Return the product, rounded: to what is combined with an unknown integer no addition can be fused.
+
+    With "or", which is the same twice as once: two of "exclusive or" cancel, whatever the integer is.
+    """
     integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(product, integer) ^ zero.astype(integer)
+    bits = jax.lax.bitcast_convert_type(product, integer) | zero.astype(integer)
     return jax.lax.bitcast_convert_type(bits, product.dtype)
 
 

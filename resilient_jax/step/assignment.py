@@ -66,8 +66,8 @@ class ReplicaShape:
     that cannot be. Devices that are too few for one more replica are not used.
 
     With `axes_by_devices` the replicas of a host have the axes that suit its number of devices. Then a microbatch's
-    bits depend on the host that computes it. All hosts still get the same sums, and the same job repeated with the same
-    failures and shares has the same bits; another one is equal within rounding.
+    bits depend on the host that computes it. All hosts still get the same sums. The same job repeated is equal within
+    rounding: it has the same bits only where the same hosts compute the same microbatches, which their speeds decide.
 
     Attributes:
         hosts: how many hosts a replica spans; 1 if a host has several replicas.

@@ -1,6 +1,7 @@
 """Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from resilient_jax.step.assignment import DATA_AXIS, MeshAxes, ReplicaShape, cou
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.planner import allows_axes_by_host
 from resilient_jax.trainer.stage_axes import find_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
 
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 """Axes of a replica's mesh, outermost first; the first one shards the examples."""
+WHY_OFF: Final = "axes_by_host is off. Planner(axes_by_host=True) allows others"
+"""Why hosts have the same axes where the planner does not allow others."""
 AXES_EQUAL: Final = "equal"
 AXES_UNEQUAL: Final = "unequal"
 """Whether the replicas of a plan have the same axes on all hosts, in an event."""
@@ -152,21 +156,32 @@ class PlanSearcher:
     """Searches plans for one program, and turns them into arrangements; caches the plans found.
 
     Attributes:
-        why_equal: why all hosts must have the same axes; "": they may differ.
+        why_equal: why all hosts must have the same axes, and what to change, in words; "": they may differ.
     """
 
     def __init__(self, config: FitConfig) -> None:
         assert config.planner is not None
         self._config, self._planner = config, config.planner
-        self.why_equal = ""
         topology = self._planner.topology
         self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
+        self.why_equal = WHY_OFF
         self._program_cost: ProgramCost | None = self._planner.program_cost
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._found: dict[HostName, int] = {}
         """The devices of hosts that were in the job."""
         self._plans: dict[tuple[tuple[HostName, int], ...], Plan | UnequalPlan] = {}
         """By hosts and their devices."""
+
+    @functools.cached_property
+    def allows_axes_by_host(self) -> bool:
+        """Whether hosts may have other axes, if the update allows it; the same on all hosts. Needs devices."""
+        return allows_axes_by_host(self._planner, self._topology, jax.default_backend())
+
+    def forbid_axes_by_host(self, why_mesh_bound: str) -> None:
+        """Note for the plans from now on why the update needs equal axes; "": it does not."""
+        self.why_equal = "" if self.allows_axes_by_host else WHY_OFF
+        if self.allows_axes_by_host and why_mesh_bound:
+            self.why_equal = f"{why_mesh_bound}, whose bits depend on them. Another optimizer allows others"
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> Plan | UnequalPlan:
         """Return the best plan for these hosts; of unequal teams where hosts have unequal numbers of devices.
@@ -201,28 +216,32 @@ class PlanSearcher:
 
     def _ask(self, axes: AxisSizes) -> Mapping[str, Any]:
         """Return the arguments of a search with these axes."""
+        evaluation = self._config.evaluation
         return {
             "microbatch_size": self._config.microbatch_size,
             "global_batch": self._config.microbatch_size * self._config.recipe.num_microbatches,
             "calibration": self._planner.calibration,
             "axes": axes,
+            "evaluation_size": evaluation.microbatch_size if evaluation is not None else None,
         }
 
     def _search(self, topology: Topology) -> Plan | UnequalPlan:
         question = self._ask(self._planner.axis_sizes)
+        is_equal = len({host.devices for host in topology.hosts}) == 1
         try:
             equal = search_host_local_plan(self.program_cost, topology, **question)
-        except PlanError:
-            unequal = (
-                None if self.why_equal else search_host_axes_plan(self.program_cost, topology, **question)
-            )
-            if unequal is None:
+        except PlanError as error:
+            if is_equal:
+                raise
+            if self.why_equal:
+                raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
+            if (unequal := search_host_axes_plan(self.program_cost, topology, **question)) is None:
                 raise
             return unequal
-        if len({host.devices for host in topology.hosts}) == 1:
+        if is_equal:
             return equal
         if self.why_equal:
-            reason = f"All hosts have the same axes: {self.why_equal}, whose bits depend on them."
+            reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
         limit_s = equal.step_time_s
         return search_host_axes_plan(self.program_cost, topology, **question, equal_step_s=limit_s) or equal

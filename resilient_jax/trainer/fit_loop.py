@@ -240,7 +240,10 @@ class FitLoop:
             return self._programs
         config = self._config
         example = make_abstract(config.data.batch(0, 0))
-        programs = TrainStep(config.recipe, example)
+        # The plan of a pipeline stays the same, whichever hosts are left.
+        searcher = self._arranger.plan_searcher if config.parallelism.pipeline is None else None
+        is_mesh_free = searcher is not None and searcher.allows_axes_by_host
+        programs = TrainStep(dataclasses.replace(config.recipe, is_mesh_free=is_mesh_free), example)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
@@ -278,10 +281,8 @@ class FitLoop:
                 config.recipe.num_microbatches,
             )
         self._programs = programs
-        # The plan of a pipeline stays the same, whichever hosts are left.
-        searcher = self._arranger.plan_searcher if self._pipeline is None else None
         if searcher is not None:
-            searcher.why_equal = programs.why_mesh_bound
+            searcher.forbid_axes_by_host(programs.why_mesh_bound)
         if searcher is not None and config.planner is not None and config.planner.compile_ahead:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Final
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.planning.axes import AxisSizes
@@ -11,6 +12,9 @@ from resilient_jax.planning.search import DEFAULT_CALIBRATION
 from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.topology import Topology
 
+TESTED_PLATFORM: Final = "cpu"
+"""Where updates were seen to have the same bits for other axes."""
+
 
 @refuse_unknown_options
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +23,9 @@ class Planner:
 
     Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact. Inside a host,
     devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Hosts may have different
-    numbers of devices, and fewer than in the topology: then each number of devices has axes of its own where that is
-    faster, and else a host has as many replicas as its devices allow, all with the same axes. The update has the same
-    bits for all axes; an optimizer of which that cannot be had, such as Muon, keeps the axes equal. Parameters,
-    optimizer state and gradients are sharded over a replica's devices as the plan says.
+    numbers of devices, and fewer than in the topology: then a host has as many replicas as its devices allow, all with
+    the same axes, or each number of devices has axes of its own where `axes_by_host` allows it and that is faster.
+    Parameters, optimizer state and gradients are sharded over a replica's devices as the plan says.
     Where the plan's axes change, the weights equal those of another plan within rounding, not bit for bit; where only
     the number of replicas changes they have the same bits.
 
@@ -40,6 +43,11 @@ class Planner:
         axis_sizes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
             background. Reductions over one and two hosts fewer are always compiled ahead.
+        axes_by_host: whether hosts with unequal numbers of devices may have replicas with other axes. Then the update
+            has the same bits for all axes: its sums are exact, which takes longer to compile and to run, and memory,
+            on all hosts and in every step. An optimizer of which that cannot be had, such as Muon, keeps the axes
+            equal. None: yes where hosts of the topology have unequal numbers of devices, on CPU; on other platforms
+            equal bits were not tested.
 
     Raises:
         CallerError: a value is of another type.
@@ -51,6 +59,22 @@ class Planner:
     calibration: Calibration = DEFAULT_CALIBRATION
     axis_sizes: AxisSizes = dataclasses.field(default_factory=dict)
     compile_ahead: bool = True
+    axes_by_host: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def allows_axes_by_host(planner: Planner, topology: Topology, platform: str) -> bool:
+    """Return whether hosts may have replicas with other axes, as `Planner.axes_by_host` says.
+
+    It depends on nothing but the configuration and the platform, so all hosts run the same update in every generation.
+
+    Args:
+        planner: the options.
+        topology: its topology, of all hosts that may take part.
+        platform: of the devices, such as "cpu".
+    """
+    if planner.axes_by_host is not None:
+        return planner.axes_by_host
+    return platform == TESTED_PLATFORM and len({host.devices for host in topology.hosts}) > 1

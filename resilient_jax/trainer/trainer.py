@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any
 
 import optax
 from flax import nnx
@@ -41,13 +41,6 @@ from resilient_jax.worker.world import ONE_REPLICA_PER_HOST, World
 
 MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
-
-
-class _Meshes(TypedDict):
-    """What a `Recipe` has of the meshes of replicas."""
-
-    axis_names: tuple[str, ...]
-    is_mesh_free: bool
 
 
 @refuse_unknown_options
@@ -158,7 +151,7 @@ class Trainer:
                 numerics=numerics,
                 early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
                 variable_rules=check_rules(variable_reductions),
-                **_describe_meshes(planner, parallelism),
+                axis_names=_name_axes(planner, parallelism),
             ),
             microbatch_size=microbatch_size,
             data=make_microbatch_data(data, **sizes, seed=seed, shuffle=read_options.shuffle),
@@ -259,14 +252,13 @@ class Trainer:
             loop.close()
 
 
-def _describe_meshes(planner: Planner | None, parallelism: Parallelism) -> _Meshes:
-    """Return the axes of the mesh of a replica, in every generation, and whether hosts' meshes may differ."""
+def _name_axes(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
+    """Return the axes of the mesh of a replica, in every generation."""
     if parallelism.pipeline is not None:
-        return _Meshes(axis_names=STAGE_AXES, is_mesh_free=False)
+        return STAGE_AXES
     if planner is not None:
-        return _Meshes(axis_names=tuple(axis.value for axis in REPLICA_AXES), is_mesh_free=True)
-    names = tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
-    return _Meshes(axis_names=names, is_mesh_free=False)
+        return tuple(axis.value for axis in REPLICA_AXES)
+    return tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
 
 
 def _count_microbatches(batch_size: int, microbatch_size: int) -> int:

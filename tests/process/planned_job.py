@@ -41,6 +41,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--clip", action="store_true", help="the optimizer clips by the norm of all gradients"
     )
+    parser.add_argument("--axes-by-host", action="store_true", help="hosts may have replicas with other axes")
     parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
     asked = parser.parse_args()
     rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if asked.named else []
@@ -57,7 +58,10 @@ if __name__ == "__main__":
         batch_size=asked.microbatches * asked.rows,
         microbatch_size=asked.rows,
         planner=rj.Planner(
-            topology=asked.topology, logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules)
+            topology=asked.topology,
+            logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules),
+            # None: as the topology says.
+            axes_by_host=asked.axes_by_host or None,
         ),
         checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
         if asked.checkpoints

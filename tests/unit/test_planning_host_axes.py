@@ -1,5 +1,6 @@
 """Plans in which hosts with other numbers of devices have replicas with other axes, against all combinations."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -36,7 +37,9 @@ def list_all_steps(topology, microbatches):
         others = [host.name for host in topology.hosts if host.devices != number]
         part = topology.without(*others) if others else topology
         choices.append(
-            list_host_local_plans(PROFILE, part, microbatch_size=ROWS, global_batch=ROWS * microbatches)[0]
+            list_host_local_plans(
+                PROFILE, part, microbatch_size=ROWS, global_batch=ROWS * microbatches, allows_spare=True
+            )[0]
         )
     reduction = TeamReduction(PROFILE, topology, DEFAULT_CALIBRATION)
     for plans in itertools.product(*choices):
@@ -96,3 +99,36 @@ def test_a_model_that_fits_on_no_equal_replicas_is_planned_on_unequal_ones():
         except PlanError:
             if (found := search(topology, 24)) is not None:
                 assert len({team.plan.layout.axes for team in found.teams}) == 2
+
+
+def test_a_team_may_leave_a_device_out_where_the_model_is_too_large_for_one():
+    # Seven is a prime: replicas that fill seven devices have one or all of them.
+    rows, batch = 24, 24 * 48
+    found = []
+    for part in (1.5, 2, 2.5, 3):
+        topology = hosts_with([8, 7], tight_bytes(PROFILE, part))
+        plan = search_host_axes_plan(PROFILE, topology, microbatch_size=rows, global_batch=batch)
+        if plan is not None:
+            found.append(plan)
+            with contextlib.suppress(PlanError):
+                equal = search_host_local_plan(PROFILE, topology, microbatch_size=rows, global_batch=batch)
+                assert plan.step_time_s < equal.step_time_s
+    widths = {tuple(team.plan.layout.axes.devices for team in plan.teams) for plan in found}
+    assert (4, 6) in widths, widths
+
+
+def test_fsdp_divides_the_microbatches_of_an_evaluation_too():
+    topology = hosts_with([4, 3])
+    assert "fsdp 3" in str(search(topology, 24))
+    found = search(topology, 24, evaluation_size=8)
+    teams = [] if found is None else [team.plan for team in found.teams]
+    assert all(8 % plan.axis_sizes[Axis.FSDP] == 0 for plan in teams)
+    plans, _ = list_host_local_plans(
+        PROFILE,
+        hosts_with([3]),
+        microbatch_size=ROWS,
+        global_batch=24 * ROWS,
+        evaluation_size=8,
+        allows_spare=True,
+    )
+    assert {plan.axis_sizes[Axis.FSDP] for plan in plans} == {1, 2}

@@ -1,0 +1,138 @@
+"""Whether a trainer's hosts may have axes of their own, and what a plan says where they may not."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plan_topologies import cluster, small_profile, tight_bytes
+
+import resilient_jax as rj
+from resilient_jax.ids import HostName
+from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.unequal_plan import UnequalPlan
+from resilient_jax.topology import NumberFormat, Peak
+from resilient_jax.trainer.arrangement import PlanSearcher
+from resilient_jax.trainer.planner import allows_axes_by_host
+
+PROFILE = small_profile()
+MUON = "the update computes dot_general of [8, 8] from .w"
+
+
+def hosts_with(devices, **options):
+    return cluster([1.0] * len(devices), devices=devices, inner=1e10, network=1e9, **options)
+
+
+def make_searcher(topology, *, evaluation_size=None, why_mesh_bound="", **options):
+    config: Any = SimpleNamespace(
+        planner=rj.Planner(topology=topology, program_cost=PROFILE, **options),
+        microbatch_size=12,
+        recipe=SimpleNamespace(num_microbatches=24),
+        evaluation=SimpleNamespace(microbatch_size=evaluation_size),
+    )
+    searcher = PlanSearcher(config)
+    searcher.forbid_axes_by_host(why_mesh_bound)
+    return searcher
+
+
+def find_plan(topology, **options):
+    searcher = make_searcher(topology, **options)
+    return searcher.find_plan(searcher.all_hosts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "platform", "expected"),
+    [
+        (None, [4, 4], "cpu", False),
+        (None, [4, 3], "cpu", True),
+        (None, [4, 3], "gpu", False),
+        (True, [4, 4], "gpu", True),
+        (False, [4, 3], "cpu", False),
+    ],
+)
+def test_hosts_may_differ_in_axes_where_asked_or_unequal_by_the_topology_on_cpu(
+    asked, devices, platform, expected
+):
+    planner = rj.Planner(topology="unread", axes_by_host=asked)
+    assert allows_axes_by_host(planner, hosts_with(devices), platform) is expected
+
+
+def test_unequal_hosts_of_a_topology_have_axes_of_their_own_and_equal_axes_if_so_asked():
+    assert isinstance(find_plan(hosts_with([4, 3])), UnequalPlan)
+    plan = find_plan(hosts_with([4, 3]), axes_by_host=False)
+    assert not isinstance(plan, UnequalPlan)
+    assert "All hosts have the same axes: axes_by_host is off." in plan.reason
+
+
+def test_hosts_that_are_equal_by_the_topology_keep_equal_axes_when_one_loses_a_device():
+    topology = hosts_with([4, 4])
+    plans = []
+    for asked in (None, True):
+        searcher = make_searcher(topology, axes_by_host=asked)
+        searcher.note_devices(make_world(topology, [4, 3]))
+        plans.append(searcher.find_plan(searcher.all_hosts))
+    assert [isinstance(plan, UnequalPlan) for plan in plans] == [False, True]
+
+
+def make_world(topology, counts) -> Any:
+    devices = [SimpleNamespace(process_index=host) for host, count in enumerate(counts) for _ in range(count)]
+    hosts = tuple(host.name for host in topology.hosts)
+    return SimpleNamespace(hosts=hosts, host=hosts[0], devices=devices)
+
+
+def test_where_no_equal_axes_fit_and_others_are_not_allowed_the_error_says_why_and_what_to_change():
+    topology = hosts_with([8, 7], memory_bytes=tight_bytes(PROFILE, 3))
+    with pytest.raises(PlanError) as refused:
+        find_plan(topology, axis_sizes={"fsdp": 8})
+    assert "axes_by_host" not in str(refused.value)
+    with pytest.raises(
+        PlanError, match=rf"same axes: {MUON}.*Another optimizer".replace("[8, 8]", r"\[8, 8\]")
+    ):
+        find_plan(topology, axis_sizes={"fsdp": 8}, why_mesh_bound=MUON)
+    with pytest.raises(PlanError, match=r"axes_by_host is off.*axes_by_host=True"):
+        find_plan(topology, axis_sizes={"fsdp": 8}, axes_by_host=False)
+
+
+def test_a_plan_divides_the_microbatches_of_an_evaluation():
+    plan = find_plan(hosts_with([4, 3]), evaluation_size=8)
+    plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
+    assert all(8 % one.layout.axes.fsdp == 0 for one in plans)
+    plan = find_plan(hosts_with([4, 3]))
+    assert isinstance(plan, UnequalPlan)
+    assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"]) - batch) ** 2)
+
+
+def test_a_planned_update_is_the_optimizers_own_but_where_hosts_may_differ_in_axes():
+    topology = hosts_with([jax.local_device_count()])
+    (host,) = topology.hosts
+    peaks = (Peak(number_format=NumberFormat.FP32, flops_per_s=1e10),)
+    accelerator = dataclasses.replace(host.accelerator, peaks=peaks)
+    host = dataclasses.replace(host, name=HostName("localhost"), accelerator=accelerator)
+    topology = dataclasses.replace(topology, hosts=(host,))
+
+    def train(axes_by_host):
+        return (
+            rj.Trainer(
+                model=lambda key: {"w": jax.random.normal(key, (24, 24)) / 5},
+                optimizer=optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.01)),
+                loss_fn=loss,
+                data=lambda step, index: (
+                    np.random.default_rng((step, index)).normal(size=(2, 24)).astype(np.float32)
+                ),
+                batch_size=4,
+                microbatch_size=2,
+                planner=rj.Planner(topology=topology, axes_by_host=axes_by_host),
+            )
+            .fit(4)
+            .params_sha256
+        )
+
+    assert train(None) == train(False) != train(True)
