@@ -14,17 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from resilient_jax.planning.axes import AxisSizes
-from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.host_local_search import list_host_local_plans
 from resilient_jax.planning.makespan import MachineClass, TaskAssignment, assign_tasks
+from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_request import NO_FIXED_AXES
-from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import Team, UnequalPlan, explain_teams, list_machines
-from resilient_jax.topology import Topology
 
 MIN_GAIN: Final = 0.05
 """A plan whose hosts differ in axes is taken if it is faster by this part of the step: its audits compare fewer hosts,
@@ -41,49 +36,23 @@ class _TeamPlan(NamedTuple):
 
 
 def search_host_axes_plan(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    microbatch_size: int,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    axes: AxisSizes = NO_FIXED_AXES,
-    evaluation_size: int | None = None,
-    equal_step_s: float = math.inf,
+    request: MicrobatchRequest, *, equal_step_s: float = math.inf
 ) -> UnequalPlan | None:
     """Return the fastest plan with a team for each number of devices that hosts have.
 
     None where all have as many, where a team has no plan that fits, or where equal axes are as fast, less `MIN_GAIN`.
 
     Args:
-        program_cost: cost of the program, for one example.
-        topology: the available hosts.
-        microbatch_size: examples that a replica computes at a time, in every team.
-        global_batch: examples in a step.
-        calibration: constants of the cost model.
-        axes: sizes that are given to every team.
-        evaluation_size: examples of an evaluation's microbatch; None: as in training.
+        request: whose given axes are those of every team.
         equal_step_s: a step of the best plan with equal axes, as `search_host_local_plan` estimates it.
     """
-    parts = list(_split_by_devices(topology))
+    parts = list(_split_by_devices(request))
     if len(parts) == 1:
         return None
-    choices = [
-        list_host_local_plans(
-            program_cost,
-            part,
-            microbatch_size=microbatch_size,
-            global_batch=global_batch,
-            calibration=calibration,
-            axes=axes,
-            evaluation_size=evaluation_size,
-            allows_spare=True,
-        )[0]
-        for part in parts
-    ]
+    choices = [list_host_local_plans(part, allows_spare=True)[0] for part in parts]
     most = max(1, int(MAX_COMBINATIONS ** (1 / len(parts))))
     teams = [[_TeamPlan(plan, tuple(list_machines(plan))) for plan in plans[:most]] for plans in choices]
-    reduction = TeamReduction(program_cost, topology, calibration)
+    reduction = TeamReduction(request.program_cost, request.topology, request.calibration)
     best: UnequalPlan | None = None
     # Priced as unequal teams are, too: the two estimates of an all-reduce differ.
     best_equal_s = equal_step_s
@@ -92,7 +61,7 @@ def search_host_axes_plan(
         limit_s = best_equal_s
         if not is_equal:
             limit_s = min((1 - MIN_GAIN) * best_equal_s, math.inf if best is None else best.step_time_s)
-        found = _combine(chosen, topology, global_batch // microbatch_size, reduction, limit_s)
+        found = _combine(chosen, request, reduction, limit_s)
         if found is None:
             continue
         if is_equal:
@@ -102,22 +71,22 @@ def search_host_axes_plan(
     return best if best is not None and best.step_time_s < (1 - MIN_GAIN) * best_equal_s else None
 
 
-def _split_by_devices(topology: Topology) -> Iterator[Topology]:
-    """Yield the topology of the hosts with each number of devices, most first."""
+def _split_by_devices(request: MicrobatchRequest) -> Iterator[MicrobatchRequest]:
+    """Yield the request for the hosts with each number of devices, most first."""
+    topology = request.topology
     for number in sorted({host.devices for host in topology.hosts}, reverse=True):
         hosts = tuple(host for host in topology.hosts if host.devices == number)
-        yield dataclasses.replace(topology, hosts=hosts)
+        yield dataclasses.replace(request, topology=dataclasses.replace(topology, hosts=hosts))
 
 
 def _combine(
     chosen: Sequence[_TeamPlan],
-    topology: Topology,
-    num_microbatches: int,
+    request: MicrobatchRequest,
     reduction: TeamReduction,
     limit_s: float,
 ) -> UnequalPlan | None:
     """Return the plan of these teams; None if its step is not shorter than the limit."""
-    assigned = assign_tasks(num_microbatches, [one for team in chosen for one in team.machines])
+    assigned = assign_tasks(request.num_microbatches, [one for team in chosen for one in team.machines])
     plans = [team.plan for team in chosen]
     optimizer_s = max(plan.step_breakdown.optimizer_s for plan in plans)
     # The all-reduce takes longer to estimate than all else, and most combinations are too slow without it.
@@ -132,8 +101,8 @@ def _combine(
     )
     return UnequalPlan(
         teams=teams,
-        global_batch=num_microbatches * plans[0].microbatch_sequences,
-        device_count=topology.device_count,
+        global_batch=request.global_batch,
+        device_count=request.topology.device_count,
         gradient_all_reduce_s=all_reduce_s,
         optimizer_s=optimizer_s,
         reason=explain_teams(teams),

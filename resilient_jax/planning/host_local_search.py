@@ -1,104 +1,69 @@
 """The best plan whose replicas are each inside one host, for programs that compute one microbatch per call."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.axes import Axis, parse_axis_sizes
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_choice
-from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
-from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plans
-from resilient_jax.topology import Topology
+from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.search import search_plans
 
 MAX_PLANS_PER_SEARCH = 16
 """Replica axes considered for each number of replicas and size of FSDP: more than exist on a host."""
 
 
-def search_host_local_plan(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    microbatch_size: int,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    axes: AxisSizes = NO_FIXED_AXES,
-    evaluation_size: int | None = None,
-) -> Plan:
-    """Return the fastest plan in which a host has one replica or several, each with microbatches of `microbatch_size`.
+def search_host_local_plan(request: MicrobatchRequest) -> Plan:
+    """Return the fastest plan in which a host has one replica or several; of given axes, pipelines are not considered.
 
     Losing a host then leaves all other replicas complete. All replicas have the same axes. A host with fewer devices
     than others has fewer of them; devices that are too few for one more are spare.
-
-    Args:
-        program_cost: cost of the program, for one example.
-        topology: the available hosts.
-        microbatch_size: examples that a replica computes at a time, under every plan.
-        global_batch: examples in a step.
-        calibration: constants of the cost model.
-        axes: sizes that are given; pipelines are not considered.
-        evaluation_size: examples of an evaluation's microbatch, which FSDP shards, too; None: as in training.
 
     Raises:
         NoFeasiblePlan: no such plan fits in memory.
         PlanError: no plan satisfies the request.
     """
-    found, errors = list_host_local_plans(
-        program_cost,
-        topology,
-        microbatch_size=microbatch_size,
-        global_batch=global_batch,
-        calibration=calibration,
-        axes=axes,
-        evaluation_size=evaluation_size,
-    )
+    found, errors = list_host_local_plans(request)
     if found:
         return explain_choice(found)[0]
     infeasible = [error for error in errors if isinstance(error, NoFeasiblePlan)]
     if infeasible:
         raise infeasible[0]
-    devices = [host.devices for host in topology.hosts]
+    devices = [host.devices for host in request.topology.hosts]
     numbers = " or ".join(map(str, sorted(set(devices))))
     raise PlanError(
-        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {numbers} devices "
-        f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "
-        f"{min(devices)} examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
+        f"{request.program_cost.name}: found no plan on {request.topology.name} in which replicas fill hosts of "
+        f"{numbers} devices with microbatches of {request.microbatch_size} examples, expected one. Take microbatches "
+        f"of a multiple of {min(devices)} examples, at least as many of them as hosts, or other given axes "
+        f"({dict(request.axes) or 'none'})"
     )
 
 
 def list_host_local_plans(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    microbatch_size: int,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    axes: AxisSizes = NO_FIXED_AXES,
-    evaluation_size: int | None = None,
-    allows_spare: bool = False,
+    request: MicrobatchRequest, *, allows_spare: bool = False
 ) -> tuple[list[Plan], list[PlanError]]:
     """Return the plans of `search_host_local_plan`, the fastest first, and why other axes have none.
 
     With `allows_spare` hosts that have as many devices as each other may leave some out, such as one of seven.
     """
-    devices = [host.devices for host in topology.hosts]
+    devices = [host.devices for host in request.topology.hosts]
     fills_hosts = len(set(devices)) == 1 and not allows_spare
-    # FSDP shards the examples of both.
-    examples = math.gcd(microbatch_size, evaluation_size or microbatch_size)
+    choices = _choices(
+        devices, request.sharded_examples, parse_axis_sizes(request.axes), fills_hosts=fills_hosts
+    )
     errors: list[PlanError] = []
     found: list[Plan] = []
-    for width, given in _choices(devices, examples, parse_axis_sizes(axes), fills_hosts=fills_hosts):
+    for width, given in choices:
         try:
             plans = search_plans(
-                program_cost,
-                topology,
-                global_batch=global_batch,
-                calibration=calibration,
+                request.program_cost,
+                request.topology,
+                global_batch=request.global_batch,
+                calibration=request.calibration,
                 constraints=PlanConstraints(
-                    given, MicrobatchConfig(sequences=microbatch_size // given[Axis.FSDP])
+                    given, MicrobatchConfig(sequences=request.microbatch_size // given[Axis.FSDP])
                 ),
                 top=MAX_PLANS_PER_SEARCH,
             )

@@ -17,10 +17,11 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.planning.axes import Axis, AxisSizes
+from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_axes_search import search_host_axes_plan
 from resilient_jax.planning.host_local_search import search_host_local_plan
+from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
@@ -205,37 +206,38 @@ class PlanSearcher:
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: Plan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
         axes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
-        topology = self._restrict_topology(self._count_devices(hosts))
+        request = self._make_request(self._restrict_topology(self._count_devices(hosts)))
         try:
-            return search_host_local_plan(self.program_cost, topology, **self._ask(axes)).step_time_s
+            return search_host_local_plan(dataclasses.replace(request, axes=axes)).step_time_s
         except PlanError:
             return 0.0
 
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _ask(self, axes: AxisSizes) -> Mapping[str, Any]:
-        """Return the arguments of a search with these axes."""
+    def _make_request(self, topology: Topology) -> MicrobatchRequest:
         evaluation = self._config.evaluation
-        return {
-            "microbatch_size": self._config.microbatch_size,
-            "global_batch": self._config.microbatch_size * self._config.recipe.num_microbatches,
-            "calibration": self._planner.calibration,
-            "axes": axes,
-            "evaluation_size": evaluation.microbatch_size if evaluation is not None else None,
-        }
+        return MicrobatchRequest(
+            program_cost=self.program_cost,
+            topology=topology,
+            microbatch_size=self._config.microbatch_size,
+            num_microbatches=self._config.recipe.num_microbatches,
+            calibration=self._planner.calibration,
+            axes=self._planner.axis_sizes,
+            evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
+        )
 
     def _search(self, topology: Topology) -> Plan | UnequalPlan:
-        question = self._ask(self._planner.axis_sizes)
+        request = self._make_request(topology)
         is_equal = len({host.devices for host in topology.hosts}) == 1
         try:
-            equal = search_host_local_plan(self.program_cost, topology, **question)
+            equal = search_host_local_plan(request)
         except PlanError as error:
             if is_equal:
                 raise
             if self.why_equal:
                 raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
-            if (unequal := search_host_axes_plan(self.program_cost, topology, **question)) is None:
+            if (unequal := search_host_axes_plan(request)) is None:
                 raise
             return unequal
         if is_equal:
@@ -243,8 +245,7 @@ class PlanSearcher:
         if self.why_equal:
             reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
-        limit_s = equal.step_time_s
-        return search_host_axes_plan(self.program_cost, topology, **question, equal_step_s=limit_s) or equal
+        return search_host_axes_plan(request, equal_step_s=equal.step_time_s) or equal
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""
@@ -263,15 +264,7 @@ class PlanSearcher:
         Raises:
             PlanError: no plan fits.
         """
-        return search_stage_plan(
-            self.program_cost,
-            self._topology,
-            num_stages=num_stages,
-            microbatch_size=self._config.microbatch_size,
-            global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
-            calibration=self._planner.calibration,
-            axes=self._planner.axis_sizes,
-        )
+        return search_stage_plan(self._make_request(self._topology), num_stages)
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:

@@ -6,17 +6,20 @@ from plan_topologies import cluster, small_profile, tight_bytes
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_local_search import search_host_local_plan
+from resilient_jax.planning.microbatch_request import MicrobatchRequest
 
 PROFILE = small_profile()
 
 
 def search(topology, *, microbatch_size=4, microbatches=16, **axes):
     return search_host_local_plan(
-        PROFILE,
-        topology,
-        microbatch_size=microbatch_size,
-        global_batch=microbatch_size * microbatches,
-        axes={Axis(name): size for name, size in axes.items()},
+        MicrobatchRequest(
+            program_cost=PROFILE,
+            topology=topology,
+            microbatch_size=microbatch_size,
+            num_microbatches=microbatches,
+            axes={Axis(name): size for name, size in axes.items()},
+        )
     )
 
 

@@ -1,19 +1,24 @@
 """The axes of the devices of each host of a pipeline, as the planner chooses them."""
 
-import functools
-
 import pytest
 from plan_topologies import cluster, small_profile, tight_bytes
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.stage_search import search_stage_plan
 
-search = functools.partial(search_stage_plan, num_stages=2, microbatch_size=4, global_batch=32)
 FOUR_HOSTS = cluster([1.0] * 4, devices=4)
+
+
+def search(cost, topology, **given):
+    request = MicrobatchRequest(
+        program_cost=cost, topology=topology, microbatch_size=4, num_microbatches=8, **given
+    )
+    return search_stage_plan(request, 2)
 
 
 def test_a_stage_is_all_devices_of_a_host_and_no_other_choice_of_its_axes_is_faster():
@@ -49,3 +54,9 @@ def test_what_no_stage_can_have_is_refused():
     small = cluster([1.0] * 4, devices=4, memory_bytes=tight_bytes(cost, 0.05))
     with pytest.raises(NoFeasiblePlan):
         search(cost, small)
+
+
+def test_fsdp_divides_the_microbatches_of_an_evaluation_too():
+    assert search(small_profile(), FOUR_HOSTS, axes={"tensor": 1}).axis_sizes[Axis.FSDP] == 4
+    with pytest.raises(PlanError, match="an fsdp that divides 2"):
+        search(small_profile(), FOUR_HOSTS, axes={"tensor": 1, "expert": 1}, evaluation_size=6)
