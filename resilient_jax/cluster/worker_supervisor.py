@@ -131,6 +131,8 @@ class WorkerSupervisor:
         self._promoted: SeatedStandby | None = None
         """The worker, if it took over from one whose end was not handled yet."""
         self._exit_recorded = asyncio.Event()
+        self._is_job_failed = False
+        """Whether the job has ended with an error of the user's, on whichever host."""
         self._restarts = WorkerRestarts(context)
         self._stacks = StacksFile(directory, settings.host)
         self._wants_snapshots = False
@@ -252,12 +254,13 @@ class WorkerSupervisor:
             await promoted.process.child.kill_and_wait()
 
     def _settle_traceback(self, worker: WorkerProcess, code: int) -> None:
-        """Record the error of a script that failed; print it, unless `launch` shows it in its last lines."""
+        """Record the error of a script that failed; print it, unless `launch` shows one in its last lines."""
         is_failed = code not in (0, RESTART_EXIT_CODE, JOB_OVER_EXIT_CODE)
         error = (find_error(worker) or find_reported_error(worker)) if is_failed else ""
         if error:
             self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=error)
-        if error and self._settings.is_launched:
+        # A script that was killed while it ended with a traceback had most likely the error that the job ended with.
+        if (error or self._is_job_failed) and self._settings.is_launched:
             self._output.forget_traceback()
         else:
             self._output.release()
@@ -388,6 +391,7 @@ class WorkerSupervisor:
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
+        self._is_job_failed = outcome.kind is JobOutcomeKind.USER_ERROR
         await self.standby.close()
         self.seat_standby.dismiss()
         worker = self.worker
