@@ -228,6 +228,10 @@ class EventKind(enum.StrEnum):
     HOST_SLOW_ENDED = "host.slow_ended"
     """A host that was reported as slow is no longer slow, or has left. Detail: `slow`, `part`, `why`. The same worker
     records it; it never comes if another host becomes the first meanwhile."""
+    LINKS_MEASURED = "links.measured"
+    """All hosts have exchanged the same bytes in pairs, to know what their links take. Detail: `median_s` and
+    `slowest_s` (what an exchange takes, in seconds), `slowest` (the two hosts of the slowest one). The first host's
+    worker records it."""
     # GPUs: recorded by agents
     GPU_UNWATCHED = "gpu.unwatched"
     """The GPUs of this host are not watched, or not for XIDs. Detail: `why`."""

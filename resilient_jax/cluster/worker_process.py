@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -11,9 +12,11 @@ from typing import NamedTuple, Protocol
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess, open_line_reader
+from resilient_jax.errors import MessageError
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
+from resilient_jax.protocol.framing import FrameError
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.standby_messages import STANDBY_CONNECTION_VARIABLE
 from resilient_jax.protocol.worker_messages import (
@@ -30,6 +33,8 @@ from resilient_jax.protocol.worker_messages import (
     WorkerSettings,
     encode_settings,
 )
+
+logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a short one does not count."""
@@ -201,13 +206,18 @@ class WorkerProcess:
         on_change: Callable[[], None],
         on_message: Callable[[AgentRequest], None],
     ) -> None:
-        async for message in self._connection:
-            self._last_message_s = self._clock.monotonic_s()
-            if isinstance(message, WorkerReported):
-                self.report = message.report
-                on_change()
-            elif not isinstance(message, Heartbeat):
-                on_message(message)
+        try:
+            async for message in self._connection:
+                self._last_message_s = self._clock.monotonic_s()
+                if isinstance(message, WorkerReported):
+                    self.report = message.report
+                    on_change()
+                elif not isinstance(message, Heartbeat):
+                    on_message(message)
+        except (FrameError, MessageError):
+            # Nobody would read what it sends from now on, so it would soon wait for ever.
+            logger.exception("a worker sent what cannot be read; it is ended")
+            self.child.kill()
 
     async def _watch(self, heartbeat_timeout_s: float, on_change: Callable[[], None]) -> None:
         was_stopped = False

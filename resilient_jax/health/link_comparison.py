@@ -80,18 +80,10 @@ def find_slow_link(
         before: the least that it took before; see `keep_fastest`.
         min_ratio: see above.
     """
-    by_pair: dict[tuple[int, int], float] = {}
-    taken: dict[tuple[int, int], tuple[float, float]] = {}
-    for number, pairs in enumerate(rounds):
-        for pair in pairs:
-            # The ends of a pair wait for each other. Whatever else one of them waited for is in its own time alone.
-            now_s, then_s = (
-                min(of_host[number] for of_host in (told[pair[0]], told[pair[1]]))
-                for told in (seconds, before)
-            )
-            if not now_s or not then_s:
-                return None
-            by_pair[pair], taken[pair] = now_s / then_s, (now_s, then_s)
+    now_s, then_s = list_pair_seconds(rounds, seconds), list_pair_seconds(rounds, before)
+    if not all(now_s.values()) or not all(then_s.values()):
+        return None
+    by_pair = {pair: taken_s / then_s[pair] for pair, taken_s in now_s.items()}
     fastest = [
         min((pair for pair in by_pair if host in pair), key=by_pair.__getitem__, default=None)
         for host in range(len(seconds))
@@ -100,12 +92,33 @@ def find_slow_link(
     slowest = max(range(len(seconds)), key=least.__getitem__)
     usual, pair = statistics.median(least[:slowest] + least[slowest + 1 :]), fastest[slowest]
     if pair is not None and least[slowest] > min_ratio * max(usual, 1.0):
-        return _make_slowest(slowest, None, usual, taken[pair])
+        return _make_slowest(slowest, None, usual, now_s[pair], then_s[pair])
     worst = max(by_pair, key=by_pair.__getitem__)
     rest = [ratio for pair, ratio in by_pair.items() if pair != worst]
     if not rest or by_pair[worst] <= min_ratio * max(statistics.median(rest), 1.0):
         return None
-    return _make_slowest(*worst, statistics.median(rest), taken[worst])
+    return _make_slowest(*worst, statistics.median(rest), now_s[worst], then_s[worst])
+
+
+def list_pair_seconds(
+    rounds: Sequence[Pairs], seconds: Sequence[Sequence[float]]
+) -> dict[tuple[int, int], float]:
+    """Return what an exchange of each pair took, by what is known at both of its ends; 0: unknown.
+
+    The ends wait for each other. Whatever else one of them waited for is in its own time alone.
+
+    Args:
+        rounds: as `pair_hosts` returned them.
+        seconds: by host and round, what an exchange took; 0: unknown.
+
+    >>> list_pair_seconds(pair_hosts(2), [[0.5], [0.4]])
+    {(0, 1): 0.4}
+    """
+    return {
+        pair: min(seconds[host][number] for host in pair)
+        for number, pairs in enumerate(rounds)
+        for pair in pairs
+    }
 
 
 def keep_fastest(
@@ -128,8 +141,7 @@ def keep_fastest(
     ]
 
 
-def _make_slowest(host: int, peer: int | None, usual: float, taken: tuple[float, float]) -> SlowestLink:
-    now_s, then_s = taken
+def _make_slowest(host: int, peer: int | None, usual: float, now_s: float, then_s: float) -> SlowestLink:
     return SlowestLink(
         host=host, peer=peer, ratio=now_s / then_s, usual=usual, seconds=now_s, before_s=then_s
     )

@@ -39,8 +39,8 @@ SlowdownEstimate = Callable[[Sequence[Finding]], Slowdown | None]
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
 
 
-class Measurement(enum.IntEnum):
-    """What all hosts measure at once."""
+class Measurement(enum.IntFlag):
+    """What all hosts measure at once, devices before links."""
 
     NOTHING = 0
     DEVICES = 1
@@ -73,8 +73,8 @@ class SlownessJudge(Protocol):
         """Return what all hosts are to measure before this accumulation."""
         ...
 
-    def begin_measurement(self) -> None:
-        """Note that all hosts begin to measure now: measuring must take a small part of the time."""
+    def begin_measurement(self, due: Measurement) -> None:
+        """Note that all hosts begin to measure this now: measuring must take a small part of the time."""
         ...
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
@@ -180,21 +180,18 @@ class SlowHostWatch:
         if hosts.num_hosts == 1 or not rows.any():
             return
         due = Measurement(int(rows[:, -1].max()))
-        if self._judge is not None and due is not Measurement.NOTHING:
-            self._judge.begin_measurement()
-        match due:
-            case Measurement.NOTHING:
-                pass
-            case Measurement.DEVICES:
-                found = _exchange_floats(self._try_measure().encode(), hosts)
-                if self._judge is not None:
-                    self._judge.conclude(spec, [DeviceSeconds.decode(row) for row in found])
-            case Measurement.LINKS:
-                assert prepare_links is not None, "only watched links are suspected"
-                rounds = pair_hosts(hosts.num_hosts)
-                found = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
-                if self._judge is not None:
-                    self._judge.conclude_links(spec, rounds, found)
+        if self._judge is not None and due:
+            self._judge.begin_measurement(due)
+        if Measurement.DEVICES in due:
+            found = _exchange_floats(self._try_measure().encode(), hosts)
+            if self._judge is not None:
+                self._judge.conclude(spec, [DeviceSeconds.decode(row) for row in found])
+        if Measurement.LINKS in due:
+            assert prepare_links is not None, "only watched links are suspected"
+            rounds = pair_hosts(hosts.num_hosts)
+            found = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
+            if self._judge is not None:
+                self._judge.conclude_links(spec, rounds, found)
         if self._judge is not None:
             self._judge.observe(spec, [decode_timings(row[:-1]) for row in rows])
 

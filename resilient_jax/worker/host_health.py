@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import logging
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -27,7 +28,7 @@ from resilient_jax.health.confirmation import (
 )
 from resilient_jax.health.confirmed_findings import ConfirmedFindings, ReportChange
 from resilient_jax.health.finding import Finding, FindingKind
-from resilient_jax.health.link_comparison import Pairs, keep_fastest
+from resilient_jax.health.link_comparison import Pairs, keep_fastest, list_pair_seconds
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
@@ -139,6 +140,10 @@ class HostHealth:
         self._record = record
         self._clock = clock
         self._asked_s = 0.0
+        self._due = Measurement.NOTHING
+        """What is measured now, or was last."""
+        self._is_device_slow = False
+        """Whether this measurement has found a host with slow devices."""
         self._estimated_name: str | None = None
         """Of the accumulation by whose times it is estimated what slow hosts cost."""
         self._slowdown = LastingSlowdown()
@@ -191,7 +196,7 @@ class HostHealth:
             if not (is_late and is_news):
                 return Measurement.NOTHING
             due = self._choose(spec.name, spec.step)
-            if due is not Measurement.NOTHING:
+            if due:
                 # Until it is known what it takes: the generation may end before that.
                 self._record.next_measurement_s = now_s + 2 * MEASURE_S / MEASURING_SHARE
             return due
@@ -199,23 +204,27 @@ class HostHealth:
             self._record.lock.release()
 
     def _choose(self, name: str, step: int) -> Measurement:
-        # A slow host first: a link may seem to be slow because the host at its end is.
         unsettled = self._list_unsettled(name)
-        if unsettled:
-            return Measurement.DEVICES if any(one.host for one in unsettled) else Measurement.LINKS
+        due = Measurement.NOTHING
+        if any(one.host for one in unsettled):
+            due |= Measurement.DEVICES
         monitor = self._record.monitors.get(name)
-        if monitor is not None and monitor.knows_links and self._are_links_due(step):
-            return Measurement.LINKS  # while nothing is wrong, to compare with
-        return Measurement.DEVICES if self._record.findings.carried else Measurement.NOTHING
+        is_quiet = monitor is not None and monitor.knows_links and self._are_links_due(step)
+        # While nothing is wrong with them they are measured to compare with.
+        if is_quiet or not all(one.host for one in unsettled):
+            due |= Measurement.LINKS
+        return Measurement.DEVICES if not due and self._record.findings.carried else due
 
     def _are_links_due(self, step: int) -> bool:
         if self._record.next_links_step is None:
             self._record.next_links_step = -(-step // LINKS_INTERVAL_STEPS) * LINKS_INTERVAL_STEPS
         return step >= self._record.next_links_step
 
-    def begin_measurement(self) -> None:
-        """Note that all hosts begin to measure now."""
+    def begin_measurement(self, due: Measurement) -> None:
+        """Note that all hosts begin to measure this now."""
         self._asked_s = self._clock.monotonic_s()
+        self._due = due
+        self._is_device_slow = False
 
     def conclude(self, spec: AccumulationSpec, measured: Sequence[DeviceSeconds]) -> None:
         """Report which hosts are slow, by what the devices of all hosts take; none if one host's are unknown."""
@@ -236,6 +245,7 @@ class HostHealth:
                 if confirmed is not None:
                     speeds = measured[place].compute_speeds, measured[place].memory_speeds
                     confirmed = name_slow_devices(confirmed, *speeds)
+                    self._is_device_slow |= confirmed.kind in (FindingKind.COMPUTE, FindingKind.MEMORY)
                 self._settle(spec, finding, confirmed)
             for finding in tuple(self._record.findings.carried):
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
@@ -252,10 +262,11 @@ class HostHealth:
             before = self._record.fastest_links
             found = [finding for finding in self._list_unsettled(spec.name) if not finding.host]
             self._note_measurement(spec)
-            if not found:
+            if not found and Measurement.DEVICES not in self._due:
                 # It must not delay the first measurement of a suspicion.
                 self._record.next_measurement_s = 0.0
-            for finding in found:
+            # A link may seem to be slow because the host at its end is: then it is measured again.
+            for finding in found if not self._is_device_slow else ():
                 # Suspected before there was anything to compare with: nobody can be named.
                 confirmed = (
                     None if before is None else confirm_link(finding, self._hosts, rounds, seconds, before)
@@ -264,6 +275,15 @@ class HostHealth:
             is_measured = any(map(any, seconds))  # else a host could not take part, and it is tried again
             if is_measured:
                 self._record.fastest_links = keep_fastest(before, seconds)
+                taken_s = list_pair_seconds(rounds, seconds)
+                slowest = max(taken_s, key=taken_s.__getitem__)
+                self._record_event(
+                    EventKind.LINKS_MEASURED,
+                    step=spec.step,
+                    median_s=round(statistics.median(taken_s.values()), 6),
+                    slowest_s=round(taken_s[slowest], 6),
+                    slowest=" and ".join(self._hosts[index] for index in slowest),
+                )
             if not found:
                 # Again: this one may have met a busy moment, and no link would seem to be slow after it.
                 self._record.next_links_step = spec.step + (
@@ -279,6 +299,7 @@ class HostHealth:
         self._record.paid_s = max(self._record.paid_s, now_s) + seconds / MEASURING_SHARE
         self._record.next_measurement_s = self._record.paid_s
         self._record.next_measurement_step = spec.step + 2 * EXCHANGE_INTERVAL_STEPS
+        self._asked_s = now_s  # of links, if both are measured
 
     def _settle(self, spec: AccumulationSpec, finding: Finding, confirmed: Finding | None) -> None:
         """Report what a measurement has made of a finding; None: it has not confirmed it."""

@@ -396,7 +396,16 @@ class World:
         self._control.raise_if_ended()
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
-        """Write an event to this host's log."""
+        """Write an event to this host's log.
+
+        Raises:
+            CallerError: a detail is not a string, a number or a bool of Python's.
+        """
+        for name, value in detail.items():
+            if not isinstance(value, str | int | float) or isinstance(value, np.generic):
+                raise CallerError(
+                    f"record_event: found {name}={describe_value(value)}, expected a str, int, float or bool"
+                )
         self._control.record_event(kind, **detail)
 
     def compile_ahead(self, jobs: Iterable[CompilationJob], delay_s: float = 0.0) -> None:

@@ -1,9 +1,11 @@
-"""An agent that ends while it begins to watch a worker leaves nothing open."""
+"""An agent that watches a worker leaves nothing open when it ends, and ends a worker that it cannot understand."""
 
 import asyncio
 import gc
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.cluster.worker_output import WorkerOutput
-from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess
 from resilient_jax.ids import HostName, Incarnation
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,3 +47,21 @@ def test_a_watch_that_is_cancelled_at_any_moment_closes_all_that_it_opened(
     asyncio.run(run())
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_worker_that_sends_what_cannot_be_read_is_ended(tmp_path: Path) -> None:
+    """Nobody would read what it sends afterwards: it would wait, and seem to be stopped."""
+    sends = "import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0\\0\\x02\\0\\xc1'); time.sleep(600)"
+
+    async def run() -> int:
+        snapshots, given = socket.socketpair()
+
+        async def launch(theirs: WorkerDescriptors) -> SpawnedProcess:
+            return SpawnedProcess([sys.executable, "-c", sends, str(theirs.agent)], pass_fds=(theirs.agent,))
+
+        with snapshots:
+            worker = await WorkerProcess.start(Incarnation(1), launch, SystemClock(), given)
+            output = WorkerOutput(HostName("host-0"), None)
+            return await worker.watch_until_exit(output, 60.0, lambda: None, lambda message: None)
+
+    assert asyncio.run(run()) == -signal.SIGKILL

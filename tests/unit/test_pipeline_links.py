@@ -18,6 +18,7 @@ from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.device_speed import DeviceSeconds
 from resilient_jax.step.slow_host_watch import Measurement
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
@@ -33,12 +34,12 @@ SLOW_FROM, WAIT_S = 64, 60.0
 
 
 def tell(
-    step: int, host: HostName, chance: random.Random, slow: float = 1.0, share: float = 1.0
+    step: int, host: HostName, chance: random.Random, slow: float = 1.0, share: float = 1.0, work: float = 1.0
 ) -> StepTiming:
     num_bytes = SENT_BYTES[host] * share
     return StepTiming(
         step=step,
-        works=(ReplicaWork(0, 4, 4.0, 0.0, 0.3 * chance.gauss(1, 0.02)),),
+        works=(ReplicaWork(0, 4, 4.0, 0.0, 0.3 * work * chance.gauss(1, 0.02)),),
         received_bytes=num_bytes,
         received_s=num_bytes / BYTES_PER_S * slow * chance.uniform(1, 1.1),
     )
@@ -96,26 +97,42 @@ class Job:
         self.events: list[tuple[EventKind, str, str]] = []
         self.shown: tuple[SlowHost, ...] = ()
         self.slowdown: Slowdown | None = None
+        self.measured: list[Measurement] = []
         self.step = 0
         self.health = HostHealth(HOSTS, self._record_event, self._show, self.record, self.clock)
         self.health.set_groups("pipeline", {host: host for host in HOSTS})
 
-    def run(self, steps: int, exchanges: dict[str, float] | None = None, **slow: float) -> None:
-        """Run steps, told sixteen at a time; exchanges of a host take so many times as long as usual."""
-        rounds, exchanges = pair_hosts(len(HOSTS)), exchanges or {}
+    def run(
+        self,
+        steps: int,
+        exchanges: dict[str, float] | None = None,
+        work: dict[str, float] | None = None,
+        devices: dict[str, float] | None = None,
+        **slow: float,
+    ) -> None:
+        """Run steps, told sixteen at a time; what a host does takes so many times as long as usual."""
+        rounds, exchanges, work, devices = pair_hosts(len(HOSTS)), exchanges or {}, work or {}, devices or {}
         chance = random.Random(self.step)
         for _ in range(steps // 16):
             told = [
-                [tell(step, host, chance, slow.get(host, 1.0)) for step in range(self.step, self.step + 16)]
+                [
+                    tell(step, host, chance, slow.get(host, 1.0), work=work.get(host, 1.0))
+                    for step in range(self.step, self.step + 16)
+                ]
                 for host in HOSTS
             ]
             self.step += 16
             self.clock.advance(100.0)
             spec = AccumulationSpec(name="pipeline", step=self.step, num_microbatches=8, reduction="exact")
             due = self.health.choose_measurement(spec)
-            assert due is not Measurement.DEVICES
-            if due is Measurement.LINKS:
-                self.health.begin_measurement()
+            if due:
+                self.measured.append(due)
+                self.health.begin_measurement(due)
+            if Measurement.DEVICES in due:
+                self.health.conclude(
+                    spec, [DeviceSeconds(devices.get(host, 1.0), devices.get(host, 1.0)) for host in HOSTS]
+                )
+            if Measurement.LINKS in due:
                 pair_of = [{host: pair for pair in pairs for host in pair} for pairs in rounds]
                 factors = [exchanges.get(host, 1.0) for host in HOSTS]
                 measured = [
@@ -127,7 +144,8 @@ class Job:
             self.record.thread.submit(lambda: None).result(timeout=WAIT_S)
 
     def _record_event(self, kind: EventKind, **detail: object) -> None:
-        self.events.append((kind, str(detail["slow"]), str(detail["part"])))
+        if kind is not EventKind.LINKS_MEASURED:
+            self.events.append((kind, str(detail["slow"]), str(detail["part"])))
 
     def _show(self, found: tuple[tuple[SlowHost, ...], Slowdown | None]) -> None:
         self.shown, self.slowdown = found
@@ -153,6 +171,35 @@ def test_links_are_measured_late_if_something_else_was_to_be_measured_in_step_12
     assert job.record.fastest_links is not None
     job.run(96, {"b": 6.0}, a=5.0, b=5.0, c=5.0)
     assert job.events == [(EventKind.HOST_SLOW, "b", "link")]
+
+
+BOTH = Measurement.DEVICES | Measurement.LINKS
+
+
+def test_a_link_is_measured_with_devices_that_seem_to_be_slow() -> None:
+    """On a busy machine some host's devices often do; the next measurement would be minutes later."""
+    job = Job()
+    job.run(160)
+    job.run(32, {"b": 6.0}, {"c": 1.5}, a=5.0, b=5.0, c=5.0)
+    assert job.measured == [Measurement.LINKS, BOTH]
+    assert job.events == [(EventKind.HOST_SLOW, "b", "link")]
+
+
+def test_a_link_is_not_named_while_the_devices_of_a_host_are_slow() -> None:
+    """A slow processor makes its exchanges slow, too."""
+    job = Job()
+    job.run(160)
+    job.run(32, {"b": 6.0}, {"b": 3.0}, {"b": 3.0}, a=5.0, b=5.0, c=5.0)
+    assert job.measured == [Measurement.LINKS, BOTH]
+    assert job.events == [(EventKind.HOST_SLOW, "b", "compute")]
+
+
+def test_links_are_measured_to_compare_with_although_devices_are_suspected() -> None:
+    job = Job()
+    job.run(96)
+    job.run(32, None, {"c": 1.5})
+    assert job.measured == [BOTH]
+    assert job.record.fastest_links is not None
 
 
 def test_mail_that_is_slow_on_a_busy_machine_names_nobody() -> None:

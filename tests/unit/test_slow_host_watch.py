@@ -101,6 +101,7 @@ class RecordingControl(StandaloneControl):
     def __init__(self) -> None:
         super().__init__("host-0")
         self.found: list[tuple[EventKind, dict[str, str | float | bool]]] = []
+        self.links: list[tuple[EventKind, dict[str, str | float | bool]]] = []
         self.shown: tuple[SlowHost, ...] = ()
         self.slowdown: Slowdown | None = None
 
@@ -108,7 +109,7 @@ class RecordingControl(StandaloneControl):
         self.shown, self.slowdown = found
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
-        self.found.append((kind, detail))
+        (self.links if kind is EventKind.LINKS_MEASURED else self.found).append((kind, detail))
         return super().record_event(kind, **detail)
 
 

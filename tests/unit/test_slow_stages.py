@@ -94,9 +94,9 @@ class Job:
             self.step += 16
             self.clock.advance(100.0)
             spec = AccumulationSpec(name="pipeline", step=self.step, num_microbatches=8, reduction="exact")
-            is_due = self.health.choose_measurement(spec) is Measurement.DEVICES
-            if is_due:
-                self.health.begin_measurement()
+            due = self.health.choose_measurement(spec)
+            if Measurement.DEVICES in due:
+                self.health.begin_measurement(due)
                 self.health.conclude(spec, [device if host == "b" else SOUND for host in self.hosts])
             self.health.observe(spec, told)
             self.record.thread.submit(lambda: None).result(timeout=30)

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from standalone_world import make_world
 
 from resilient_jax.errors import CallerError, StateError
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import Corruption, FailPoint
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.step.assignment import AccumulationOptions
@@ -169,3 +170,11 @@ def test_the_axis_with_size_minus_1_takes_the_devices_that_are_left():
     assert make_mesh(jax.devices(), ("data", "model"), "this host").shape == {"data": count, "model": 1}
     with pytest.raises(CallerError, match=r"do not fit the \d+ devices of this host"):
         make_mesh(jax.devices(), {"data": count + 1}, "this host")
+
+
+@pytest.mark.parametrize("value", [["a"], None, np.float32(0.5), jnp.ones(())])
+def test_details_of_an_event_that_no_log_can_hold_are_refused(value: object):
+    world = make_world()
+    world.record_event(EventKind.STEP_COMMITTED, loss=0.5, note="as usual")
+    with pytest.raises(CallerError, match=r"record_event: found loss=.*, expected a str, int, float or bool"):
+        world.record_event(EventKind.STEP_COMMITTED, loss=value)  # pyright: ignore[reportArgumentType]
