@@ -205,7 +205,7 @@ def test_links_are_measured_to_compare_with_although_devices_are_suspected() -> 
 def test_mail_that_is_slow_on_a_busy_machine_names_nobody() -> None:
     job = Job()
     job.run(160)
-    job.run(320, dict.fromkeys(HOSTS, 3.0), **dict.fromkeys(HOSTS, 5.0))
+    job.run(320, dict.fromkeys(HOSTS, 3.0), a=5.0, b=5.0, c=5.0, d=5.0)
     assert job.events == []
 
 
