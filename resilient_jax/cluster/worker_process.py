@@ -215,7 +215,7 @@ class WorkerProcess:
                 elif not isinstance(message, Heartbeat):
                     on_message(message)
         except (FrameError, MessageError):
-            # Nobody would read what it sends from now on, so it would soon wait for ever.
+            # No task reads the connection from here on, so the worker would block on a full socket.
             logger.exception("a worker sent what cannot be read; it is ended")
             self.child.kill()
 

@@ -179,7 +179,7 @@ class SlowHostWatch:
         """
         if hosts.num_hosts == 1 or not rows.any():
             return
-        due = Measurement(int(rows[:, -1].max()))
+        due = Measurement(int(np.bitwise_or.reduce(rows[:, -1])))
         if self._judge is not None and due:
             self._judge.begin_measurement(due)
         if Measurement.DEVICES in due:
