@@ -185,7 +185,7 @@ def test_a_link_is_measured_with_devices_that_seem_to_be_slow() -> None:
     assert job.events == [(EventKind.HOST_SLOW, "b", "link")]
 
 
-def test_a_link_is_not_named_while_the_devices_of_a_host_are_slow() -> None:
+def test_a_link_is_not_named_by_a_measurement_that_finds_slow_devices() -> None:
     """A slow processor makes its exchanges slow, too."""
     job = Job()
     job.run(160)
