@@ -257,18 +257,25 @@ def compile_totals(spec: AccumulationSpec, microbatch: Tree, check: Callable[[],
     _add_in_place.lower(total, microbatch, limits).compile()
 
 
-def compile_merge(spec: AccumulationSpec, like: Tree, check: Callable[[], None]) -> None:
-    """Compile what merges the totals of a host's replicas, or makes an empty one, for the persistent cache.
+def compile_host_total(
+    spec: AccumulationSpec, like: Tree, check: Callable[[], None], *, has_several: bool
+) -> None:
+    """Compile the programs of a host's total, for the persistent cache.
+
+    A host that has computed nothing, because it is slow beside the others, begins with an empty one.
 
     Args:
         spec: of the accumulation.
         like: shapes, dtypes and shardings of the sums.
         check: raises if compiling is to end.
+        has_several: the host has several replicas, whose totals are merged.
     """
     check()
     limits = np.zeros(len(list_formats(spec, like)), np.int32)
     start = _make_start(spec.reduction, spec.num_microbatches).lower(like, limits)
     start.compile()
+    if not has_several:
+        return
     check()
     total = jax.tree.map(
         lambda leaf, parts: jax.tree.map(

@@ -21,7 +21,7 @@ from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
-from resilient_jax.step.running_total import compile_merge, compile_totals
+from resilient_jax.step.running_total import compile_host_total, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.train_step import TrainStep
@@ -158,8 +158,7 @@ def compile_step(
         ).compile()
         compile_totals(spec, _shapes(programs.abstract_sums, there), check)
     sums = _shapes(programs.abstract_sums, placement)
-    if len(seats) > 1:
-        compile_merge(spec, sums, check)
+    compile_host_total(spec, sums, check, has_several=len(seats) > 1)
     check()
     compile_read(spec, sums)
     check()
