@@ -429,7 +429,7 @@ def test_the_stage_of_a_host_that_is_gone_is_kept_until_the_others_have_its_bloc
         GenerationPhase.PAUSE,
         "b is not awaited: its stage is kept no longer, and layers are divided anew",
     )
-    assert job.generation.next_members == NextMembers(hosts=tuple("acd"), copy_timeout_s=60.0)
+    assert job.generation.next_members == NextMembers(hosts=tuple(map(HostName, "acd")), copy_timeout_s=60.0)
     job.wait(30.0)  # copies are made, and all train on
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 46)
