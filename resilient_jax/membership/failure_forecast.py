@@ -96,7 +96,7 @@ def expect_return_s(history: JobHistory, host: HostName, prior_s: float) -> floa
         if records:
             returns = sum(record.num_returns for record in records)
             return sum(record.return_s * record.num_returns for record in records) / returns
-    return next((time.mean_s for time in history.times if time.change is TimedChange.RETURN), prior_s)
+    return next((time.typical_s for time in history.times if time.change is TimedChange.RETURN), prior_s)
 
 
 def list_expected(history: JobHistory) -> list[HostName]:

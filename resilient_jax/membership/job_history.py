@@ -22,10 +22,10 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.failure_forecast import (
     MAX_RECORDS,
     add_return,
-    average,
     count_losses,
     forget_returns,
 )
+from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
@@ -39,6 +39,8 @@ from resilient_jax.protocol.recovery_records import (
 
 MAX_QUIESCE_S: Final = 5.0
 """Until all members are idle, as by default (`quiesce_timeout_s`). What lasts longer is a wait for hosts."""
+MAX_RECENT: Final = 5
+"""Of these measurements the median counts: two of them may be of a busy machine."""
 _TIMED: Final = {
     WorldChange.SHRINK: TimedChange.SHRINK,
     WorldChange.GROW: TimedChange.GROW,
@@ -57,7 +59,7 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         memory = dataclasses.replace(memory, decided_s=now)
     if after.number > before.number:
         history = _note_step_time(state, history, now)
-        memory = dataclasses.replace(memory, steady_since_s=None)
+        memory = dataclasses.replace(memory, steady_since_s=None, gives_up_stages=False)
         noticed = (m.host for m in before.members if has_notice(state, m.host))
         memory = dataclasses.replace(memory, noticed=frozenset(noticed))
         if after.phase is GenerationPhase.QUIESCE:
@@ -72,7 +74,8 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
             causes = find_loss_causes(state, failed)
             history, memory = _note_losses(history, memory, causes, after, now)
     elif before.phase is GenerationPhase.BOUNDARY:
-        memory = dataclasses.replace(memory, stalled_since_s=now)
+        gives_up = bool(list_absent(before)) and not list_absent(after) and before.members == after.members
+        memory = dataclasses.replace(memory, stalled_since_s=now, gives_up_stages=gives_up)
     elif after.phase is GenerationPhase.FORM and _has_waited(before, memory, now):
         memory = dataclasses.replace(memory, stalled_since_s=None)
     if after.phase is GenerationPhase.FORM and before.phase is not GenerationPhase.FORM:
@@ -150,8 +153,8 @@ def _note_losses(
 
 def add_time(history: JobHistory, change: TimedChange, seconds: float) -> JobHistory:
     """Return the history with one more measurement."""
-    old = next((time for time in history.times if time.change is change), MeasuredTime(change, 0.0, 0))
-    new = MeasuredTime(change, average(old.mean_s, old.count, seconds), old.count + 1)
+    old = next((time for time in history.times if time.change is change), MeasuredTime(change, (), 0))
+    new = MeasuredTime(change, (*old.recent_s, seconds)[-MAX_RECENT:], old.count + 1)
     others = tuple(time for time in history.times if time.change is not change)
     return msgspec.structs.replace(history, times=(*others, new))
 
@@ -193,7 +196,8 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         )
         change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
         decision = generation.decision
-        if generation.slowness.divided_in == generation.number and not is_restored:
+        is_divided = generation.slowness.divided_in == generation.number or memory.gives_up_stages
+        if is_divided and not is_restored:
             change = TimedChange.REDIVIDE
         elif decision is not None and (decision.action, decision.number) == (
             RecoveryAction.KEEP_STAGES,

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that are kept for hosts which are away: meanwhile their replicas compute nothing. Pure.
+"""Stages of a pipeline that are kept though their hosts are away: meanwhile their replicas compute nothing. Pure.
 
 The generation has the hosts of all replicas in their order, absent ones too, and every worker divides the model by it.
 The other hosts of such a replica stay holders of their blocks. So nothing moves but the blocks of a host that is back.
@@ -19,9 +19,7 @@ MAX_GROUPS: Final = 8
 """Of hosts that are noted as long as no member has said in which order they are: that takes one step."""
 
 
-def find_stage_loss(
-    kept: Collection[HostStatus], joiners: Collection[HostStatus], awaited: Collection[HostName]
-) -> StageLoss | None:
+def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus]) -> StageLoss | None:
     """Return what the loss of a host makes of a pipeline, as its first members have estimated it; None: not known.
 
     Of several hosts at once it is not. With hosts that take their places the model is cut anew in any case.
@@ -29,12 +27,11 @@ def find_stage_loss(
     Args:
         kept: the members that are left.
         joiners: hosts that join in this change.
-        awaited: the hosts that are expected back.
     """
     losses = _find_losses(kept)
     lost = [one for one in losses if one.host not in {status.host for status in kept}]
     is_one = len(lost) == 1 and len(losses) == len(kept) + 1
-    return lost[0] if is_one and not joiners and lost[0].host in awaited else None
+    return lost[0] if is_one and not joiners else None
 
 
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:
@@ -97,7 +94,7 @@ def _list_stage_hosts(
 
 
 def list_absent(generation: Generation) -> tuple[HostName, ...]:
-    """Return the hosts for which stages are kept."""
+    """Return the hosts whose stages are kept."""
     return tuple(host for host in generation.stage_hosts if generation.find_member(host) is None)
 
 

@@ -119,5 +119,8 @@ def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
     if overdue := find_overdue(state, now):
-        return f"{join_names(overdue)} did not come back: its stage is kept no longer, and layers are divided anew"
+        decision = state.generation.decision
+        is_awaited = decision is not None and not set(overdue).isdisjoint(decision.awaited)
+        why = "did not come back" if is_awaited else "is not awaited"
+        return f"{join_names(overdue)} {why}: its stage is kept no longer, and layers are divided anew"
     return None if has_service(state) else "the coordination service has ended"

@@ -86,7 +86,7 @@ def decide_after_loss(
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
-    stage = find_stage_loss(kept, joiners, awaited)
+    stage = find_stage_loss(kept, joiners)
     loss = Loss(
         places=places,
         ready=len(present),
@@ -97,26 +97,28 @@ def decide_after_loss(
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
         stage=stage,
-        stage_return_s=awaited[stage.host] if stage is not None else 0.0,
+        stage_return_s=awaited.get(stage.host) if stage is not None else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     lost = (one.host for one in generation.history.away if one.number == generation.number)
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        decision = _record(state, choice, (), [stage.host], about=lost)
+        decision = _record(state, choice, (), [stage.host] if choice.wait_s else [], about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     return _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
-    """Return the hosts for which stages were kept long enough; none while the decision to keep them lasts.
+    """Return the hosts whose stages were kept long enough; none while the decision to wait for them lasts.
 
     None of them is on its way, or has a seat.
     """
     decision = state.generation.decision
-    is_kept = decision is not None and decision.action is RecoveryAction.KEEP_STAGES
-    if is_kept and not is_wait_over(state, now):
+    is_awaited = (
+        decision is not None and decision.action is RecoveryAction.KEEP_STAGES and decision.wait_s > 0
+    )
+    if is_awaited and not is_wait_over(state, now):
         return ()
     return tuple(host for host in list_absent(state.generation) if not _has_seat_or_comes(state, host))
 

@@ -5,7 +5,8 @@ options exclude each other by the rules: hosts that can go on in place never for
 taken while there is a newer one. Such an option is listed with its score, and with the reason why it is not possible.
 
 What is left to choose:
-- after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause;
+- after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause; where a
+  pipeline has lost a stage, whether its blocks move at once (`stage_prices`);
 - while others train: that hosts which are ready join now, or together with others that are on their way, or later,
   because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
   which they would join without a pause of their own; and a host that is lost again and again costs one each time.
@@ -24,6 +25,7 @@ from typing import Final
 from resilient_jax.ids import HostName
 from resilient_jax.membership.failure_forecast import estimate_rate
 from resilient_jax.membership.return_groups import PATIENCE, ReturnGroup, group_returns, list_phases
+from resilient_jax.membership.stage_prices import find_break_even_s, price_copied, price_cut, price_kept
 from resilient_jax.planning.recovery_score import Phase, describe_s, score_phases
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
@@ -67,7 +69,7 @@ class Loss:
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
         stage: what the loss makes of a pipeline, if one host was lost and that is known.
-        stage_return_s: until that host is expected to be ready, in seconds; 0: it is the first of `awaited`.
+        stage_return_s: until that host is expected to be ready, in seconds; None: it is none of those that are awaited.
     """
 
     places: int
@@ -79,7 +81,7 @@ class Loss:
     needs_restore: bool = False
     may_wait: bool = True
     stage: StageLoss | None = None
-    stage_return_s: float = 0.0
+    stage_return_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,7 @@ def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collect
         hosts: that train from then on, those that join included.
         joining: the hosts that join.
     """
-    measured = {time.change: time.mean_s for time in history.times}
+    measured = {time.change: time.typical_s for time in history.times}
     next_failure_s = 1 / estimate_rate(history, hosts)
     return Prices(
         seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
@@ -170,6 +172,8 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
         action: _price_after_loss(action, loss, prices, _explain_refusal(action, usual, loss))
         for action in _CHANGE_OF
     }
+    keep, own = _price_kept_stage(loss, prices, _explain_refusal(RecoveryAction.KEEP_STAGES, usual, loss))
+    options[RecoveryAction.KEEP_STAGES] = keep
     waits = [
         (_price_wait(loss, prices, num_groups, _explain_refusal(RecoveryAction.WAIT, usual, loss)), group)
         for num_groups, group in enumerate(group_returns(loss.awaited), 1)
@@ -181,21 +185,18 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     stop = RecoveryOption(
         action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0, why_not="hosts can go on"
     )
-    reachable = min(loss.ready + len(loss.awaited), loss.places)
-    chosen = choose_option(options, usual, prices, reachable / loss.places)
-    waits_for = last if chosen is RecoveryAction.WAIT else None
-    if chosen is RecoveryAction.KEEP_STAGES:
-        waits_for = _find_own_return(loss)
+    chosen = choose_option(options, usual, prices, _find_reachable(loss))
+    waits_for = {RecoveryAction.WAIT: last, RecoveryAction.KEEP_STAGES: own}.get(chosen)
     wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
-    if chosen is RecoveryAction.KEEP_STAGES:
-        wait_s = max(wait_s, _find_break_even_s(loss, prices))
+    if waits_for is not None and loss.stage is not None and chosen is RecoveryAction.KEEP_STAGES:
+        break_even_s = find_break_even_s(loss.stage, _find_present_speed(loss), prices.seconds)
+        wait_s = max(wait_s, min(break_even_s, prices.next_failure_s))
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
     return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
 
 
 _CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
     RecoveryAction.SHRINK: TimedChange.SHRINK,
-    RecoveryAction.KEEP_STAGES: TimedChange.KEEP_STAGES,
     RecoveryAction.REPLACE: TimedChange.GROW,
     RecoveryAction.REFORM: TimedChange.REFORM,
     RecoveryAction.RESTORE: TimedChange.RESTORE,
@@ -229,49 +230,55 @@ def _find_usual(loss: Loss) -> RecoveryAction:
 def _price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
     # A shrink leaves out hosts that are ready in their seats.
     ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
-    pause_s, speed = prices.seconds[_CHANGE_OF[action]], ready / loss.places
+    first = Phase(pause_s=prices.seconds[_CHANGE_OF[action]], speed=ready / loss.places)
+    if loss.stage is not None and action is RecoveryAction.SHRINK:
+        first = price_cut(loss.stage, _find_present_speed(loss), prices.seconds)
     join_s = _find_join_s(loss, prices)
-    later = group_returns(loss.awaited)
-    if loss.stage is not None and action is RecoveryAction.KEEP_STAGES:
-        own = _find_own_return(loss)
-        # Another host that joins sooner would end it.
-        later = [own, *(one for one in later if one.return_s > own.return_s)] if own.count else later
-        speed = (ready + 1) / loss.places * loss.stage.kept
-    elif loss.stage is not None and action is RecoveryAction.SHRINK:
-        speed = (ready + 1) / loss.places * loss.stage.cut
-        pause_s += _find_move_s(loss.stage, prices)
-    first = Phase(pause_s=pause_s, speed=speed)
-    phases = list_phases(first, ready, later, join_s=join_s, places=loss.places)
+    phases = list_phases(first, ready, group_returns(loss.awaited), join_s=join_s, places=loss.places)
     return make_option(action, phases, ready, prices, why_not)
 
 
-def _find_own_return(loss: Loss) -> ReturnGroup:
-    """Return when the host of the lost stage is expected back; the count is 0 if none is."""
-    return_s = loss.stage_return_s or min(loss.awaited, default=0.0)
-    return ReturnGroup(return_s, sum(one <= return_s for one in loss.awaited))
-
-
-def _find_move_s(stage: StageLoss, prices: Prices) -> float:
-    """Return how much longer a shrink is because blocks move; 0 if it was measured, and has that in it.
-
-    When the host is back they move without a pause: they are copied before.
+def _price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[RecoveryOption, ReturnGroup | None]:
+    """Return the option to keep the lost stage, and until when its host is waited for; None: it is not, and the stage
+    is kept until its blocks are copied.
     """
-    return 0.0 if TimedChange.SHRINK in prices.measured else stage.move_s
+    action, stage, ready = RecoveryAction.KEEP_STAGES, loss.stage, loss.ready
+    if stage is None:
+        first = Phase(pause_s=prices.seconds[TimedChange.KEEP_STAGES], speed=ready / loss.places)
+        return make_option(action, (first,), ready, prices, why_not), None
+    present, join_s, later = (
+        _find_present_speed(loss),
+        _find_join_s(loss, prices),
+        group_returns(loss.awaited),
+    )
+    copied, divided = price_copied(stage, present, prices.seconds)
+    divided_s = copied.pause_s + (copied.training_s or 0.0)
+    then = [ReturnGroup(max(one.return_s - divided_s, 0.0), one.count) for one in later]
+    phases = (copied, *list_phases(divided, ready, then, join_s=join_s, places=loss.places))
+    without = make_option(action, phases, ready, prices, why_not)
+    if loss.stage_return_s is None or not loss.can_join_in_place:
+        return without, None
+    # Another host that joins sooner would end it.
+    own = ReturnGroup(loss.stage_return_s, sum(one <= loss.stage_return_s for one in loss.awaited))
+    later = [own, *(one for one in later if one.return_s > own.return_s)]
+    first = price_kept(stage, present, prices.seconds)
+    phases = list_phases(first, ready, later, join_s=join_s, places=loss.places)
+    awaiting = make_option(action, phases, ready, prices, why_not)
+    return (awaiting, own) if awaiting.score >= without.score else (without, None)
 
 
-def _find_break_even_s(loss: Loss, prices: Prices) -> float:
-    """Return when a kept stage has cost as much as to move blocks would, in seconds; until the next failure at most.
+def _find_present_speed(loss: Loss) -> float:
+    """Return the speed before the loss of a stage, as a part of that of all hosts."""
+    return (loss.ready + 1) / loss.places
 
-    To move them then is 2-competitive: whenever the host is back, at most about twice the least is lost.
-    """
-    assert loss.stage is not None, "else no stage is kept"
-    # T = (longer pause) / (speed lost)
-    slower = (loss.ready + 1) / loss.places * (loss.stage.cut - loss.stage.kept)
-    seconds = prices.seconds
-    longer_s = seconds[TimedChange.SHRINK] - seconds[TimedChange.KEEP_STAGES]
-    longer_s += _find_move_s(loss.stage, prices)
-    most_s = prices.next_failure_s
-    return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
+
+def _find_reachable(loss: Loss) -> float:
+    """Return the best speed that any option reaches, as a part of that of all hosts."""
+    back = min(loss.ready + len(loss.awaited), loss.places) / loss.places
+    if loss.stage is None:
+        return back
+    here = _find_present_speed(loss) * max(loss.stage.cut, loss.stage.kept)
+    return max(here, back) if loss.awaited else here
 
 
 def _price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
@@ -319,13 +326,11 @@ def _explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) 
 
 
 def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
-    """Return why the stage of a lost host cannot be kept for it; empty if it can."""
+    """Return why the stage of a lost host cannot be kept; empty if it can."""
     if loss.stage is None:
         return "no stage of a pipeline is to be kept"
-    if usual is not RecoveryAction.SHRINK or not loss.can_join_in_place:
-        return "a host that comes back would not find its world"
-    if not loss.awaited:
-        return "no host is on its way back"
+    if usual is not RecoveryAction.SHRINK:
+        return "the hosts do not go on as they are"
     return "" if loss.stage.kept else "no other replica is complete"
 
 
@@ -438,9 +443,12 @@ def make_choice(
         options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)
     )
     first, *others = ordered
-    reason = f"the job {_ACTION_TEXTS[chosen]}: {first.num_hosts} hosts after {first.pause_s:.2g} s"
+    text = _ACTION_TEXTS[chosen]
+    if chosen is RecoveryAction.KEEP_STAGES and not wait_s:
+        text = "keeps the stage of the lost host until others have copies of its blocks"
+    reason = f"the job {text}: {first.num_hosts} hosts after {first.pause_s:.2g} s"
     if chosen in WAITING_ACTIONS:
-        reason = f"the job {_ACTION_TEXTS[chosen]}, for {wait_s:.2g} s at most"
+        reason = f"the job {text}, for {wait_s:.2g} s at most"
     rival = next((option for option in others if not option.why_not), None)
     if rival is None:
         why = "nothing else is possible"

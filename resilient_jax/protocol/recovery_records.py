@@ -1,6 +1,7 @@
 """What a job's leader decided at a change of members, and what the decision rests on; kept in the generation."""
 
 import enum
+import statistics
 
 import msgspec
 
@@ -14,8 +15,8 @@ class RecoveryAction(enum.StrEnum):
     SHRINK = "shrink"
     """Go on in place with the hosts that are left."""
     KEEP_STAGES = "keep_stages"
-    """Go on in place without moving blocks of a pipeline: the stage of the lost host is kept for it, and its replica
-    computes nothing until it is back."""
+    """Go on in place without moving blocks of a pipeline: the stage of the lost host is kept, and its replica computes
+    nothing until the host is back, or others have copies of its blocks."""
     REPLACE = "replace"
     """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
     REFORM = "reform"
@@ -82,7 +83,8 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         next_failure_s: the expected time to the next failure.
         joining: of a choice while others train: the hosts that are ready to join.
         awaited: the hosts that are waited for.
-        wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out.
+        wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out. A
+            stage that is kept with 0 is given up as soon as others have copies of its blocks.
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
         devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
         stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
@@ -107,7 +109,7 @@ class TimedChange(enum.StrEnum):
     SHRINK = "shrink"
     """From the loss of a host to the end of the next step, less a step, in place with those that are left."""
     KEEP_STAGES = "keep_stages"
-    """The same with the stage of the lost host kept for it."""
+    """The same with the stage of the lost host kept."""
     GROW = "grow"
     """The same for a change in place with hosts that join."""
     REFORM = "reform"
@@ -115,7 +117,8 @@ class TimedChange(enum.StrEnum):
     RESTORE = "restore"
     """The same for a change in which the state is read from a snapshot or a checkpoint."""
     REDIVIDE = "redivide"
-    """The same for a change in which layers are divided anew, and all members stay."""
+    """The same for a change in which layers are divided anew, and all members stay: by their speeds, or since a stage
+    is kept no longer."""
     RETURN = "return"
     """From the loss of a host's worker until the host is ready to join again."""
 
@@ -125,13 +128,22 @@ class MeasuredTime(msgspec.Struct, frozen=True):
 
     Attributes:
         change: of what.
-        mean_s: the mean, in which the last few count most.
+        recent_s: the last few measurements, the newest last.
         count: how often it was measured.
     """
 
     change: TimedChange
-    mean_s: float
+    recent_s: tuple[float, ...]
     count: int
+
+    @property
+    def typical_s(self) -> float:
+        """The median of the last few, of two the smaller one: a machine that is busy for a while makes times longer.
+
+        >>> MeasuredTime(TimedChange.GROW, (0.6, 9.0, 0.5), 3).typical_s
+        0.6
+        """
+        return statistics.median_low(self.recent_s)
 
 
 class HostFailures(msgspec.Struct, frozen=True):

@@ -1,7 +1,11 @@
-"""A pipeline whose blocks are slow to move keeps the stage of a lost worker for it, and none of them moves."""
+"""A pipeline whose blocks are slow to move keeps the stage of a lost worker for it, and none of them moves.
+
+That of a host which is gone for good it keeps until others have copies of its blocks: nor do they move in a pause then.
+"""
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pipelined_job import PipelinedJob
@@ -13,6 +17,11 @@ from resilient_jax.protocol.failpoints import FailPoint
 HOSTS, STAGES = 4, 2
 SLOW_NETWORK = "state_bytes_per_s=1000"
 """The model has some 100 KB: to move a stage would take a minute, twice; a worker is back in seconds."""
+SLOW_TO_COPY = "state_bytes_per_s=500"
+"""Half a minute for what moves to one host, by which the leader decides. In fact it is copied in some steps."""
+NOBODY_COMES_BACK = ("--host-restart-delay", "-1")
+ESTIMATED_STEPS = 4
+"""From the second step on the first hosts say what a loss would cost."""
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +64,32 @@ def test_a_stage_is_kept_for_a_worker_that_comes_back_and_no_block_moves_between
     moved = list_events(job, EventKind.PIPELINE_STATE_KEPT, after=before.number)
     got = {e.host for e in moved if int(str(e.detail["received"])) or int(str(e.detail["copied"]))}
     assert got == {host}, "the one that is back, and it alone"
+
+
+@pytest.mark.timeout(600)
+def test_the_blocks_of_a_host_that_is_gone_are_copied_while_the_others_train(tmp_path: Path) -> None:
+    with PipelinedJob(
+        tmp_path, HOSTS, STAGES, parity=2, words=[SLOW_TO_COPY], options=NOBODY_COMES_BACK
+    ) as job:
+        job.wait_protected(HOSTS)
+        report = job.wait_training(HOSTS)
+        assert report.generation is not None
+        # With the leader the world's coordination service would be gone.
+        gone = next(m.host for m in report.generation.members if m.host != report.leader)
+        job.hold(FailPoint.BEFORE_INPUT_GRADIENT, [gone], ahead=ESTIMATED_STEPS)
+        job.signal(JobComponent.HOST, gone, signal.SIGKILL)
+        job.job.release()
+        decided = job.job.wait_event(
+            "a decision", lambda e: e.kind is EventKind.RECOVERY_DECIDED, job.patience_s
+        )
+        kept = decided.generation or 0
+        job.wait_training(HOSTS - 1, kept)
+        job.finish()
+    assert (decided.detail["action"], decided.detail["wait_s"]) == ("keep_stages", 0)
+    assert "shrink: score" in str(decided.detail["options"])
+    formed = list_events(job, EventKind.PIPELINE_FORMED, after=kept - 1)
+    away = {e.generation: "(away)" in str(e.detail["cut"]) for e in formed}
+    assert away == {kept: True, kept + 1: False}
+    moved = list_events(job, EventKind.PIPELINE_STATE_KEPT, after=kept - 1)
+    assert {int(e.detail["received"]) for e in moved} == {0}, "nothing moved in either pause"
+    assert {e.generation for e in moved if int(e.detail["copied"])} == {kept + 1}

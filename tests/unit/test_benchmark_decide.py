@@ -64,6 +64,7 @@ OUTCOME = Outcome(
         TimedChange.KEEP_STAGES: 1.0,
         TimedChange.GROW: 2.0,
         TimedChange.REFORM: 10.0,
+        TimedChange.REDIVIDE: 2.0,
     },
     returned_s=(20.0,),
     failed_s=100.0,
@@ -91,8 +92,11 @@ def test_what_the_two_ways_of_a_pipeline_are_worth():
     stage = StageLoss(host=HostName("d"), kept=0.5, cut=0.7, move_s=5.0)
     outcome = dataclasses.replace(OUTCOME, stage=stage)
     usual = RecoveryAction.SHRINK
+    copied = dataclasses.replace(outcome, num_awaited=0)
     assert play_loss(RecoveryAction.KEEP_STAGES, usual, loss, outcome) == pytest.approx(19 * 0.5 + 78)
     assert play_loss(usual, usual, loss, outcome) == pytest.approx((20 - 6) * 0.7 + 100 - 20 - 2)
+    expected = 5 * 0.5 + (20 - 1 - 5 - 2) * 0.7 + 78
+    assert play_loss(RecoveryAction.KEEP_STAGES, usual, loss, copied) == pytest.approx(expected)
 
 
 def test_one_of_two_hosts_may_be_waited_for():

@@ -153,7 +153,7 @@ def test_a_job_measures_its_changes_and_passes_them_on():
     assert history.host_losses[0].return_s == pytest.approx(5.5)
     assert history.away == ()
     assert history.step_s == pytest.approx(1.0)
-    assert {time.change: time.mean_s for time in history.times} == {
+    assert {time.change: time.typical_s for time in history.times} == {
         TimedChange.SHRINK: pytest.approx(0.5),
         TimedChange.RETURN: pytest.approx(5.5),
     }

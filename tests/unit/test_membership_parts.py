@@ -19,7 +19,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorldChange,
 )
-from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.protocol.state_records import NextMembers, StageLoss, StatePart
@@ -399,6 +399,69 @@ def test_the_stage_of_a_lost_worker_is_kept_for_it_and_it_has_it_again():
     join_again(job, "b")
     assert sorted(job.members) == list("abcd")
     assert job.generation.stage_hosts == tuple("abcd"), "in seats b is the last one now"
+
+
+def lose_host(move_s: float = 50.0) -> Job:
+    """Return a job that has lost b for good, after steps of a second."""
+    job = sharded("abcd", spare_seats=8)
+    job.wait(10.0)
+    job.train(15)
+    job.report("a", part=estimate(job, move_s=move_s))
+    for name in "bcd":
+        job.report(name, part=PARTS[name])
+    job.give(HostLeft(HostName("b")))
+    job.wait(0.5)
+    unwind(job, "c", "d", step=15)
+    job.acknowledge("a", step=15, part=estimate(job, move_s=move_s))
+    return job
+
+
+def test_the_stage_of_a_host_that_is_gone_is_kept_until_the_others_have_its_blocks():
+    job = lose_host()
+    decision = job.generation.decision
+    assert decision is not None
+    assert (decision.action, decision.wait_s, decision.awaited) == (RecoveryAction.KEEP_STAGES, 0.0, ())
+    assert (job.members, job.generation.stage_hosts) == (list("acd"), tuple("abcd"))
+    job.form()
+    assert job.phase is GenerationPhase.ACTIVE
+    job.train(16)
+    assert (job.phase, job.generation.reason) == (
+        GenerationPhase.PAUSE,
+        "b is not awaited: its stage is kept no longer, and layers are divided anew",
+    )
+    assert job.generation.next_members == NextMembers(hosts=tuple(map(HostName, "acd")), copy_timeout_s=60.0)
+    job.wait(30.0)  # copies are made, and all train on
+    assert job.phase is GenerationPhase.PAUSE
+    stop_at_boundary(job, 46)
+    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acd"), ())
+
+
+def test_the_two_pauses_of_a_stage_that_is_given_up_are_measured_each_as_what_it_is():
+    job = lose_host()
+    job.form()
+    job.wait(1.25)
+    job.train(16)
+    stop_at_boundary(job, 17)
+    job.form()
+    job.wait(1.5)
+    job.train(17)
+    change_leader(job)  # what is measured is written with the next decision
+    job.give(HostLeft(HostName("d")))
+    assert {one.change: one.typical_s for one in job.generation.history.times} == {
+        TimedChange.KEEP_STAGES: pytest.approx(0.75),
+        TimedChange.REDIVIDE: pytest.approx(0.5),
+    }
+
+
+def test_a_loss_while_blocks_are_copied_is_decided_at_once():
+    job = lose_host()
+    job.form()
+    job.train(16)
+    job.give(HostLeft(HostName("d")))
+    for name in "ac":
+        job.acknowledge(name, step=16, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
+    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("ac"), ())
+    assert job.generation.next_members is None
 
 
 def test_where_blocks_move_in_no_time_the_model_is_cut_anew():

@@ -1,11 +1,22 @@
 """What the loss of a host would make of a pipeline: against the schedule played task by task, and over layouts."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import PATIENCE, PRIOR_S, Loss, Prices, choose_after_loss
+from resilient_jax.membership.next_members import COPY_TIMEOUT_S
+from resilient_jax.membership.recovery_policy import (
+    PATIENCE,
+    PRIOR_S,
+    Choice,
+    Loss,
+    Prices,
+    choose_after_loss,
+)
+from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline_schedule.rerouting import reroute
@@ -13,8 +24,8 @@ from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_ro
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.pipeline_schedule.teams import make_teams, share_in_complete_teams, share_microbatches
-from resilient_jax.planning.recovery_score import HOUR_S
-from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.planning.recovery_score import HOUR_S, Phase, score_phases
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 
 SCHEDULE = PipelineSchedule.ZERO_BUBBLE
@@ -102,7 +113,7 @@ def test_no_rerouting_of_later_steps_is_faster_than_a_replica_that_computes_noth
 def choose(
     stage: StageLoss, hosts: int, returned_s: float, next_failure_s: float = 3 * HOUR_S
 ) -> RecoveryAction:
-    loss = Loss(places=hosts, ready=hosts - 1, awaited=(returned_s,), stage=stage)
+    loss = Loss(places=hosts, ready=hosts - 1, awaited=(returned_s,), stage=stage, stage_return_s=returned_s)
     return choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s)).action
 
 
@@ -134,17 +145,91 @@ def test_blocks_move_where_that_pays_until_the_host_is_back(
     assert choose(stage, stages * replicas, returned_s) is action
 
 
-def test_a_host_that_is_not_expected_back_has_no_stage_kept():
-    stage = StageLoss(host=HostName("a"), kept=0.9, cut=0.95, move_s=1e3)
-    loss = Loss(places=8, ready=7, stage=stage)
+def lose_for_good(stage: StageLoss, **seconds: float) -> Choice:
+    """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
+    known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
+    loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
+    return choose_after_loss(
+        loss, Prices(seconds=known, next_failure_s=HOUR_S, measured=frozenset(map(TimedChange, seconds)))
+    )
+
+
+def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:
+    (found,) = [one for one in choice.options if one.action is action]
+    return found
+
+
+SLOW_TO_MOVE = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=50.0)
+
+
+def test_the_stage_of_a_host_that_nobody_awaits_is_kept_until_its_blocks_are_copied():
+    choice = lose_for_good(SLOW_TO_MOVE)
+    assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
+    assert "until others have copies of its blocks" in choice.reason
+    assert "for it" not in choice.reason
+    cut = find_option(choice, RecoveryAction.SHRINK)
+    assert (cut.why_not, cut.pause_s) == ("", pytest.approx(50.2))
+
+
+@pytest.mark.parametrize(("move_s", "kept"), [(0.3, 0.5), (50.0, 0.05), (50.0, 0.0)])
+def test_blocks_that_move_soon_or_for_which_the_others_lose_too_much_move_at_once(move_s: float, kept: float):
+    stage = StageLoss(host=HostName("a"), kept=kept, cut=0.6, move_s=move_s)
+    assert lose_for_good(stage).action is RecoveryAction.SHRINK
+
+
+def test_what_is_not_copied_in_time_moves_in_the_pause_and_is_priced_so():
+    stage = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=COPY_TIMEOUT_S + 100.0)
+    choice = lose_for_good(stage)
+    divided_s = PRIOR_S[TimedChange.REDIVIDE] + 100.0
+    trained_s = HOUR_S - PRIOR_S[TimedChange.KEEP_STAGES] - COPY_TIMEOUT_S - divided_s
+    expected = (COPY_TIMEOUT_S * 0.5 + trained_s * 0.6) / HOUR_S
+    assert find_option(choice, RecoveryAction.KEEP_STAGES).score == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "slow", [{"keep_stages": 30.0}, {"shrink": 30.0}, {"shrink": 0.2, "keep_stages": 99.0}]
+)
+def test_a_pause_that_was_measured_on_a_busy_machine_does_not_decide_between_two_ways_that_have_it(
+    slow: dict[str, float],
+):
+    assert lose_for_good(SLOW_TO_MOVE, **slow).action is RecoveryAction.KEEP_STAGES
+    quick = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=0.1)
+    assert lose_for_good(quick, **slow).action is RecoveryAction.SHRINK
+
+
+def test_no_speed_that_hosts_cannot_reach_hides_what_is_saved():
+    """Of four hosts three have a quarter of the speed that is left: what lasts until the next failure saves nothing."""
+    stage = StageLoss(host=HostName("a"), kept=0.15, cut=0.2, move_s=20.0)
+    assert lose_for_good(stage).action is RecoveryAction.KEEP_STAGES
+
+
+def test_a_host_that_is_back_too_late_is_not_waited_for_while_its_blocks_are_copied():
+    stage = StageLoss(host=HostName("a"), kept=0.3, cut=0.9, move_s=50.0)
+    loss = Loss(places=4, ready=3, awaited=(200.0,), stage=stage, stage_return_s=200.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
-    assert choice.action is RecoveryAction.SHRINK
-    (kept,) = [one for one in choice.options if one.action is RecoveryAction.KEEP_STAGES]
-    assert (kept.why_not, kept.score > 0) == ("no host is on its way back", True)
+    copied = find_option(choice, RecoveryAction.KEEP_STAGES)
+    first, second = price_copied(stage, 1.0, PRIOR_S)
+    later = Phase(pause_s=PRIOR_S[TimedChange.GROW], speed=1.0)
+    second = dataclasses.replace(second, training_s=200.0 - 50.0 - first.pause_s - second.pause_s)
+    assert copied.score == pytest.approx(score_phases((first, second, later), HOUR_S))
+
+
+def test_a_host_that_cannot_come_back_into_its_world_is_not_waited_for():
+    loss = Loss(
+        places=4,
+        ready=3,
+        awaited=(100.0,),
+        stage=SLOW_TO_MOVE,
+        stage_return_s=100.0,
+        can_join_in_place=False,
+    )
+    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    kept = find_option(choice, RecoveryAction.KEEP_STAGES)
+    assert (choice.action, kept.why_not, choice.wait_s) == (RecoveryAction.KEEP_STAGES, "", 0.0)
 
 
 def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
-    stage = StageLoss(host=HostName("a"), kept=0.8, cut=1.0, move_s=85.0)
+    stage = StageLoss(host=HostName("a"), kept=0.95, cut=1.0, move_s=85.0)
     loss = Loss(places=7, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert choice.action is RecoveryAction.KEEP_STAGES
@@ -162,11 +247,12 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
 ):
     """The host is expected in a second, and comes back whenever it likes."""
     stage = StageLoss(host=HostName("a"), kept=0.95 - difference, cut=0.95, move_s=move_s)
-    loss = Loss(places=32, ready=31, awaited=(1.0,), stage=stage)
+    loss = Loss(places=32, ready=31, awaited=(1.0,), stage=stage, stage_return_s=1.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
         return
-    moves_s, wait_s = move_s, choice.wait_s
-    kept_s = min(returned_s, wait_s) * difference + (moves_s if returned_s > wait_s else 0.0)
+    copied_s = PRIOR_S[TimedChange.REDIVIDE] + move_s * difference
+    wait_s = choice.wait_s
+    kept_s = min(returned_s, wait_s) * difference + (copied_s if returned_s > wait_s else 0.0)
     # Of the speed that a cut has; PATIENCE for the first return is on top.
-    assert kept_s <= 2 * min(moves_s, returned_s * difference) + 2.0
+    assert kept_s <= 2 * min(move_s, copied_s, returned_s * difference) + 2.0

@@ -16,6 +16,8 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.failure_forecast import add_return, count_losses, expect_return_s
+from resilient_jax.membership.job_history import MAX_RECENT
+from resilient_jax.membership.next_members import COPY_TIMEOUT_S
 from resilient_jax.membership.recovery_policy import (
     PATIENCE,
     PRIOR_S,
@@ -128,13 +130,27 @@ def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome
     hosts = loss.ready + len(waited)
     if action is RecoveryAction.WAIT:
         speed = hosts / places
-    elif outcome.stage is not None and action is RecoveryAction.KEEP_STAGES:
-        change_s, speed = outcome.seconds[TimedChange.KEEP_STAGES], (hosts + 1) / places * outcome.stage.kept
     elif outcome.stage is not None:
-        change_s += outcome.stage.move_s
-        speed = (hosts + 1) / places * outcome.stage.cut
+        return _play_lost_stage(action, loss, outcome, outcome.stage)
     course.spend(change_s)
     _take_back(course, left, hosts, speed, join_s=join_s, places=places)
+    return course.work
+
+
+def _play_lost_stage(action: RecoveryAction, loss: Loss, outcome: Outcome, stage: StageLoss) -> float:
+    """Return the work after the loss of a stage: `num_awaited` hosts are waited for if it is kept; 0: it is copied."""
+    course, places, seconds = _Course(outcome.failed_s), loss.places, outcome.seconds
+    kept, cut = ((loss.ready + 1) / places * speed for speed in (stage.kept, stage.cut))
+    is_kept = action is RecoveryAction.KEEP_STAGES
+    course.spend(seconds[TimedChange.KEEP_STAGES if is_kept else TimedChange.SHRINK])
+    if not is_kept:
+        course.spend(stage.move_s)
+    elif not outcome.num_awaited:
+        course.spend(min(stage.move_s, COPY_TIMEOUT_S), kept)
+        course.spend(seconds[TimedChange.REDIVIDE] + max(stage.move_s - COPY_TIMEOUT_S, 0.0))
+    speed = kept if is_kept and outcome.num_awaited else cut
+    left = sorted(outcome.returned_s)
+    _take_back(course, left, loss.ready, speed, join_s=seconds[TimedChange.GROW], places=places)
     return course.work
 
 
@@ -242,6 +258,9 @@ def _play_loss(chance: random.Random) -> _Played:
         is_in_place=stage is not None or chance.random() < 0.5,
         can_join_in_place=stage is not None or chance.random() < 0.5,
         stage=stage,
+        stage_return_s=min((expected for expected, _ in awaited), default=None)
+        if stage is not None
+        else None,
     )
     names = {_name(number) for number in range(lost - len(awaited), places)}
     choice = choose_after_loss(loss, price_job(job.history, names))
@@ -298,6 +317,7 @@ def _compare(
     """Play all options; of a wait also for other numbers of hosts than the policy's."""
     possible = {option.action for option in choice.options if not option.why_not}
     waits = {RecoveryAction.WAIT, RecoveryAction.GATHER}
+    keeps = possible & {RecoveryAction.KEEP_STAGES}
 
     def make(number: int) -> Outcome:
         wait_s = PATIENCE * awaited[number - 1] if number else 0.0
@@ -306,10 +326,10 @@ def _compare(
     works = {(action, 0): play(action, make(0)) for action in possible - waits}
     works |= {
         (action, number): play(action, make(number))
-        for action in possible & waits
+        for action in (possible & waits) | keeps
         for number in range(1, len(awaited) + 1)
     }
-    chosen = works[choice.action, choice.num_awaited if choice.action in waits else 0]
+    chosen = works[choice.action, choice.num_awaited]
     all_waited = works.get((waiting, len(awaited)), works[at_once, 0])
     # A failure that comes before anybody trains leaves no option any work.
     return _Played(
@@ -364,7 +384,7 @@ def _draw_job(chance: random.Random, places: int, *, away: int) -> _DrawnJob:
     for change, mean_s in means.items():
         if count := chance.randrange(MAX_COUNT + 1):
             seen = [_vary(chance, mean_s) for _ in range(count)]
-            times.append(MeasuredTime(change, math.fsum(seen) / count, count))
+            times.append(MeasuredTime(change, tuple(seen[-MAX_RECENT:]), count))
     history = msgspec.structs.replace(history, times=tuple(times))
     outcome = Outcome(
         seconds={change: _vary(chance, mean_s) for change, mean_s in means.items()},
