@@ -28,15 +28,8 @@ from resilient_jax.membership.failure_forecast import (
     list_expected,
 )
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
-from resilient_jax.membership.recovery_policy import (
-    PRIOR_S,
-    Admission,
-    Choice,
-    Loss,
-    choose_admission,
-    choose_after_loss,
-    price_job,
-)
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
+from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.spare_hosts import count_places, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import PATIENCE, PRIOR_S, Loss, Prices, choose_after_loss
+from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
+from resilient_jax.membership.recovery_policy import PATIENCE, choose_after_loss
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
 from resilient_jax.pipeline_schedule.rerouting import reroute
