@@ -35,6 +35,7 @@ from resilient_jax.membership.recovery_options import (
 from resilient_jax.membership.return_groups import PATIENCE, group_returns, list_phases
 from resilient_jax.planning.recovery_score import Phase, describe_s
 from resilient_jax.protocol.recovery_records import (
+    KEEPING_ACTIONS,
     WAITING_ACTIONS,
     RecoveryAction,
     RecoveryOption,
@@ -91,10 +92,10 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     reachable = min(loss.ready + len(loss.awaited), loss.places)
     chosen = choose_option(options, usual, prices, reachable / loss.places)
     waits_for = last if chosen is RecoveryAction.WAIT else None
-    if chosen is RecoveryAction.KEEP_STAGES:
+    if chosen in KEEPING_ACTIONS and loss.awaited:
         waits_for = find_own_return(loss)
     wait_s = PATIENCE * waits_for.return_s if waits_for is not None else 0.0
-    if chosen is RecoveryAction.KEEP_STAGES:
+    if chosen in KEEPING_ACTIONS:
         wait_s = max(wait_s, find_break_even_s(loss, prices))
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
     return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
@@ -103,6 +104,7 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
 _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.SHRINK: "goes on in place",
     RecoveryAction.KEEP_STAGES: "keeps the stage of the lost host for it",
+    RecoveryAction.KEEP_AXES: "goes on in place with the axes that it has",
     RecoveryAction.REPLACE: "goes on in place with hosts in their seats",
     RecoveryAction.REFORM: "goes on in a new world",
     RecoveryAction.RESTORE: "goes on from an older state",

@@ -50,6 +50,8 @@ class RecoveryAction(enum.StrEnum):
 
 WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
 """The actions that change no members, and are looked at again."""
+KEEPING_ACTIONS = frozenset({RecoveryAction.KEEP_STAGES, RecoveryAction.KEEP_AXES})
+"""The actions with which a job has less than the best speed of its hosts, until others are back or a wait is over."""
 
 
 class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
