@@ -29,14 +29,14 @@ def find_plan_loss(
     if len(lost) != 1 or joiners:
         return None
     (host,) = lost
-    workers = [status.worker for status in kept if status.worker is not None]
-    reported = [worker.report.plans for worker in workers if worker.report.plans is not None]
-    newest = max((plans.generation for plans in reported), default=0)
+    reports = [status.worker.report for status in kept if status.worker is not None]
+    newest = max((report.entered for report in reports), default=0)
     found = [
         (plans, loss)
-        for plans in reported
+        for plans in (report.plans for report in reports)
+        if plans is not None and (plans.generation, plans.num_hosts) == (newest, len(kept) + 1)
         for loss in plans.losses
-        if plans.generation == newest and plans.num_hosts == len(kept) + 1 and host in loss.hosts
+        if host in loss.hosts
     ]
     return max(found, key=lambda one: one[1].prepare_s, default=None)
 
