@@ -1,6 +1,5 @@
 """The planned axes after a loss: by brute force, by the machine, whoever leads, and as workers estimate them."""
 
-
 import msgspec
 import pytest
 from hypothesis import given
