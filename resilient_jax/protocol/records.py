@@ -118,7 +118,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             they are away. Empty: the members, in an order by which the fewest blocks move.
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
-        plan_axes: the planned axes that every worker takes. Empty: those of the best plan, which each finds.
+        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
