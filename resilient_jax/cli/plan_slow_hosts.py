@@ -8,7 +8,8 @@ from rich.table import Table
 
 from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import Choice, price_job
+from resilient_jax.membership.recovery_options import price_job
+from resilient_jax.membership.recovery_policy import Choice
 from resilient_jax.membership.slow_host_policy import SlowTraining, choose_for_slow_host
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_slowness import (

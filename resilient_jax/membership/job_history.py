@@ -30,6 +30,7 @@ from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.recovery_records import (
+    KEEPING_ACTIONS,
     JobHistory,
     LossCause,
     MeasuredTime,
@@ -104,7 +105,7 @@ def _note_members_back(
 def _list_missed(state: MembershipState, after: Generation, now: float) -> list[HostName]:
     """Return the hosts that were waited for to the end, and are no members after it."""
     decision = state.generation.decision
-    if decision is None or decision.action not in (RecoveryAction.WAIT, RecoveryAction.KEEP_STAGES):
+    if decision is None or decision.action not in (RecoveryAction.WAIT, *KEEPING_ACTIONS):
         return []
     if now - state.memory.decided_s <= decision.wait_s:
         return []
@@ -194,17 +195,9 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         is_restored = generation.state_loss is not None or (
             generation.snapshot is not None and not generation.is_state_in_parts
         )
-        change = TimedChange.RESTORE if is_restored else _TIMED[generation.change]
-        decision = generation.decision
-        is_divided = generation.slowness.divided_in == generation.number or memory.gives_up_stages
-        if is_divided and not is_restored:
-            change = TimedChange.REDIVIDE
-        elif decision is not None and (decision.action, decision.number) == (
-            RecoveryAction.KEEP_STAGES,
-            generation.number,
-        ):
-            change = TimedChange.KEEP_STAGES
-        history = add_time(history, change, seconds)
+        change = TimedChange.RESTORE if is_restored else _find_timed_change(generation, memory)
+        if change is not None:
+            history = add_time(history, change, seconds)
     memory = dataclasses.replace(
         memory,
         stalled_since_s=None,
@@ -218,6 +211,19 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         unwritten=history,
     )
     return dataclasses.replace(state, memory=memory)
+
+
+def _find_timed_change(generation: Generation, memory: LeaderMemory) -> TimedChange | None:
+    """Return of which change the time was measured; None: of one to axes whose programs were not ready."""
+    decision = generation.decision
+    if generation.slowness.divided_in == generation.number or memory.gives_up_stages:
+        return TimedChange.REDIVIDE
+    if decision is not None and decision.number == generation.number:
+        if decision.action is RecoveryAction.KEEP_STAGES:
+            return TimedChange.KEEP_STAGES
+        if decision.has_new_axes:
+            return None if decision.prepare_s else TimedChange.NEW_AXES
+    return _TIMED[generation.change]
 
 
 def _note_returns(state: MembershipState, now: float) -> MembershipState:

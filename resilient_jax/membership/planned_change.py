@@ -20,7 +20,8 @@ from resilient_jax.membership.next_members import (
     is_wait_too_long_for,
     limit_notice_copies_s,
 )
-from resilient_jax.membership.recovery_decision import decide_admission, find_overdue
+from resilient_jax.membership.planned_axes import keeps_axes
+from resilient_jax.membership.recovery_decision import are_axes_overdue, decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
@@ -48,10 +49,11 @@ def plan_change(
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
         admission = decide_admission(state, joining, now, config)
-        # While a stage is kept, the record says so, and until when: others that are ready wait as long at most.
+        # While a stage or axes are kept, the record says so, and until when: others that are ready wait as long at
+        # most.
         if admission is not None and admission.action is RecoveryAction.JOIN:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
-        elif admission is not None and not list_absent(generation):
+        elif admission is not None and not list_absent(generation) and not keeps_axes(generation):
             return msgspec.structs.replace(generation, decision=admission)
     if reason is None:
         return act_on_slow_host(state, config)
@@ -123,4 +125,6 @@ def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
         is_awaited = decision is not None and not set(overdue).isdisjoint(decision.awaited)
         why = "did not come back" if is_awaited else "is not awaited"
         return f"{join_names(overdue)} {why}: its stage is kept no longer, and layers are divided anew"
+    if are_axes_overdue(state, now):
+        return "axes were kept long enough for a host that did not come back: the best ones for these hosts follow"
     return None if has_service(state) else "the coordination service has ended"

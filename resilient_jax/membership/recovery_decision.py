@@ -28,15 +28,9 @@ from resilient_jax.membership.failure_forecast import (
     list_expected,
 )
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
-from resilient_jax.membership.recovery_policy import (
-    PRIOR_S,
-    Admission,
-    Choice,
-    Loss,
-    choose_admission,
-    choose_after_loss,
-    price_job,
-)
+from resilient_jax.membership.planned_axes import find_plan_loss, keeps_axes, note_axes
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
+from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.spare_hosts import count_places, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
@@ -87,6 +81,8 @@ def decide_after_loss(
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     stage = find_stage_loss(kept, joiners)
+    lost = [one.host for one in generation.history.away if one.number == generation.number]
+    planned = find_plan_loss(kept, joiners, lost)
     loss = Loss(
         places=places,
         ready=len(present),
@@ -97,16 +93,18 @@ def decide_after_loss(
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
         stage=stage,
+        plan=planned[1] if planned is not None else None,
+        has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
         stage_return_s=awaited.get(stage.host) if stage is not None else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
-    lost = (one.host for one in generation.history.away if one.number == generation.number)
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
         decision = _record(state, choice, (), [stage.host] if choice.wait_s else [], about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
-    return _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+    return note_axes(decision, *planned) if planned is not None else decision
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
@@ -121,6 +119,17 @@ def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
     if is_awaited and not is_wait_over(state, now):
         return ()
     return tuple(host for host in list_absent(state.generation) if not _has_seat_or_comes(state, host))
+
+
+def are_axes_overdue(state: MembershipState, now: float) -> bool:
+    """Return whether axes that are not the best were kept long enough; not while a host that was awaited is coming."""
+    decision = state.generation.decision
+    return (
+        decision is not None
+        and keeps_axes(state.generation)
+        and is_wait_over(state, now)
+        and not any(_has_seat_or_comes(state, host) for host in decision.awaited)
+    )
 
 
 def _has_seat_or_comes(state: MembershipState, host: HostName) -> bool:

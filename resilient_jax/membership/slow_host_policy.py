@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.membership.recovery_policy import Choice, Prices, choose_option, make_choice, make_option
+from resilient_jax.membership.recovery_options import Prices, make_option
+from resilient_jax.membership.recovery_policy import Choice, choose_option, make_choice
 from resilient_jax.planning.recovery_score import Phase
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown

@@ -29,7 +29,7 @@ from resilient_jax.membership.facts import (
     list_joiners,
 )
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S, LEAVING_COPY_TIMEOUT_S, expect_members
-from resilient_jax.membership.recovery_policy import price_job
+from resilient_jax.membership.recovery_options import price_job
 from resilient_jax.membership.slow_host_policy import (
     SlowTraining,
     choose_for_slow_host,

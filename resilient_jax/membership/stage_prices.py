@@ -48,7 +48,7 @@ def price_copied(
     )
 
 
-def find_break_even_s(stage: StageLoss, present: float, seconds: Mapping[TimedChange, float]) -> float:
+def find_stage_break_even_s(stage: StageLoss, present: float, seconds: Mapping[TimedChange, float]) -> float:
     """Return when a stage that is kept for its host has cost as much as the cheaper way to do without it; infinite: it
     costs nothing. Arguments as of `price_cut`.
 

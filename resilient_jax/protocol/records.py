@@ -12,6 +12,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
+from resilient_jax.protocol.plan_records import PlanAxes, PlanOutlook
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
@@ -117,6 +118,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             they are away. Empty: the members, in an order by which the fewest blocks move.
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
+        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: the address of the world's coordination service; empty until it is known.
@@ -165,6 +167,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_members: int = 0
     stage_hosts: tuple[HostName, ...] = ()
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
+    plan_axes: PlanAxes = ()
     newcomers: tuple[Member, ...] = ()
     spares: tuple[HostName, ...] = ()
     service_address: str = ""
@@ -292,6 +295,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         entered: the generation in which it has trained last, or trains.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
         slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
+        plans: of the first two workers: what the loss of a host would make of planned axes; None: not known.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -317,6 +321,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     entered: GenerationNumber = GenerationNumber(0)
     slow_hosts: tuple[SlowHost, ...] = ()
     slowdown: Slowdown | None = None
+    plans: PlanOutlook | None = None
     endpoint: str = ""
 
 

@@ -6,6 +6,7 @@ import statistics
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.plan_records import PlanAxes
 
 
 class RecoveryAction(enum.StrEnum):
@@ -17,6 +18,9 @@ class RecoveryAction(enum.StrEnum):
     KEEP_STAGES = "keep_stages"
     """Go on in place without moving blocks of a pipeline: the stage of the lost host is kept, and its replica computes
     nothing until the host is back, or others have copies of its blocks."""
+    KEEP_AXES = "keep_axes"
+    """Go on in place with the axes that the job has, for which nothing is compiled, and not with those of the best plan
+    for the hosts that are left."""
     REPLACE = "replace"
     """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
     REFORM = "reform"
@@ -47,6 +51,8 @@ class RecoveryAction(enum.StrEnum):
 
 WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
 """The actions that change no members, and are looked at again."""
+KEEPING_ACTIONS = frozenset({RecoveryAction.KEEP_STAGES, RecoveryAction.KEEP_AXES})
+"""The actions with which a job has less than the best speed of its hosts, until others are back or a wait is over."""
 
 
 class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +94,9 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
         devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
         stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
+        plan_axes: of `SHRINK` and `KEEP_AXES`, where the trainer runs planned axes: those of the next generation.
+        has_new_axes: whether these are others than before.
+        prepare_s: of those: how long their programs were expected to take, in seconds; 0: they were ready.
     """
 
     action: RecoveryAction
@@ -101,6 +110,9 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     slow: HostName = HostName("")
     devices: tuple[int, ...] = ()
     stage_hosts: tuple[HostName, ...] = ()
+    plan_axes: PlanAxes = ()
+    has_new_axes: bool = False
+    prepare_s: float = 0.0
 
 
 class TimedChange(enum.StrEnum):
@@ -110,6 +122,8 @@ class TimedChange(enum.StrEnum):
     """From the loss of a host to the end of the next step, less a step, in place with those that are left."""
     KEEP_STAGES = "keep_stages"
     """The same with the stage of the lost host kept."""
+    NEW_AXES = "new_axes"
+    """The same with other planned axes, whose programs are ready: the state is placed anew."""
     GROW = "grow"
     """The same for a change in place with hosts that join."""
     REFORM = "reform"

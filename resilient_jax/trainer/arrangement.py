@@ -27,6 +27,7 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.program_analysis.program_analysis import analyze_program
+from resilient_jax.protocol.plan_records import PlanAxes
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import (
@@ -113,6 +114,9 @@ class Arranger:
             )
         self.plan_searcher.note_devices(world)
         plan = self.plan_searcher.find_plan(world.hosts)
+        if axes := world.step_services.plan_axes:
+            # As the leader decided. With other devices than it knew of they may not fit: then on all hosts alike.
+            plan = self.plan_searcher.find_plan_with_axes(world.hosts, axes) or plan
         self._record_plan(world, plan)
         return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
 
@@ -172,6 +176,8 @@ class PlanSearcher:
         """The devices of hosts that were in the job."""
         self._plans: dict[tuple[tuple[HostName, int], ...], Plan | UnequalPlan] = {}
         """By hosts and their devices."""
+        self._plans_with_axes: dict[tuple[object, ...], Plan | None] = {}
+        """By the same, and axes."""
 
     @functools.cached_property
     def allows_axes_by_host(self) -> bool:
@@ -205,12 +211,29 @@ class PlanSearcher:
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: Plan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
-        axes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
-        request = self._make_request(self._restrict_topology(self._count_devices(hosts)))
-        try:
-            return search_host_local_plan(dataclasses.replace(request, axes=axes)).step_time_s
-        except PlanError:
-            return 0.0
+        found = self.find_plan_with_axes(hosts, list_plan_axes(plan))
+        return found.step_time_s if found is not None else 0.0
+
+    def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> Plan | None:
+        """Return the plan for these hosts whose replicas have such axes; None: none fits."""
+        counts = self._count_devices(hosts)
+        key = (*counts.items(), axes)
+        if key not in self._plans_with_axes:
+            request = self._make_request(self._restrict_topology(counts))
+            try:
+                plan = search_host_local_plan(dataclasses.replace(request, axes=dict(axes)))
+                self._plans_with_axes[key] = plan
+            except PlanError:
+                self._plans_with_axes[key] = None
+        return self._plans_with_axes[key]
+
+    def group_alike(self, hosts: tuple[HostName, ...]) -> list[tuple[HostName, ...]]:
+        """Return the hosts in groups in which it makes no difference to a plan which one is lost."""
+        groups: dict[object, list[HostName]] = {}
+        for name, count in self._count_devices(hosts).items():
+            host = self._topology.host(name)
+            groups.setdefault((host.accelerator, count, host.device_speeds, host.speed), []).append(name)
+        return [tuple(names) for names in groups.values()]
 
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
@@ -361,6 +384,11 @@ def _list_axes_by_devices(plan: Plan | UnequalPlan) -> dict[int, dict[Axis, int]
         for one in plans
         for host in one.request.topology.hosts
     }
+
+
+def list_plan_axes(plan: Plan) -> PlanAxes:
+    """Return the axes of a replica of a plan."""
+    return _name_axes({axis: plan.axis_sizes[axis] for axis in REPLICA_AXES})
 
 
 def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:

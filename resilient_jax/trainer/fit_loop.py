@@ -154,7 +154,10 @@ class FitLoop:
                 state = self._evaluate(generation, state, step)
                 if step >= config.num_steps or self._stop is not None:
                     break
+                began_s = time.monotonic()
                 state = self._step(generation, state, step)
+                if self._compiler is not None:
+                    self._compiler.note_step(number, time.monotonic() - began_s)
                 # Only after a step: until then training waits for the programs of this generation itself.
                 if self._compiler is not None and number == 0:
                     world.compile_ahead(self._compiler.list_jobs(world, generation.layout.arrangement))
@@ -283,7 +286,7 @@ class FitLoop:
         self._programs = programs
         if searcher is not None:
             searcher.forbid_axes_by_host(programs.why_mesh_bound)
-        if searcher is not None and config.planner is not None and config.planner.compile_ahead:
+        if searcher is not None:
             self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs
 

@@ -15,6 +15,7 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJo
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
@@ -24,6 +25,7 @@ from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.plan_forecast import PlanForecast
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.worker.world import World
 
@@ -40,6 +42,11 @@ class SpeculativeCompiler:
 
     def __init__(self, planner: PlanSearcher, config: FitConfig, programs: TrainStep, example: Tree) -> None:
         self._planner, self._programs, self._example = planner, programs, example
+        self._is_on = config.planner is not None and config.planner.compile_ahead
+        self._forecast: PlanForecast | None = None
+        """Of this generation."""
+        self._first_s, self._longest_s = 0.0, 0.0
+        """The first step of this generation until the second is over; how much longer first steps were, at most."""
         self._job = AccumulationSpec(
             name="",
             step=0,
@@ -48,8 +55,40 @@ class SpeculativeCompiler:
         )
         """A step's accumulation, for its shape."""
 
+    def note_step(self, number: int, seconds: float) -> None:
+        """Note how long the first step of a generation took, or the second, which waits for no programs."""
+        if number == 0:
+            self._first_s = seconds
+        elif number == 1:
+            self._longest_s = max(self._longest_s, self._first_s - seconds)
+            self._first_s = 0.0
+            self._report_forecast()
+
+    def _report_forecast(self) -> None:
+        if self._forecast is not None:
+            self._forecast.report(max(self._longest_s, self._first_s))
+
+    def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
+        if not isinstance(current.plan, Plan):
+            return None
+        devices, params = world.local_devices, self._programs.abstract_state.variables.params
+        return PlanForecast(
+            self._planner,
+            world,
+            current.plan,
+            lambda plan: _make_key(self._planner.make_arrangement(plan, devices, params)) in known,
+        )
+
+    def _estimate_losses(self, check: CancellationCheck) -> bool:
+        """Search the plans after a loss, and report them; return False: nothing is compiled."""
+        check()
+        if self._forecast is not None:
+            self._forecast.estimate()
+            self._report_forecast()
+        return False
+
     def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
-        """Yield the jobs for likely next worlds, the likeliest first.
+        """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after a loss.
 
         Args:
             world: of this generation.
@@ -57,6 +96,10 @@ class SpeculativeCompiler:
         """
         # Of this generation only: programs that were compiled for another one are gone.
         known: set[Key] = {_make_key(current)}
+        self._forecast = self._make_forecast(world, current, known)
+        yield CompilationJob("plans after a loss", self._estimate_losses)
+        if not self._is_on:
+            return
         reduction = AccumulationCall(
             devices=world.devices,
             spare_devices=world.spare_devices,
@@ -65,7 +108,12 @@ class SpeculativeCompiler:
             replica_shape=current.replica_shape,
             like=self._programs.abstract_sums,
         )
-        for hosts in list_likely_hosts(world.hosts, self._planner.all_hosts):
+        likely = list_likely_hosts(world.hosts, self._planner.all_hosts)
+        if current.plan is not self._planner.find_plan(world.hosts):
+            likely = itertools.chain(
+                [world.hosts], likely
+            )  # the leader decided for others than the best axes
+        for hosts in likely:
             if world.host not in hosts:
                 continue
             # Here, and not on the thread that compiles: the members may change while it does.
@@ -96,6 +144,8 @@ class SpeculativeCompiler:
         if grid is not None and (then.replica_shape, grid.mesh.devices.shape) not in known:
             has_compiled |= reduction.compile_for_grid(grid, then.replica_shape, check)
             known.add((then.replica_shape, grid.mesh.devices.shape))
+        if has_compiled:
+            self._report_forecast()
         return has_compiled
 
 
@@ -192,4 +242,6 @@ def _make_key(arrangement: Arrangement) -> Key:
 
 def _describe(now: tuple[HostName, ...], then: tuple[HostName, ...]) -> str:
     lost, back = sorted(set(now) - set(then)), sorted(set(then) - set(now))
-    return f"without {' and '.join(lost)}" if lost else f"with {' and '.join(back)}"
+    if lost:
+        return f"without {' and '.join(lost)}"
+    return f"with {' and '.join(back)}" if back else "with the best axes"

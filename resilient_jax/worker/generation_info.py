@@ -10,6 +10,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.plan_records import PlanAxes
 from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
@@ -35,6 +36,7 @@ class GenerationInfo:
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
+        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
         is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
             has left.
         events: what this worker recorded on its way into this generation, oldest first.
@@ -50,6 +52,7 @@ class GenerationInfo:
     layer_speeds: HostSpeeds = ()
     stage_hosts: tuple[HostName, ...] = ()
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
+    plan_axes: PlanAxes = ()
     is_joining: bool = False
     events: tuple[Event, ...] = ()
 
@@ -113,5 +116,6 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         layer_speeds=generation.slowness.speeds,
         stage_hosts=generation.stage_hosts,
         earlier_stage_hosts=generation.earlier_stage_hosts,
+        plan_axes=generation.plan_axes,
         events=events,
     )

@@ -38,6 +38,7 @@ from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import RehearsedState, Session
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
+from resilient_jax.worker.worker_protocol import Transition
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ class RehearsalControl:
         """End the rehearsal."""
         self.has_committed = True
         raise GenerationEnded
+
+    def report_found(self, change: Callable[..., Transition], found: object) -> None:
+        """Ignore it: it is of no generation of the job."""
 
     @property
     def held_pause(self) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.worker.worker_protocol import Transition
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +26,9 @@ class StandaloneControl:
         self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
     ) -> None:
         """Ignore the commit: without an agent no other process counts steps."""
+
+    def report_found(self, change: Callable[..., Transition], found: object) -> None:
+        """Ignore it: without an agent no leader decides."""
 
     @property
     def held_pause(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any, NoReturn
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.protocol.plan_records import PlanAxes, PlanOutlook
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
+from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import Session
@@ -29,6 +31,7 @@ class StepServices:
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
+        plan_axes: the planned axes that every worker takes; empty: those of the best plan.
     """
 
     host: HostName
@@ -40,6 +43,7 @@ class StepServices:
     stage_hosts: tuple[HostName, ...] = ()
     is_joining: bool = False
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
+    plan_axes: PlanAxes = ()
 
     @property
     def wait_timeout_s(self) -> float:
@@ -62,6 +66,10 @@ class StepServices:
         kept = self._session.committed.kept
         if arrays not in kept:
             kept.append(arrays)
+
+    def report_plans(self, plans: PlanOutlook) -> None:
+        """Report what the loss of a host would make of planned axes. Thread-safe."""
+        self._control.report_found(worker_protocol.report_plans, plans)
 
     @property
     def held_pause(self) -> HeldPause | None:

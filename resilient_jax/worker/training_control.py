@@ -1,12 +1,13 @@
 """What a session needs of whatever controls it: an agent, or nothing."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
-from resilient_jax.worker.worker_protocol import HeldPause
+from resilient_jax.worker.worker_protocol import HeldPause, Transition
 
 
 class GenerationEnded(BaseException):
@@ -58,6 +59,10 @@ class TrainingControl(Protocol):
         self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
     ) -> None:
         """Report that `step` steps are committed."""
+        ...
+
+    def report_found(self, change: Callable[..., Transition], found: object) -> None:
+        """Report what was found beside the training, by a transition of `worker_protocol`. Thread-safe."""
         ...
 
     @property

@@ -44,6 +44,7 @@ from typing import assert_never
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, WorldId
+from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -430,6 +431,11 @@ def report_slow_hosts(
     if (slow_hosts, slowdown) == (state.report.slow_hosts, state.report.slowdown):
         return state, ()
     return _report(state, slow_hosts=slow_hosts, slowdown=slowdown)
+
+
+def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:
+    """The loss of a host would make this of planned axes, as this worker has estimated, one of the first two."""
+    return _report(state, plans=plans) if plans != state.report.plans else (state, ())
 
 
 def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:

@@ -110,6 +110,7 @@ class World:
             stage_hosts,
             info.is_joining,
             info.earlier_stage_hosts,
+            info.plan_axes,
         )
 
     # Devices and meshes.

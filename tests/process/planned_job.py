@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ def make(key, width=WIDTH):
     }
 
 
-def loss(params, batch):
+def loss(params, batch, trace_s=0.0):
+    time.sleep(trace_s)  # while it is traced, as a large model takes long to compile
     # A bare PartitionSpec, as models on one mesh have them: here it is over the axes of the plan.
     hidden = jax.lax.with_sharding_constraint(jnp.tanh(batch @ params["up"]), PartitionSpec(None, "tensor"))
     return jnp.mean((hidden @ params["down"] - batch) ** 2)
@@ -42,6 +44,8 @@ if __name__ == "__main__":
         "--clip", action="store_true", help="the optimizer clips by the norm of all gradients"
     )
     parser.add_argument("--axes-by-host", action="store_true", help="hosts may have replicas with other axes")
+    parser.add_argument("--trace-s", type=float, default=0.0, help="how long each trace of the loss takes")
+    parser.add_argument("--no-compile-ahead", action="store_true")
     parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
     asked = parser.parse_args()
     rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if asked.named else []
@@ -53,7 +57,7 @@ if __name__ == "__main__":
     result = rj.Trainer(
         model=functools.partial(make, width=asked.width),
         optimizer=optax.chain(optax.clip_by_global_norm(1e-4), adam) if asked.clip else adam,
-        loss_fn=loss,
+        loss_fn=functools.partial(loss, trace_s=asked.trace_s) if asked.trace_s else loss,
         data=draw,
         batch_size=asked.microbatches * asked.rows,
         microbatch_size=asked.rows,
@@ -62,6 +66,7 @@ if __name__ == "__main__":
             logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules),
             # None: as the topology says.
             axes_by_host=asked.axes_by_host or None,
+            compile_ahead=not asked.no_compile_ahead,
         ),
         checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
         if asked.checkpoints

@@ -27,6 +27,8 @@ CONFIG = "max_restarts = 10\nrestart_backoff_s = 0.0\n"
 STEPS = 10
 SEATED_STEPS = 25
 JOINED_STEPS = 12
+OVER_THREE = "reductions of 'train' over 3 hosts"
+"""What is compiled ahead after the programs of the plans without a host."""
 MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
 
@@ -60,10 +62,15 @@ def ending(job):
 
 
 def run_and_kill(work, *words):
-    """Kill a worker in the reduction of step 3; return the plans of another host, and the ending."""
+    """Kill a worker in the reduction of step 3, when the programs of the best plan without it are ready.
+
+    Returns:
+        The plans of another host, and the ending.
+    """
     with launch(work, *words, cache=work.parent / "compile-cache") as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
+        wait_compiled_ahead(job, ["host-0", "host-2", "host-3"], [OVER_THREE], DEADLINE_S)
         job.kill(JobComponent.WORKER, "host-1")
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
@@ -138,6 +145,43 @@ def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_w
         assert ending(job) == expected
 
 
+TRACE_S = 4.0
+"""So long each program of the user's loss takes at least: longer than a worker that starts again is expected to be
+away, less the pause."""
+
+
+@pytest.mark.parametrize(
+    ("words", "action", "plan"),
+    [
+        (["--no-compile-ahead"], "keep_axes", "replica 3 x fsdp 2"),
+        ([], "shrink", "replica 6"),
+    ],
+)
+def test_the_leader_keeps_axes_where_programs_of_better_ones_are_slow_and_not_ready(
+    tmp_path, words, action, plan
+):
+    survivors = ["host-0", "host-2", "host-3"]
+    with launch(tmp_path, "--trace-s", str(TRACE_S), *words) as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
+        job.wait_held(["host-1"], DEADLINE_S)
+        if not words:
+            wait_compiled_ahead(job, survivors, [OVER_THREE], DEADLINE_S)
+        killed_s = job.kill(JobComponent.WORKER, "host-1")
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        later = [event for event in job.read_events() if event.monotonic_s > killed_s]
+    decided = [event for event in later if event.kind is EventKind.RECOVERY_DECIDED]
+    assert decided[0].detail["action"] == action
+    assert "keep_axes: score" in str(decided[0].detail["options"])
+    number = decided[0].generation
+    chosen = {
+        event.host: event.detail["plan"]
+        for event in later
+        if event.kind is EventKind.PLAN_CHOSEN and event.generation == number
+    }
+    assert chosen == dict.fromkeys(survivors, plan)
+
+
 @pytest.mark.parametrize("victim", ["host-0", "host-1", "host-2", "host-3"])
 def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
     survivors = {f"host-{index}" for index in range(4)} - {victim}
@@ -145,7 +189,7 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
         job.hold(FailPoint.BEFORE_REDUCE, [victim], 3)
         job.wait_held([victim], DEADLINE_S)
         # After any loss the plan is the same: compiled for the first loss that each host thinks of. Then the sums.
-        wait_compiled_ahead(job, survivors, ["reductions of 'train' over 3 hosts"], DEADLINE_S)
+        wait_compiled_ahead(job, survivors, [OVER_THREE], DEADLINE_S)
         killed_s = job.kill(JobComponent.WORKER, victim)
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()

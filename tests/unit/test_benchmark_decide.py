@@ -13,7 +13,7 @@ from benchmarks.plan.figures import SearchCase, make_topology
 from topologies import MESHES
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_policy import Admission, Loss
+from resilient_jax.membership.recovery_options import Admission, Loss
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 

@@ -11,12 +11,8 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.commands import QuarantineDevice
 from resilient_jax.membership.machine import HostChanged, QuarantineChanged
-from resilient_jax.membership.recovery_policy import (
-    HYSTERESIS,
-    MIN_SAVED_S,
-    PRIOR_S,
-    Prices,
-)
+from resilient_jax.membership.recovery_options import PRIOR_S, Prices
+from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S
 from resilient_jax.membership.slow_host_policy import (
     MIN_SPEED_GAIN,
     SlowTraining,

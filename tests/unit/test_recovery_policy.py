@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.failure_forecast import count_losses
 from resilient_jax.membership.job_history import add_time
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices, price_job
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
     MIN_SAVED_S,
-    PRIOR_S,
-    Admission,
     Choice,
-    Loss,
-    Prices,
     choose_admission,
     choose_after_loss,
-    price_job,
 )
 from resilient_jax.planning.recovery_score import (
     HOUR_S,

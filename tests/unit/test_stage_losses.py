@@ -8,14 +8,8 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S
-from resilient_jax.membership.recovery_policy import (
-    PATIENCE,
-    PRIOR_S,
-    Choice,
-    Loss,
-    Prices,
-    choose_after_loss,
-)
+from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
+from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_after_loss
 from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
@@ -149,9 +143,7 @@ def lose_for_good(stage: StageLoss, **seconds: float) -> Choice:
     """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
     known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
     loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
-    return choose_after_loss(
-        loss, Prices(seconds=known, next_failure_s=HOUR_S, measured=frozenset(map(TimedChange, seconds)))
-    )
+    return choose_after_loss(loss, Prices(seconds=known, next_failure_s=HOUR_S))
 
 
 def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:

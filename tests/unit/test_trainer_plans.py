@@ -14,9 +14,12 @@ from plan_topologies import cluster, small_profile, tight_bytes
 import resilient_jax as rj
 from resilient_jax.ids import HostName
 from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
+from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.topology import NumberFormat, Peak
-from resilient_jax.trainer.arrangement import PlanSearcher
+from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
+from resilient_jax.trainer.plan_forecast import PlanForecast
 from resilient_jax.trainer.planner import allows_axes_by_host
 
 PROFILE = small_profile()
@@ -104,6 +107,63 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
     plan = find_plan(hosts_with([4, 3]))
     assert isinstance(plan, UnequalPlan)
     assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
+
+
+def make_forecast(topology, *, is_ready=False) -> tuple[PlanForecast, list[PlanOutlook]]:
+    """Return the forecast of a generation of all hosts, and what it will have reported."""
+    reported: list[PlanOutlook] = []
+    searcher = make_searcher(topology)
+    hosts = searcher.all_hosts
+    world: Any = SimpleNamespace(
+        hosts=hosts,
+        host=hosts[0],
+        generation=3,
+        step_services=SimpleNamespace(report_plans=reported.append),
+    )
+    plan = searcher.find_plan(hosts)
+    assert isinstance(plan, Plan)
+    return PlanForecast(searcher, world, plan, lambda _: is_ready), reported
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation(is_ready):
+    topology = hosts_with([2] * 8)
+    forecast, reported = make_forecast(topology, is_ready=is_ready)
+    forecast.report(20.0)
+    assert reported == [], "nothing is estimated yet"
+    forecast.estimate()
+    forecast.report(20.0)
+    ((loss,), searcher) = reported[0].losses, make_searcher(topology)
+    hosts = searcher.all_hosts
+    now, best = searcher.find_plan(hosts), searcher.find_plan(hosts[:-1])
+    assert isinstance(now, Plan)
+    assert isinstance(best, Plan)
+    assert (reported[0].num_hosts, reported[0].axes) == (8, list_plan_axes(now))
+    assert (loss.hosts, loss.best_axes, loss.prepare_s) == (
+        hosts,
+        list_plan_axes(best),
+        0.0 if is_ready else 20.0,
+    )
+    assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
+    assert 0 < loss.kept <= loss.best
+
+
+def test_hosts_whose_loss_leaves_other_devices_are_other_groups():
+    searcher = make_searcher(hosts_with([4, 4, 2]), axes_by_host=False)
+    assert [len(hosts) for hosts in searcher.group_alike(searcher.all_hosts)] == [2, 1]
+
+
+def test_a_plan_has_the_axes_that_the_leader_chose_and_none_where_they_do_not_fit():
+    searcher = make_searcher(hosts_with([4] * 3))
+    best = searcher.find_plan(searcher.all_hosts)
+    assert isinstance(best, Plan)
+    for fsdp in (1, 2, 4):
+        axes = (("fsdp", fsdp), ("expert", 1), ("tensor", 1))
+        plan = searcher.find_plan_with_axes(searcher.all_hosts, axes)
+        assert plan is not None
+        assert list_plan_axes(plan) == axes
+        assert plan.step_time_s >= best.step_time_s
+    assert searcher.find_plan_with_axes(searcher.all_hosts, (("fsdp", 8),)) is None
 
 
 def loss(params, batch):

@@ -18,16 +18,8 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.failure_forecast import add_return, count_losses, expect_return_s
 from resilient_jax.membership.job_history import MAX_RECENT
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S
-from resilient_jax.membership.recovery_policy import (
-    PATIENCE,
-    PRIOR_S,
-    Admission,
-    Choice,
-    Loss,
-    choose_admission,
-    choose_after_loss,
-    price_job,
-)
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
+from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_admission, choose_after_loss
 from resilient_jax.planning.recovery_score import estimate_failure_rate
 from resilient_jax.protocol.recovery_records import (
     JobHistory,

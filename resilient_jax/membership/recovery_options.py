@@ -1,0 +1,331 @@
+"""The options that a job has at a change of members, with their prices. Pure.
+
+Each option is a course of pauses and speeds until the next failure (`recovery_score`). Some exclude each other by the
+rules: hosts that can go on in place never form a new world, and no older state is taken while there is a newer one.
+Such an option is listed with its score, and with the reason why it is not possible.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.failure_forecast import estimate_rate
+from resilient_jax.membership.return_groups import ReturnGroup, group_returns, list_phases
+from resilient_jax.membership.stage_prices import find_stage_break_even_s, price_copied, price_cut, price_kept
+from resilient_jax.planning.recovery_score import Phase, score_phases
+from resilient_jax.protocol.plan_records import PlanLoss
+from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryOption, TimedChange
+from resilient_jax.protocol.state_records import StageLoss
+
+PRIOR_S: Final[Mapping[TimedChange, float]] = {
+    TimedChange.SHRINK: 0.2,
+    TimedChange.KEEP_STAGES: 0.2,
+    TimedChange.NEW_AXES: 0.6,
+    TimedChange.GROW: 0.6,
+    TimedChange.REFORM: 3.0,
+    TimedChange.RESTORE: 3.0,
+    TimedChange.RETURN: 5.0,
+    TimedChange.REDIVIDE: 0.6,
+}
+"""Seconds until a job has measured its own: docs/benchmarks.md, the stalls of a small model on 4 hosts of one machine.
+A large model and a GPU need more; the first change of each kind corrects that."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The members are idle after a loss, and know who is left.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        ready: the hosts that can go on now.
+        num_seated: how many of them were no members before.
+        awaited: of each host that is expected back the seconds until it is ready, ascending.
+        is_in_place: whether those that are ready can go on in their world.
+        can_join_in_place: whether those that come later will have seats in it.
+        needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
+        may_wait: whether it may be waited; the rules allow it once in a change.
+        stage: what the loss makes of a pipeline, if one host was lost and that is known.
+        plan: what the loss makes of planned axes, if one host was lost and that is known.
+        has_new_axes: whether the best axes for the hosts that are left are others than the job has.
+        stage_return_s: until the host of `stage` is expected to be ready, in seconds; None: it is not awaited.
+    """
+
+    places: int
+    ready: int
+    num_seated: int = 0
+    awaited: tuple[float, ...] = ()
+    is_in_place: bool = True
+    can_join_in_place: bool = True
+    needs_restore: bool = False
+    may_wait: bool = True
+    stage: StageLoss | None = None
+    plan: PlanLoss | None = None
+    has_new_axes: bool = False
+    stage_return_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Hosts are ready to join while others train.
+
+    Attributes:
+        places: how many hosts the job has at most.
+        training: the hosts that train.
+        joining: the hosts that are ready to join.
+        awaited: of each other host that is expected back the seconds until it is ready, ascending.
+        can_join_in_place: whether those that are ready have taken seats.
+        is_last_copy: whether the next loss may be that of the state.
+        has_stage: whether the stage of one that is ready was kept for it.
+        before: what was chosen for the same hosts before; None: nothing.
+    """
+
+    places: int
+    training: int
+    joining: int
+    awaited: tuple[float, ...] = ()
+    can_join_in_place: bool = True
+    is_last_copy: bool = False
+    has_stage: bool = False
+    before: RecoveryAction | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What the options of a job cost.
+
+    Attributes:
+        seconds: of each change: the job's own measurement, or the prior.
+        next_failure_s: the expected time to the next failure.
+        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until then.
+    """
+
+    seconds: Mapping[TimedChange, float]
+    next_failure_s: float
+    joiner_losses: float = 0.0
+
+
+def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collection[HostName] = ()) -> Prices:
+    """Return the prices for a job, from its history.
+
+    Args:
+        history: of the job.
+        hosts: that train from then on, those that join included.
+        joining: the hosts that join.
+    """
+    measured = {time.change: time.typical_s for time in history.times}
+    next_failure_s = 1 / estimate_rate(history, hosts)
+    return Prices(
+        seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
+        next_failure_s=next_failure_s,
+        joiner_losses=next_failure_s * estimate_rate(history, joining, with_notices=True) if joining else 0.0,
+    )
+
+
+CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
+    RecoveryAction.SHRINK: TimedChange.SHRINK,
+    RecoveryAction.KEEP_AXES: TimedChange.SHRINK,
+    RecoveryAction.REPLACE: TimedChange.GROW,
+    RecoveryAction.REFORM: TimedChange.REFORM,
+    RecoveryAction.RESTORE: TimedChange.RESTORE,
+}
+
+
+def find_usual(loss: Loss) -> RecoveryAction:
+    """Return how the hosts that are ready go on, as the rules have it."""
+    if loss.needs_restore:
+        return RecoveryAction.RESTORE
+    if not loss.is_in_place:
+        return RecoveryAction.REFORM
+    return RecoveryAction.REPLACE if loss.num_seated else RecoveryAction.SHRINK
+
+
+def price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
+    """Return the option of an action after a loss that is no wait."""
+    # A shrink leaves out hosts that are ready in their seats.
+    ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
+    first = Phase(pause_s=prices.seconds[CHANGE_OF[action]], speed=ready / loss.places)
+    if loss.stage is not None and action is RecoveryAction.SHRINK:
+        first = price_cut(loss.stage, _find_present_speed(loss), prices.seconds)
+    elif loss.plan is not None and action is RecoveryAction.KEEP_AXES:
+        first = dataclasses.replace(first, speed=_find_present_speed(loss) * loss.plan.kept)
+    elif loss.plan is not None and action is RecoveryAction.SHRINK:
+        first = Phase(pause_s=_find_axes_s(loss, prices), speed=_find_present_speed(loss) * loss.plan.best)
+    join_s = find_join_s(loss, prices)
+    phases = list_phases(first, ready, group_returns(loss.awaited), join_s=join_s, places=loss.places)
+    return make_option(action, phases, ready, prices, why_not)
+
+
+def price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[RecoveryOption, ReturnGroup | None]:
+    """Return the option to keep the lost stage, and until when its host is waited for; None: it is not, and the stage
+    is kept until its blocks are copied.
+    """
+    action, stage, ready = RecoveryAction.KEEP_STAGES, loss.stage, loss.ready
+    if stage is None:
+        first = Phase(pause_s=prices.seconds[TimedChange.KEEP_STAGES], speed=ready / loss.places)
+        return make_option(action, (first,), ready, prices, why_not), None
+    present, join_s, later = (
+        _find_present_speed(loss),
+        find_join_s(loss, prices),
+        group_returns(loss.awaited),
+    )
+    copied, divided = price_copied(stage, present, prices.seconds)
+    divided_s = copied.pause_s + (copied.training_s or 0.0)
+    then = [ReturnGroup(max(one.return_s - divided_s, 0.0), one.count) for one in later]
+    phases = (copied, *list_phases(divided, ready, then, join_s=join_s, places=loss.places))
+    without = make_option(action, phases, ready, prices, why_not)
+    if loss.stage_return_s is None or not loss.can_join_in_place:
+        return without, None
+    # Another host that joins sooner would end it.
+    own = ReturnGroup(loss.stage_return_s, sum(one <= loss.stage_return_s for one in loss.awaited))
+    later = [own, *(one for one in later if one.return_s > own.return_s)]
+    first = price_kept(stage, present, prices.seconds)
+    phases = list_phases(first, ready, later, join_s=join_s, places=loss.places)
+    awaiting = make_option(action, phases, ready, prices, why_not)
+    return (awaiting, own) if awaiting.score >= without.score else (without, None)
+
+
+def _find_present_speed(loss: Loss) -> float:
+    """Return the speed before the loss of one host, as a part of that of all hosts."""
+    return (loss.ready + 1) / loss.places
+
+
+def find_reachable(loss: Loss) -> float:
+    """Return the best speed that any option reaches, as a part of that of all hosts."""
+    back = min(loss.ready + len(loss.awaited), loss.places) / loss.places
+    if loss.stage is not None:
+        left = max(loss.stage.cut, loss.stage.kept)
+    elif loss.plan is not None:
+        left = max(loss.plan.best, loss.plan.kept)
+    else:
+        return back
+    here = _find_present_speed(loss) * left
+    return max(here, back) if loss.awaited else here
+
+
+def _find_axes_s(loss: Loss, prices: Prices) -> float:
+    """Return the pause of a shrink to the best axes, in seconds: no shorter than with those that the job has."""
+    form_s = prices.seconds[TimedChange.SHRINK]
+    if loss.plan is None or not loss.has_new_axes:
+        return form_s
+    return max(form_s, prices.seconds[TimedChange.NEW_AXES]) + loss.plan.prepare_s
+
+
+def find_break_even_s(loss: Loss, prices: Prices) -> float:
+    """Return when what is kept, a stage or axes, has cost as much as to give it up would, in seconds; until the next
+    failure at most.
+
+    To give it up then is 2-competitive: whenever the host is back, at most about twice the least is lost.
+    """
+    # T = (longer pause) / (speed lost)
+    most_s = prices.next_failure_s
+    if loss.stage is not None:
+        return min(find_stage_break_even_s(loss.stage, _find_present_speed(loss), prices.seconds), most_s)
+    assert loss.plan is not None, "else nothing is kept"
+    longer_s = _find_axes_s(loss, prices) - prices.seconds[TimedChange.SHRINK]
+    slower = _find_present_speed(loss) * (loss.plan.best - loss.plan.kept)
+    return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
+
+
+def price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
+    """Return the option of a wait for the first groups of hosts that come back."""
+    groups = group_returns(loss.awaited)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
+    join_s = find_join_s(loss, prices)
+    ready = min(loss.ready + last.count, loss.places)
+    pause_s = last.return_s + max(join_s, prices.seconds[CHANGE_OF[find_usual(loss)]])
+    first = Phase(pause_s=pause_s, speed=ready / loss.places)
+    later = groups[num_groups:]
+    phases = list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
+    return make_option(RecoveryAction.WAIT, phases, ready, prices, why_not)
+
+
+def find_join_s(change: Loss | Admission, prices: Prices) -> float:
+    """Return the pause in which hosts join that are ready, in seconds."""
+    return prices.seconds[TimedChange.GROW if change.can_join_in_place else TimedChange.REFORM]
+
+
+def explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -> str:
+    """Return why an action after a loss is not possible; empty if it is."""
+    if action is usual:
+        return ""
+    match action:
+        case RecoveryAction.WAIT if not loss.awaited:
+            return "no host is on its way back"
+        case RecoveryAction.WAIT if loss.is_in_place and loss.can_join_in_place:
+            return "a host that comes back joins in place"
+        case RecoveryAction.WAIT:
+            return "" if loss.may_wait else "the rules wait no longer in this change"
+        case RecoveryAction.KEEP_STAGES | RecoveryAction.KEEP_AXES:
+            explain = (
+                _explain_stage_refusal if action is RecoveryAction.KEEP_STAGES else _explain_axes_refusal
+            )
+            return explain(usual, loss)
+        case RecoveryAction.RESTORE:
+            return "the hosts have a newer state"
+        case RecoveryAction.REFORM if usual is not RecoveryAction.RESTORE:
+            return "the hosts can go on in place"
+        case RecoveryAction.REPLACE if usual is RecoveryAction.SHRINK:
+            return "no other host is ready in a seat"
+        case RecoveryAction.SHRINK if usual is RecoveryAction.REPLACE:
+            return "other hosts are ready in their seats"
+        case _:
+            is_lost = usual is RecoveryAction.RESTORE
+            return "no host has the newest state" if is_lost else "the hosts cannot go on in place"
+
+
+def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
+    """Return why the stage of a lost host cannot be kept; empty if it can."""
+    if loss.stage is None:
+        return "no stage of a pipeline is to be kept"
+    if usual is not RecoveryAction.SHRINK:
+        return "the hosts do not go on as they are"
+    return "" if loss.stage.kept else "no other replica is complete"
+
+
+def _explain_axes_refusal(usual: RecoveryAction, loss: Loss) -> str:
+    """Return why the axes that the job has cannot be kept; empty if they can."""
+    if loss.plan is None:
+        return "no planned axes are known for the hosts that are left"
+    if usual is not RecoveryAction.SHRINK:
+        return "other hosts are ready, or these cannot go on in place"
+    if not loss.has_new_axes:
+        return "the best axes are those that the job has"
+    return "" if loss.plan.kept else "its axes do not fit the hosts that are left"
+
+
+def price_gather(
+    admission: Admission, prices: Prices, num_groups: int, why_not: str, risk_s: float
+) -> RecoveryOption:
+    """Return the option that hosts which are ready join together with the first groups of those that come back."""
+    places, join_s = admission.places, find_join_s(admission, prices)
+    groups = group_returns(admission.awaited)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
+    present = admission.training + admission.joining
+    wait = Phase(pause_s=0.0, speed=admission.training / places, training_s=last.return_s)
+    joined = Phase(pause_s=join_s, speed=min(present + last.count, places) / places)
+    # From the join on, which is so long after the choice.
+    later = [ReturnGroup(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
+    phases = (wait, *list_phases(joined, present, later, join_s=join_s, places=places))
+    return make_option(RecoveryAction.GATHER, phases, admission.training, prices, why_not, risk_s=risk_s)
+
+
+def make_option(
+    action: RecoveryAction,
+    phases: tuple[Phase, ...],
+    num_hosts: int,
+    prices: Prices,
+    why_not: str = "",
+    *,
+    risk_s: float = 0.0,
+) -> RecoveryOption:
+    """Return an option with its score; `risk_s` is a further loss of time, at any moment until the next failure."""
+    first, *later = phases
+    priced = (dataclasses.replace(first, pause_s=first.pause_s + risk_s), *later)
+    return RecoveryOption(
+        action=action,
+        score=score_phases(priced, prices.next_failure_s),
+        pause_s=first.pause_s,
+        num_hosts=num_hosts,
+        why_not=why_not,
+    )

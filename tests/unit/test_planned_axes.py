@@ -1,0 +1,203 @@
+"""The planned axes after a loss: by brute force, by the machine, whoever leads, and as workers estimate them."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from membership_job import Job, change_leader, stop_at_boundary, training
+
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
+from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S, choose_after_loss
+from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
+from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
+
+AXES = (("fsdp", 2), ("expert", 1), ("tensor", 1))
+BEST_AXES = (("fsdp", 1), ("expert", 1), ("tensor", 1))
+NAMES = tuple(map(HostName, "abcd"))
+KEPT, BEST = 0.7, 0.75
+"""Speeds of three hosts of four."""
+
+
+def estimate(
+    *, prepare_s: float, kept: float = KEPT, best_axes=BEST_AXES, generation: int = 1, names=NAMES
+) -> PlanOutlook:
+    loss = PlanLoss(hosts=names, kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s)
+    return PlanOutlook(
+        generation=GenerationNumber(generation), num_hosts=len(names), axes=AXES, losses=(loss,)
+    )
+
+
+def play(seconds: float, pause_s: float, speed: float, return_s: float | None, join_s: float) -> float:
+    """Return what is trained in that time, moment by moment: a host that is back joins, and all have full speed."""
+    moments, trained = 4000, 0.0
+    for moment in range(moments):
+        now_s = (moment + 0.5) * seconds / moments
+        # The join begins when the host is back, but not before the pause is over.
+        join_begins_s = max(return_s, pause_s) if return_s is not None else float("inf")
+        if now_s >= join_begins_s + join_s:
+            trained += 1.0
+        elif pause_s <= now_s < join_begins_s:
+            trained += speed
+    return trained * seconds / moments
+
+
+@given(
+    prepare_s=st.floats(0.0, 60.0),
+    kept=st.floats(0.1, 0.75),
+    form_s=st.floats(0.1, 5.0),
+    place_s=st.floats(0.1, 5.0),
+    return_s=st.none() | st.floats(1.0, 60.0),
+    next_failure_s=st.floats(20.0, 2000.0),
+)
+def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
+    prepare_s, kept, form_s, place_s, return_s, next_failure_s
+):
+    seconds = {**PRIOR_S, TimedChange.SHRINK: form_s, TimedChange.NEW_AXES: place_s}
+    plan = PlanLoss(hosts=NAMES, kept=kept, best=0.75, best_axes=BEST_AXES, prepare_s=prepare_s)
+    loss = Loss(
+        places=4,
+        ready=3,
+        awaited=(return_s,) if return_s is not None else (),
+        plan=plan,
+        has_new_axes=True,
+    )
+    choice = choose_after_loss(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
+    join_s = seconds[TimedChange.GROW]
+    trained = {
+        RecoveryAction.SHRINK: play(next_failure_s, max(form_s, place_s) + prepare_s, 0.75, return_s, join_s),
+        RecoveryAction.KEEP_AXES: play(next_failure_s, form_s, kept, return_s, join_s),
+    }
+    best_speed = 1.0 if return_s is not None else 0.75
+    lost = {action: next_failure_s * best_speed - found for action, found in trained.items()}
+    saved_s = (lost[RecoveryAction.SHRINK] - lost[RecoveryAction.KEEP_AXES]) / best_speed
+    margin_s = max(HYSTERESIS * lost[RecoveryAction.SHRINK] / best_speed, MIN_SAVED_S)
+    if abs(saved_s - margin_s) > 0.005 * next_failure_s:  # of the moments
+        expected = RecoveryAction.KEEP_AXES if saved_s > margin_s else RecoveryAction.SHRINK
+        assert choice.action is expected
+
+
+def lose(
+    *prepared: float | None, names: str = "b", restarts: bool = True, is_new_leader: bool = False, **estimated
+) -> Job:
+    """Return a job that has lost workers; a and the next host that is left reported so many seconds of preparation."""
+    job = training(*"abcd", spare_seats=8)
+    for name, prepare_s in zip("ac", prepared, strict=False):
+        if prepare_s is not None:
+            job.report(name, plans=estimate(prepare_s=prepare_s, **estimated))
+    for name in names:
+        if restarts:
+            job.worker(name, exit_code=-9)
+        else:
+            job.give(HostLeft(HostName(name)))
+    if is_new_leader:
+        change_leader(job)
+    job.acknowledge(*(name for name in "abcd" if name not in names), step=6, holds_state=True)
+    return job
+
+
+def decided(job: Job) -> RecoveryDecision:
+    assert job.generation.decision is not None
+    return job.generation.decision
+
+
+def test_where_programs_take_longer_than_the_host_is_away_the_axes_are_kept():
+    job = lose(30.0)
+    decision = decided(job)
+    assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, ("b",))
+    assert (job.phase, job.members, job.generation.plan_axes) == (GenerationPhase.FORM, list("acd"), AXES)
+    options = {option.action: option for option in decision.options if not option.why_not}
+    assert set(options) == {RecoveryAction.KEEP_AXES, RecoveryAction.SHRINK}
+    assert options[RecoveryAction.SHRINK].pause_s == pytest.approx(30.6)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_where_programs_are_ready_the_best_axes_follow(restarts):
+    job = lose(0.0, restarts=restarts)
+    assert (decided(job).action, job.generation.plan_axes) == (RecoveryAction.SHRINK, BEST_AXES)
+
+
+def test_the_later_one_of_two_workers_counts():
+    assert decided(lose(0.0, 30.0)).action is RecoveryAction.KEEP_AXES
+
+
+@pytest.mark.parametrize(
+    ("changes", "why_not"),
+    [
+        ({"names": "bc"}, "no planned axes are known for the hosts that are left"),
+        ({"generation": 0}, "no planned axes are known for the hosts that are left"),
+        ({"kept": 0.0}, "its axes do not fit the hosts that are left"),
+        ({"best_axes": AXES}, "the best axes are those that the job has"),
+    ],
+)
+def test_why_axes_cannot_be_kept(changes, why_not):
+    decision = decided(lose(30.0, **changes))
+    assert decision.action is RecoveryAction.SHRINK
+    (kept,) = [option for option in decision.options if option.action is RecoveryAction.KEEP_AXES]
+    assert kept.why_not == why_not
+
+
+@pytest.mark.parametrize("prepare_s", [0.0, 30.0])
+def test_another_leader_decides_the_same(prepare_s):
+    one, other = lose(prepare_s), lose(prepare_s, is_new_leader=True)
+    assert decided(one) == decided(other)
+    assert one.generation.plan_axes == other.generation.plan_axes
+
+
+def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():
+    generation = lose(30.0).generation
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(generation), type=Generation) == generation
+    report = WorkerReport(plans=estimate(prepare_s=30.0))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=WorkerReport) == report
+
+
+def test_a_host_that_is_back_joins_and_the_axes_are_the_best_ones():
+    job = lose(30.0)
+    job.form()
+    job.train(7)
+    job.restart("b")
+    job.take_seat("b")
+    stop_at_boundary(job, 8)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+@pytest.mark.parametrize("is_new_leader", [False, True])
+def test_axes_are_kept_so_long_and_then_the_best_ones_follow(is_new_leader):
+    job = lose(30.0)
+    wait_s = decided(job).wait_s
+    # Until the slower steps have cost as much as the programs would, or the host should be back.
+    assert wait_s == pytest.approx(30.4 / (BEST - KEPT))
+    job.form()
+    job.train(7)
+    if is_new_leader:
+        change_leader(job)
+    job.wait(0.9 * wait_s)
+    assert (job.phase, job.generation.plan_axes) == (GenerationPhase.ACTIVE, AXES)
+    job.wait(0.2 * wait_s)
+    assert job.phase is GenerationPhase.PAUSE
+    stop_at_boundary(job, 8)
+    assert (job.phase, job.members, job.generation.plan_axes) == (GenerationPhase.FORM, list("acd"), ())
+    job.form()
+    job.train(9)
+    job.wait(2 * wait_s)
+    assert job.phase is GenerationPhase.ACTIVE, "once"
+
+
+@pytest.mark.parametrize(
+    ("prepare_s", "measured"), [(30.0, TimedChange.SHRINK), (0.0, TimedChange.NEW_AXES), (0.1, None)]
+)
+def test_a_change_is_measured_by_its_axes(prepare_s, measured):
+    job = training(*"abcd", spare_seats=8)
+    job.wait(10.0)
+    job.train(15)
+    job.report("a", plans=estimate(prepare_s=prepare_s))
+    job.worker("b", exit_code=-9)
+    job.acknowledge(*"acd", step=15, holds_state=True)
+    job.form()
+    job.wait(3.0)
+    job.train(16)
+    job.worker("d", exit_code=-9)  # with the next generation it is written
+    times = {time.change: time.typical_s for time in job.generation.history.times}
+    assert times == ({measured: pytest.approx(2.0)} if measured is not None else {})
