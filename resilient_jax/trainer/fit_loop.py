@@ -141,6 +141,9 @@ class FitLoop:
             if self._checkpointer is not None:
                 self._checkpointer.distrust_after(world, found.trusted_step)
             raise
+        finally:
+            if self._compiler is not None:
+                self._compiler.leave_world()
 
     def _train(self, world: World) -> None:
         config = self._config

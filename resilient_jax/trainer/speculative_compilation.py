@@ -64,9 +64,14 @@ class SpeculativeCompiler:
             self._first_s = 0.0
             self._report_forecast()
 
+    def leave_world(self) -> None:
+        """Keep nothing of a generation that has ended: its devices may go away."""
+        self._forecast = None
+
     def _report_forecast(self) -> None:
-        if self._forecast is not None:
-            self._forecast.report(max(self._longest_s, self._first_s))
+        forecast = self._forecast
+        if forecast is not None:
+            forecast.report(max(self._longest_s, self._first_s))
 
     def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
         if not isinstance(current.plan, Plan):
@@ -82,8 +87,9 @@ class SpeculativeCompiler:
     def _estimate_losses(self, check: CancellationCheck) -> bool:
         """Search the plans after a loss, and report them; return False: nothing is compiled."""
         check()
-        if self._forecast is not None:
-            self._forecast.estimate()
+        forecast = self._forecast
+        if forecast is not None:
+            forecast.estimate()
             self._report_forecast()
         return False
 
