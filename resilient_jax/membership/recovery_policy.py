@@ -116,13 +116,11 @@ class Prices:
     Attributes:
         seconds: of each change: the job's own measurement, or the prior.
         next_failure_s: the expected time to the next failure.
-        measured: of which changes the job has measured the time.
         joiner_losses: how often hosts that join now are expected to be lost, or to leave, until then.
     """
 
     seconds: Mapping[TimedChange, float]
     next_failure_s: float
-    measured: frozenset[TimedChange] = frozenset()
     joiner_losses: float = 0.0
 
 
@@ -160,7 +158,6 @@ def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collect
     return Prices(
         seconds={change: measured.get(change, prior_s) for change, prior_s in PRIOR_S.items()},
         next_failure_s=next_failure_s,
-        measured=frozenset(measured),
         joiner_losses=next_failure_s * estimate_rate(history, joining, with_notices=True) if joining else 0.0,
     )
 
@@ -246,11 +243,8 @@ def _price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[Recover
     if stage is None:
         first = Phase(pause_s=prices.seconds[TimedChange.KEEP_STAGES], speed=ready / loss.places)
         return make_option(action, (first,), ready, prices, why_not), None
-    present, join_s, later = (
-        _find_present_speed(loss),
-        _find_join_s(loss, prices),
-        group_returns(loss.awaited),
-    )
+    present, join_s = _find_present_speed(loss), _find_join_s(loss, prices)
+    later = group_returns(loss.awaited)
     copied, divided = price_copied(stage, present, prices.seconds)
     divided_s = copied.pause_s + (copied.training_s or 0.0)
     then = [ReturnGroup(max(one.return_s - divided_s, 0.0), one.count) for one in later]
@@ -330,7 +324,7 @@ def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
     if loss.stage is None:
         return "no stage of a pipeline is to be kept"
     if usual is not RecoveryAction.SHRINK:
-        return "the hosts do not go on as they are"
+        return "the hosts do not go on as they are in their world"
     return "" if loss.stage.kept else "no other replica is complete"
 
 

@@ -149,9 +149,7 @@ def lose_for_good(stage: StageLoss, **seconds: float) -> Choice:
     """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
     known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
     loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
-    return choose_after_loss(
-        loss, Prices(seconds=known, next_failure_s=HOUR_S, measured=frozenset(map(TimedChange, seconds)))
-    )
+    return choose_after_loss(loss, Prices(seconds=known, next_failure_s=HOUR_S))
 
 
 def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:
