@@ -332,11 +332,16 @@ def _mark_all(values: Sequence[Value], text: str) -> list[Value]:
     return [checkpoint_name(value, text) if is_number_array(value) else value for value in values]
 
 
+def _is_scalar_number(aval: Any) -> bool:  # noqa: ANN401 - of an array
+    # Random keys have shape (), too, and a dtype of JAX's own.
+    return aval.shape == () and isinstance(aval.dtype, np.dtype) and aval.dtype.kind in "biuf"
+
+
 def _is_constant(equation: core.JaxprEqn, operands: Sequence[Value]) -> bool:
     """Return whether an equation computes numbers, each one scalar, from scalars that are known."""
     results = [var.aval for var in equation.outvars]
     return (
         all(isinstance(operand, np.generic) for operand in operands)
         and not equation.effects
-        and all(aval.shape == () and aval.dtype.kind in "biuf" for aval in results)  # pyright: ignore[reportAttributeAccessIssue] - of arrays
+        and all(_is_scalar_number(aval) for aval in results)
     )

@@ -49,7 +49,7 @@ class StorageClient:
         self._connection.send(request, descriptor)
 
     def request(self, request: Request, wait: ReplyWait, descriptor: int | None = None) -> Reply:
-        """Return the reply to a request. If the wait is broken off, the process ends, because it owes a reply."""
+        """Return the reply to a request. If the wait is aborted, the process ends, because it owes a reply."""
         try:
             self.send(request, descriptor)
             while (reply := self.receive(POLL_INTERVAL_S, wait.since_s)) is None:

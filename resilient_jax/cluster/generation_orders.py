@@ -19,7 +19,7 @@ Rules:
 - If something hangs, a worker that runs gets `TakeStacks` first: with it, stacks are kept before anything unwinds.
 - A newcomer that runs, and one whose host leaves, is an outsider: the first trained in a generation that left it out.
 - A host that leaves stays while others may read a snapshot of which it has a part.
-- An outsider gets no order but is killed if it does not respond; and, where collectives cannot be broken off, replaced
+- An outsider gets no order but is killed if it does not respond; and, where collectives cannot be aborted, replaced
   if it has been in a world. One that is busy, and neither idle nor compiling within the timeout, is killed.
 - A worker whose membership is void, because its host lost the store in that generation, is an outsider.
 """
@@ -53,7 +53,7 @@ class OrdersConfig:
     Attributes:
         host: this one.
         quiesce_timeout_s: how long an outsider may take to be idle.
-        replaces_workers: whether collectives cannot be broken off.
+        replaces_workers: whether collectives cannot be aborted.
         reports_lost_seats: whether coordination services are told of members that were given up.
     """
 

@@ -142,7 +142,7 @@ class WorkerSupervisor:
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
         self._replaced: WorkerProcess | None = None
-        """The newest worker that was killed for no fault of its own: its collectives cannot be broken off, say."""
+        """The newest worker that was killed for no fault of its own: its collectives cannot be aborted, say."""
 
     async def supervise(self) -> JobOutcome | None:
         """Start the worker, and start it again when it dies.
@@ -382,7 +382,7 @@ class WorkerSupervisor:
 
         If so, once its stacks have arrived, or `STACKS_TIMEOUT_S` has passed.
         """
-        self._replaced, reason = self.worker, f"its collectives cannot be broken off: {why}"
+        self._replaced, reason = self.worker, f"its collectives cannot be aborted: {why}"
         if takes_stacks:
             kill = functools.partial(self.kill, reason, self.worker)
             self._stacks.call_when_next(kill, STACKS_TIMEOUT_S)

@@ -96,9 +96,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     place in the next step."""
 
     abort: Literal["auto", "interrupt", "replace"] = "auto"
-    """What happens to the workers of a world in which one was lost. `interrupt`: their collectives are broken off, and
+    """What happens to the workers of a world in which one was lost. `interrupt`: their collectives are aborted, and
     they go on in the next world. `replace`: they are killed, and the workers that replace them go on from the newest
-    snapshot in memory: for accelerators whose collectives cannot be broken off. `auto`: `interrupt` with `--platform
+    snapshot in memory: for accelerators whose collectives cannot be aborted. `auto`: `interrupt` with `--platform
     cpu`, the default of `launch`, else `replace`."""
 
     min_hosts: Count = 1

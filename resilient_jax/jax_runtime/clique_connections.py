@@ -73,7 +73,7 @@ class CliqueConnections:
         """What there was before the present members began, except for connections of their own."""
         self._program: _Program | None = None
         self._given_up: Seats = frozenset()
-        """The processes of the replica whose program was broken off, until this process has left it."""
+        """The processes of the replica whose program was aborted, until this process has left it."""
         self._descriptors: frozenset[str] = frozenset()
         """The open ones when `begin_program` or `end_program` last looked for connections in this generation."""
 
@@ -141,12 +141,12 @@ class CliqueConnections:
         Where the replica has all members its cliques are those of the members: they are broken with these.
 
         Raises:
-            FormingFailed: a clique of this replica was broken off earlier, and cannot be made again.
+            FormingFailed: a clique of this replica was aborted earlier, and cannot be made again.
         """
         with self._lock:
             if seats in self._broken:
                 raise FormingFailed(
-                    f"seat {self._seat}: the cliques of a replica of seats {sorted(seats)} were broken off earlier, "
+                    f"seat {self._seat}: the cliques of a replica of seats {sorted(seats)} were aborted earlier, "
                     "and cannot be made again in this world"
                 )
             if seats == self._members:

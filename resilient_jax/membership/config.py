@@ -44,7 +44,7 @@ class MembershipConfig:
     act_on_slow_hosts: bool = True
     """Whether slow hosts are replaced or taken out, and layers are divided by speed (rule 12 of `rules`)."""
     replaces_workers: bool = False
-    """Whether collectives cannot be broken off (rule 8 of `rules`)."""
+    """Whether collectives cannot be aborted (rule 8 of `rules`)."""
 
     def list_limits_s(self) -> list[float]:
         """Return all times since the last decision, ascending, after which a rule may decide something else."""

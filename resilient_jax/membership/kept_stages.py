@@ -47,7 +47,7 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
         state: of the machine, with the members as they were when the generation formed, unless that has been noted.
     """
     generation = state.generation
-    # In one that is broken off while it forms, blocks have not moved yet.
+    # In one that is aborted while it forms, blocks have not moved yet.
     if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
         return generation.earlier_stage_hosts
     has_parts = any(worker.report.part is not None for worker in list_live_workers(state))

@@ -23,7 +23,7 @@ The rules, from which the code below follows:
    retried a few times; then the host that reported most of the failures is quarantined, and if that does not help, the
    job ends with the error. A worker that keeps the others waiting (`hangs`) is left out. What escalates, and how, is in
    `severities`. A host in quarantine leaves as after a notice, and does not join.
-8. Where collectives cannot be broken off, an unplanned change has no survivors: the agents kill all workers that were
+8. Where collectives cannot be aborted, an unplanned change has no survivors: the agents kill all workers that were
    in the world, and those that replace them resume from a snapshot.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
    waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.

@@ -161,11 +161,18 @@ class _Groups:
             ),
             Axis.SEQUENCE,
         )
+        # Of one stage, and of several; each without and with remat.
         self.activations = [
-            self.tabulate(
-                lambda axes, remat=remat: _activations(self.cost_model, axes, is_remat=remat), Axis.FSDP
-            )
-            for remat in (False, True)
+            [
+                self.tabulate(
+                    lambda axes, stages=stages, remat=remat: _activations(
+                        self.cost_model, axes._replace(pipeline=stages), is_remat=remat
+                    ),
+                    Axis.FSDP,
+                )
+                for remat in (False, True)
+            ]
+            for stages in (1, 2)
         ]
         self.has_vocabulary = self.find_partitioned(Axis.TENSOR, "vocab")
 
@@ -369,13 +376,15 @@ class _Rows:
         )
 
     def _count_memory(self) -> None:
-        # Bytes of a microbatch's activations: embedding, a layer, head, and the working memory of one part.
-        activations = np.where(
-            self.remat[:, None],
-            self._groups.activations[1][self.group],
-            self._groups.activations[0][self.group],
-        )
-        self.embedding, self.kept, self.head, self.extra = (activations * self.sequences[:, None]).T
+        # Bytes of a microbatch's activations, of one stage and of several: embedding, a layer, head, and the working
+        # memory of one part.
+        self.activations = [
+            (
+                np.where(self.remat[:, None], with_remat[self.group], without[self.group])
+                * self.sequences[:, None]
+            )
+            for without, with_remat in self._groups.activations
+        ]
         headroom = self._groups.headroom[self.group].T
         self.first, self.middle, self.last, self.state, self.single = headroom
 
@@ -415,7 +424,8 @@ class _Rows:
         """Return the least layers of the longest stage that memory allows, or fewer; 0 where the layers do not fit."""
         cost_model = self._groups.cost_model
         repeats, layers = cost_model.request.pipeline_repeats, cost_model.layers
-        kept, extra, state = self.kept[rows], self.extra[rows], self.state[rows]
+        embedding, kept, head, extra = self.activations[stages > 1][rows].T
+        state = self.state[rows]
 
         def in_flight(stage: int) -> Column:
             return np.minimum(count_in_flight(stage, stages, MANY, repeats), self.microbatches[rows])
@@ -428,10 +438,10 @@ class _Rows:
 
         if stages == 1:
             needed = extra + layers * (state + in_flight(0) * kept)
-            needed += in_flight(0) * (self.embedding[rows] + self.head[rows])
+            needed += in_flight(0) * (embedding + head)
             return np.where(needed <= self.single[rows] * ROUNDING_SLACK, layers, 0)
-        first = count_layers(self.first[rows] - in_flight(0) * self.embedding[rows], 0)
-        last = count_layers(self.last[rows] - in_flight(stages - 1) * self.head[rows], stages - 1)
+        first = count_layers(self.first[rows] - in_flight(0) * embedding, 0)
+        last = count_layers(self.last[rows] - in_flight(stages - 1) * head, stages - 1)
         # Between the ends the last stage but one has the fewest microbatches in flight, so the most room.
         between = count_layers(self.middle[rows], stages - 2) if stages > 2 else np.zeros_like(first)
         ends = first + last

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_cost import compute_device_share, is_collective_needed
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
-from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, PartCost, ProgramCost
+from resilient_jax.planning.program_cost import AmountByAxis, CollectiveKind, ModelPart, PartCost, ProgramCost
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 
@@ -105,7 +105,8 @@ def count_activations(
     """Return the residuals that the parts keep of a microbatch.
 
     With remat a layer keeps its input, and one layer at a time has all its residuals as well. The result of an
-    all-reduce is kept where the collectives of the backend block; in a loop JAX's own list of residuals has it.
+    all-reduce is kept where the collectives of the backend block; in a loop, and on a stage of a pipeline, JAX's own
+    list of residuals has it.
     """
     # Bytes per microbatch of b sequences: kept = b share(residuals) + b (results of all-reduces, where they are
     # kept); extra = max over parts of b share(working). Remat keeps the input as residual, and the residuals are
@@ -115,15 +116,11 @@ def count_activations(
     extra = 0.0
     for cost in program_cost.parts:
         is_remat = microbatch.remat and cost.part is ModelPart.LAYER
-        amounts = cost.remat_residual_bytes if is_remat else cost.residual_bytes
+        is_block = axes.pipeline > 1 and cost.block_residual_bytes is not None
+        amounts, more = _describe_part(cost, is_block=is_block, is_remat=is_remat)
         kept[cost.part] = compute_device_share(program_cost, amounts, axes) * microbatch.sequences
-        if keeps_sums and not is_remat:
+        if keeps_sums and not is_remat and not is_block:
             kept[cost.part] += _count_reduced(program_cost, cost, axes) * microbatch.sequences
-        more = cost.working_bytes
-        if is_remat:
-            more = (
-                more + cost.residual_bytes if cost.remat_working_bytes is None else cost.remat_working_bytes
-            )
         extra = max(extra, compute_device_share(program_cost, more, axes) * microbatch.sequences)
     return ActivationBytes(
         embedding=kept[ModelPart.EMBEDDING],
@@ -131,6 +128,19 @@ def count_activations(
         head=kept[ModelPart.HEAD],
         extra=extra,
     )
+
+
+def _describe_part(cost: PartCost, *, is_block: bool, is_remat: bool) -> tuple[AmountByAxis, AmountByAxis]:
+    """Return what a part keeps of an example, and what its backward needs for a time."""
+    if not is_block:
+        if not is_remat:
+            return cost.residual_bytes, cost.working_bytes
+        working = cost.remat_working_bytes
+        return cost.remat_residual_bytes, working or cost.working_bytes + cost.residual_bytes
+    assert cost.block_residual_bytes is not None
+    if not is_remat:
+        return cost.block_residual_bytes, cost.working_bytes
+    return AmountByAxis(replicated=cost.input_bytes), cost.working_bytes + cost.block_residual_bytes
 
 
 def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes) -> float:

@@ -170,6 +170,8 @@ class PartCost:
             backward, and their gradients written.
         input_bytes: bytes of the part's input, which stages of a pipeline transfer.
         residual_bytes: what is kept from forward to backward.
+        block_residual_bytes: what is kept instead on a stage of a pipeline, where forward and backward are programs of
+            their own; None: `residual_bytes`.
         remat_residual_bytes: what is kept instead if the part is recomputed: as a rule its input. Then one copy at a
             time needs `residual_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
@@ -194,6 +196,7 @@ class PartCost:
     working_bytes: AmountByAxis
     collectives: tuple[ActivationCollective, ...] = ()
     remat_working_bytes: AmountByAxis | None = None
+    block_residual_bytes: AmountByAxis | None = None
     kernels: int = 1
     step_flops: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)
     step_bytes: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)

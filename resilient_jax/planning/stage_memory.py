@@ -67,7 +67,7 @@ class StageMemory:
         )
         self._counter = StateCounter(request.program_cost)
         self._states: dict[tuple[int, int, int], StateBytes] = {}
-        self._activations: dict[tuple[int, int, int, MicrobatchConfig], ActivationBytes] = {}
+        self._activations: dict[tuple[int, int, int, bool, MicrobatchConfig], ActivationBytes] = {}
         self._fullest: dict[tuple[object, ...], DeviceMemory] = {}
         self._headrooms: dict[tuple[int, int, int, bool], MemoryHeadroom] = {}
         self._max_layers: dict[tuple[ReplicaAxes, MicrobatchConfig], tuple[int, ...]] = {}
@@ -82,7 +82,7 @@ class StageMemory:
 
     def count_activations(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> ActivationBytes:
         """Return the bytes of activations that a microbatch keeps on a device."""
-        key = (axes.tensor, axes.sequence, axes.expert, microbatch)
+        key = (axes.tensor, axes.sequence, axes.expert, axes.pipeline > 1, microbatch)
         if key not in self._activations:
             self._activations[key] = count_activations(self.request.program_cost, axes, microbatch)
         return self._activations[key]

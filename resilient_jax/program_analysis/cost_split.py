@@ -21,6 +21,7 @@ from resilient_jax.program_analysis.program_parts import PartAssignment, assign_
 from resilient_jax.program_analysis.residuals import (
     FUSIBLE_PRIMITIVES,
     compute_residuals,
+    count_block_residual_bytes,
     count_residual_bytes,
 )
 from resilient_jax.program_analysis.sharding_propagation import (
@@ -53,6 +54,7 @@ class TracedProgram:
         propagated: sharding of the pass and of its residuals.
         uses: maps the path of each parameter to the parts that use it.
         residual_bytes: kept for the backward pass.
+        block_residual_bytes: kept where forward and backward of a block are programs of their own.
         boundary_bytes: what one layer hands to the next, of one example.
         largest_activation: its part, its kind, its bytes for one example.
         gradient_matmul_flops: FLOPs of matrix products in the gradient of one example; 0: not counted.
@@ -64,6 +66,7 @@ class TracedProgram:
     propagated: PropagatedSharding
     uses: Mapping[str, tuple[ModelPart, ...]]
     residual_bytes: CostShares
+    block_residual_bytes: CostShares
     boundary_bytes: float
     largest_activation: tuple[ModelPart, ShardingKind, float]
     gradient_matmul_flops: float = 0.0
@@ -100,6 +103,9 @@ def trace_program(
         },
         residual_bytes={
             key: value / examples for key, value in count_residual_bytes(trace, propagated).items()
+        },
+        block_residual_bytes={
+            key: value / examples for key, value in count_block_residual_bytes(trace, propagated).items()
         },
         boundary_bytes=assignment.boundary_bytes / examples,
         largest_activation=(propagated.parts[largest], propagated.kinds[largest], largest.bytes / examples),
@@ -170,6 +176,7 @@ def split_cost(
                 backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
                 input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
                 residual_bytes=kept,
+                block_residual_bytes=share(traced.block_residual_bytes, None),
                 remat_residual_bytes=share(remat.residual_bytes, None)
                 if remat and part is ModelPart.LAYER
                 else kept,

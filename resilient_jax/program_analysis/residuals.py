@@ -93,6 +93,25 @@ def count_residual_bytes(
     return total
 
 
+def count_block_residual_bytes(
+    trace: OperationTrace, propagated: PropagatedSharding
+) -> Mapping[tuple[ModelPart, ShardingKind], int]:
+    """Return the bytes that a pipeline's stages keep for a batch, all layers together.
+
+    Forward and backward of a block are programs of their own, so nothing is fused from one into the other: all that
+    JAX keeps is kept, but for what depends on weights alone.
+
+    Args:
+        trace: of `compute_residuals`.
+        propagated: of the same trace.
+    """
+    total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    found = {value for value in trace.outputs if value is not None and value in propagated.kinds}
+    for value in found.difference(trace.inputs):
+        total[propagated.parts[value], propagated.kinds[value]] += value.bytes
+    return total
+
+
 def _find_kept_values(
     residuals: Iterable[Value | None],
     fusible: Mapping[Value, Operation],

@@ -168,7 +168,7 @@ class WorldConnector:
         set_members(seats)
         if self._cliques.is_broken(seats):
             raise FormingFailed(
-                f"{connection.place.seat}: the clique of seats {seats} was broken off earlier, and cannot be made again"
+                f"{connection.place.seat}: the clique of seats {seats} was aborted earlier, and cannot be made again"
             )
         if unknown := [seat for seat in seats if seat not in self._known_seats]:
             listeners = find_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)

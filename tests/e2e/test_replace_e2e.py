@@ -1,4 +1,4 @@
-"""Collectives that cannot be broken off: all workers are replaced, and go on from the snapshots in memory."""
+"""Collectives that cannot be aborted: all workers are replaced, and go on from the snapshots in memory."""
 
 import contextlib
 import os

@@ -73,7 +73,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert sorted(list_members(after)) == ["host-0", "host-2", SPARE]
         assert after.generation is not None
-        assert after.generation.step == after.generation.boundary_step, "no step was broken off"
+        assert after.generation.step == after.generation.boundary_step, "no step was aborted"
         quarantined = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_QUARANTINED]
         assert [e.detail["quarantined"] for e in quarantined] == [SLOW]
         tiny.finish()

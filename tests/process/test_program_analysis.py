@@ -10,6 +10,7 @@ import optax
 import pytest
 from decoder import LLAMA, Decoder, LoopedDecoder, closed_form, loss_of, tokens
 
+from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.memory import count_activations
@@ -132,6 +133,26 @@ def test_memory_is_that_of_the_compiled_gradient(request, kind, again):
     expected = cost.parameter_bytes + max(cost.parameter_bytes, cost.fixed_bytes + activations)
     found = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert expected == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "rematerialized"])
+def test_memory_of_stages_is_what_their_programs_keep(linen_cost, again):
+    program = make_abstract_program(MODELS["linen"](False), loss_of, tokens(LLAMA, 6))
+
+    def loss(variables, batch, _):
+        return program.loss_fn(*variables, batch)
+
+    variables = program.params, program.others
+    cut = cut_model(loss, variables, program.batch, jax.eval_shape(lambda: jax.random.key(0)), remat=again)
+    stage = count_activations(linen_cost, ReplicaAxes(pipeline=2), MicrobatchConfig(6, again))
+    found = [
+        sum(kept.size * kept.dtype.itemsize for kept in cut.kinds[block.kind].kind.derivative.residuals)
+        for block in cut.blocks
+    ]
+    if again:
+        assert found[1:-1] == [stage.layer] * linen_cost.layers
+    else:
+        assert found == [stage.embedding, *[stage.layer] * linen_cost.layers, stage.head]
 
 
 def test_activations_in_closed_form_are_no_more_than_xla_needs_on_a_cpu(nnx_cost):

@@ -1053,7 +1053,7 @@ class Cluster:
 
 
 class ReplacingCluster(Cluster):
-    """A cluster whose collectives cannot be broken off: agents kill workers, which resume from snapshots."""
+    """A cluster whose collectives cannot be aborted: agents kill workers, which resume from snapshots."""
 
     config = dataclasses.replace(CONFIG, replaces_workers=True, state_loss_policy=StateLossPolicy.RESTART)
 
@@ -1147,7 +1147,7 @@ class RoomyCluster(Cluster):
 
 
 class RoomyReplacingCluster(RoomyCluster, ReplacingCluster):
-    """The same where collectives cannot be broken off."""
+    """The same where collectives cannot be aborted."""
 
     config = dataclasses.replace(ReplacingCluster.config, spare_seats=64)
 

@@ -108,6 +108,15 @@ def test_the_users_remat_of_a_layer_is_kept():
     check_against_uncut(loss, make_variables(), cut)
 
 
+def test_a_loss_may_make_a_random_key_of_a_number():
+    def loss(variables, batch, key):
+        noise = jax.random.normal(jax.random.key(3), ())
+        return loss_of_layers(variables, batch, key) + noise
+
+    cut = cut_model(loss, make_variables(), BATCH, KEY)
+    assert cut.num_layers == cut_model(loss_of_layers, make_variables(), BATCH, KEY).num_layers
+
+
 def test_layers_that_differ_in_a_number_are_of_one_kind():
     def call(number, weights, x):
         noise = jax.random.normal(jax.random.fold_in(KEY, number), x.shape)

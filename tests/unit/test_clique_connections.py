@@ -114,7 +114,7 @@ def test_a_replica_that_lost_a_process_is_broken_off_whole(peers: Peers) -> None
     assert cliques.is_current(seats(0, 1, 2)), "should it not be complete, its forming is ended"
     cliques.end_program(peers.gloo, is_intact=False)
     assert not cliques.is_current(seats(0, 1, 2))
-    with pytest.raises(FormingFailed, match="broken off earlier"):
+    with pytest.raises(FormingFailed, match="aborted earlier"):
         cliques.begin_program(seats(0, 1, 2), peers.gloo)
 
 

@@ -1,4 +1,4 @@
-"""The membership machine where collectives cannot be broken off: all workers of a world are replaced."""
+"""The membership machine where collectives cannot be aborted: all workers of a world are replaced."""
 
 from membership_job import Job, keep, sharded, snapshot, training
 

@@ -143,7 +143,7 @@ def test_all_hosts_begin_a_program_or_none_does(
     expected = list(range(min(leave_before)))
     assert [host.begun for host in hosts] == [expected] * 3
     assert all(host.error is None or isinstance(host.error, Ended) for host in hosts)
-    assert all(all(host.cliques.are_intact) for host in hosts), "no clique is broken off"
+    assert all(all(host.cliques.are_intact) for host in hosts), "no clique is aborted"
 
 
 def test_a_host_that_leaves_outside_of_the_programs_frees_one_that_waits_for_it(

@@ -197,7 +197,7 @@ class Scenario:
         return str(formed[-1].detail["cut"])
 
     def _print_kept_tasks(self) -> None:
-        """Print how much of the step that was broken off did not have to be computed again."""
+        """Print how much of the step that was aborted did not have to be computed again."""
         events = self._job.read_events()
         newest = self._read_report().generation
         resumed = [

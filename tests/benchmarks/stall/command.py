@@ -80,7 +80,7 @@ def stall(
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
     The first step is measured from the command until every host has committed it, over that of one host alone.
     `share_per_host` is the largest share of a sharded state on one of 3 hosts, times 3, after the fourth was killed.
-    Where collectives cannot be broken off, a kill replaces all workers, by standbys that have imported the libraries,
+    Where collectives cannot be aborted, a kill replaces all workers, by standbys that have imported the libraries,
     or that stand in seats of the world. Two jobs of the trainer, with a sharded state and with plans, have a model of a
     million parameters and a healthy step of their own.
     The benchmark takes about twenty minutes on two cores.

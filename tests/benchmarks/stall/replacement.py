@@ -1,4 +1,4 @@
-"""How long a kill stops training where collectives cannot be broken off, so that all workers are replaced."""
+"""How long a kill stops training where collectives cannot be aborted, so that all workers are replaced."""
 
 import statistics
 from pathlib import Path
