@@ -164,11 +164,8 @@ def price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[Recovery
     if stage is None:
         first = Phase(pause_s=prices.seconds[TimedChange.KEEP_STAGES], speed=ready / loss.places)
         return make_option(action, (first,), ready, prices, why_not), None
-    present, join_s, later = (
-        _find_present_speed(loss),
-        find_join_s(loss, prices),
-        group_returns(loss.awaited),
-    )
+    present, join_s = _find_present_speed(loss), find_join_s(loss, prices)
+    later = group_returns(loss.awaited)
     copied, divided = price_copied(stage, present, prices.seconds)
     divided_s = copied.pause_s + (copied.training_s or 0.0)
     then = [ReturnGroup(max(one.return_s - divided_s, 0.0), one.count) for one in later]
@@ -279,7 +276,7 @@ def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
     if loss.stage is None:
         return "no stage of a pipeline is to be kept"
     if usual is not RecoveryAction.SHRINK:
-        return "the hosts do not go on as they are"
+        return "the hosts do not go on as they are in their world"
     return "" if loss.stage.kept else "no other replica is complete"
 
 

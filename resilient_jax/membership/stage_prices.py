@@ -57,10 +57,11 @@ def find_stage_break_even_s(stage: StageLoss, present: float, seconds: Mapping[T
     slower = present * (stage.cut - stage.kept)
     if slower <= 0:
         return float("inf")
-    # T = (what the other way costs, as time at its speed) / (speed lost)
+    # T = (what the other way loses) / (speed lost); losses as time at the speed of all hosts.
     copied, divided = price_copied(stage, present, seconds)
-    least_s = min(stage.move_s, divided.pause_s + slower * (copied.training_s or 0.0))
-    return least_s / slower
+    lost_at_once_s = stage.move_s * present * stage.cut
+    lost_later_s = divided.pause_s * divided.speed + slower * (copied.training_s or 0.0)
+    return min(lost_at_once_s, lost_later_s) / slower
 
 
 def _find_pause_s(seconds: Mapping[TimedChange, float]) -> float:

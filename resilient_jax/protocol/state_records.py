@@ -25,7 +25,7 @@ class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the host.
-        kept: the speed with its stage kept for it: its replica computes nothing; 0: the others cannot do without it.
+        kept: the speed with its stage kept: its replica computes nothing; 0: the others cannot do without it.
         cut: the speed with the model cut anew over the hosts that are left.
         move_s: how long all wait for that until blocks have moved, in seconds.
     """

@@ -31,7 +31,7 @@ class Pipeline:
         log_bytes: host memory, in bytes, for values sent between stages: they are kept until a step is committed, to be
             sent again after a failure. What has no room is computed again.
         state_bytes_per_s: at which a host gets blocks that others have, in bytes per second, until the job has measured
-            it. By that it is decided whether blocks move when a host is lost, or its stage is kept for it.
+            it. By that it is decided whether blocks move at once when a host is lost, or its stage is kept.
         gather_result: bring the trained model together in the memory of each host when training ends, as
             `FitResult.variables`; it must fit there. Else it is in the last checkpoint, and on no host as a whole.
         axis_sizes: of the devices of a host, such as {"tensor": 2}: "data" (examples are shared, weights replicated),
