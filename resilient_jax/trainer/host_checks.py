@@ -38,14 +38,15 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
             )
 
 
-def require_equal_devices(world: World, *, is_first: bool) -> None:
-    """Let the stages of a pipeline go on if all hosts have as many devices: a block has the same programs on each.
+def require_equal_devices(world: World, why_equal: str, *, is_first: bool) -> None:
+    """Let the stages of a pipeline go on if all hosts have as many devices.
 
     Of hosts that differ those leave that have another number than most; of two numbers as frequent, the smaller one
     leaves. The others wait until they have left, which ends the generation.
 
     Args:
         world: of the generation.
+        why_equal: why all must have as many, and what to change.
         is_first: whether this worker asks for the first time: its agent is told to keep all devices, or none.
 
     Raises:
@@ -56,8 +57,8 @@ def require_equal_devices(world: World, *, is_first: bool) -> None:
     is_refused = found != expected
     if is_first or is_refused:
         why = (
-            f"pipeline: found {found} devices on {world.host}, expected {expected} as on most hosts: all stages "
-            "compute on as many devices. Start its agent with the same --devices-per-host"
+            f"pipeline: found {found} devices on {world.host}, expected {expected} as on most hosts: {why_equal}. Or "
+            "start its agent with the same --devices-per-host"
         )
         world.record_event(
             EventKind.DEVICES_REQUIRED, found=found, expected=expected, why=why if is_refused else ""
@@ -70,7 +71,7 @@ def require_equal_devices(world: World, *, is_first: bool) -> None:
         if time.monotonic() > deadline_s:
             raise CallerError(
                 f"pipeline: found {', '.join(map(str, numbers))} devices on {', '.join(world.hosts)}, expected as many "
-                "on each. Start their agents with the same --devices-per-host, or leave one out"
+                f"on each: {why_equal}. Or start their agents with the same --devices-per-host, or leave one out"
             )
         time.sleep(LEAVING_INTERVAL_S)
 

@@ -5,6 +5,7 @@ others nothing (`sharding.holder_sharding`). On each holder it is sharded over t
 its stage take it (`sharding.stage_sharding`).
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -95,7 +96,9 @@ class UnitPlacement:
         self.stage_hosts = follow_stages(groups, block_costs, num_stages)
         self.absent = frozenset(self.stage_hosts).difference(world.hosts)
         self.teams: list[Team] = make_teams(self.stage_hosts, block_costs, num_stages, speeds)
-        self.quotas = tuple(share_in_complete_teams(self.teams, num_microbatches, self.absent, self.device_speeds))
+        self.quotas = tuple(
+            share_in_complete_teams(self.teams, num_microbatches, self.absent, self.device_speeds)
+        )
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_living_holders(find_holders(self.teams), self.absent)
         self._states = states
@@ -140,7 +143,8 @@ class UnitPlacement:
         """Return the replicas for people: hosts, each with its first and last block."""
         blocks = self.describe_blocks()
         away = {host: " (away)" for host in self.absent}
-        away |= {host: f" ({len(self._devices[host])} devices)" for host in self.device_speeds}
+        most = max(map(len, self._devices.values()))
+        away |= {host: f" ({len(self._devices[host])} of {most} devices)" for host in self.device_speeds}
         return "; ".join(
             " -> ".join(f"{host} {blocks[host]}{away.get(host, '')}" for host, _ in team)
             for team in self.teams
@@ -174,8 +178,27 @@ class UnitPlacement:
             units = {number: self._states.init_unit(number, state.variables) for number in self.held}
             return units, state.early_stopping
 
+        if len({len(own) for own in self._devices.values()}) > 1:
+            return self._init_by_unit(init)
         # On a host's devices no array is ever larger than its shards.
         units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
+        return self._make_initial(units, early_stopping)
+
+    def _init_by_unit(self, init: Callable[[], TrainingState]) -> PipelinedState:
+        """Return the initial state where hosts have unequal axes: each unit by the same program on all its holders.
+
+        That has the same bits, and one unit at a time is on a single device.
+        """
+        units = {}
+        for number in self.held:
+            make_unit = functools.partial(self._init_unit, init, number)
+            units[number] = self.place_unit(number, jax.jit(make_unit)())
+        return self._make_initial(units, jax.jit(lambda: init().early_stopping)())
+
+    def _init_unit(self, init: Callable[[], TrainingState], number: int) -> UnitState:
+        return self._states.init_unit(number, init().variables)
+
+    def _make_initial(self, units: Mapping[int, UnitState], early_stopping: Any) -> PipelinedState:  # noqa: ANN401
         absent = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
         )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from resilient_jax.protocol.ledger import (
@@ -141,8 +142,9 @@ def _list_own_shards(
     is_first: bool,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """Return the start index and the elements of each shard that this host digests."""
-    holders = None if isinstance(value, np.ndarray) else find_holders_of(value.sharding)
+    holders = find_holders_of(value.sharding) if isinstance(value, jax.Array) else None
     if holders is not None and not is_complete:
+        # Each of them has all of it: the sum over hosts has each element once.
         is_digested = bool(value.addressable_shards) and holders.host == holders.hosts[0]
         return [((0,) * value.ndim, _to_numpy(value))] if is_digested else []
     if isinstance(value, np.ndarray) or is_complete or value.is_fully_addressable:
