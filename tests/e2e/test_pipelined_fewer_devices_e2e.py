@@ -1,0 +1,44 @@
+"""A host of a pipeline that loses a device goes on with those that are left, and takes it back."""
+
+from pathlib import Path
+
+import pytest
+from agents import run_command
+from tiny_job import CONFIG_WITHOUT_STANDBYS
+from unequal_pipeline import UnequalPipelinedJob
+
+from resilient_jax.events import EventKind
+
+CONFIG = f'{CONFIG_WITHOUT_STANDBYS}min_hosts = 2\ndevices_after_loss = "all"\n'
+
+
+def list_cuts(job: UnequalPipelinedJob) -> list[str]:
+    return [str(e.detail["cut"]) for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED]
+
+
+@pytest.mark.timeout(600)
+def test_a_stage_that_loses_a_device_goes_on_with_the_other_and_all_hosts_have_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    with UnequalPipelinedJob(tmp_path, 2, 2, axes={"fsdp": 2}, config=CONFIG) as job:
+        job.wait_protected(2)
+        before = job.wait_training(2).generation
+        assert before is not None
+        run = str(tmp_path / "run")
+        assert run_command(["hosts", run, "drain", "host-1:1"])[0] == 0
+        job.job.wait_event("a worker with one device", lambda event: event.kind is EventKind.DEVICES_CHANGED)
+        job.job.wait_event(
+            "a pipeline of unequal hosts",
+            lambda event: (
+                event.kind is EventKind.PIPELINE_FORMED and "(1 of 2 devices)" in str(event.detail["cut"])
+            ),
+            job.patience_s,
+        )
+        unequal = job.wait_protected(2, after_generation=before.number)
+        assert unequal
+        now = job.wait_training(2, after_generation=before.number).generation
+        assert now is not None
+        assert run_command(["hosts", run, "clear", "host-1:1"])[0] == 0
+        job.wait_protected(2, after_generation=now.number)
+        assert "devices" not in list_cuts(job)[-1]
+        job.finish()
