@@ -112,7 +112,7 @@ def estimate_pipeline_slowdown(
         replaced=speeds.find_healed(slowest),
         without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
         devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
-        why_all_devices="a stage of a pipeline computes on all devices of its host",
+        why_all_devices="what a stage of a pipeline would do with fewer devices is not estimated",
     )
 
 
