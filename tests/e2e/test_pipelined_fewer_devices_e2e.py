@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 from agents import run_command
+from compiled_programs import start_joining_agent
+from pipelined_job import SCRIPT
 from tiny_job import CONFIG_WITHOUT_STANDBYS
 from unequal_pipeline import UnequalPipelinedJob
 
@@ -42,3 +44,17 @@ def test_a_stage_that_loses_a_device_goes_on_with_the_other_and_all_hosts_have_t
         job.wait_protected(2, after_generation=now.number)
         assert "devices" not in list_cuts(job)[-1]
         job.finish()
+
+
+@pytest.mark.timeout(600)
+def test_hosts_with_four_and_three_devices_begin_together_and_have_the_same_bits(tmp_path: Path) -> None:
+    """Of the hidden sizes none divides by three: weights are replicated along that axis, examples shared."""
+    words, work = ["rows=12"], tmp_path / "work"
+    with UnequalPipelinedJob(work, 1, 2, axes={"fsdp": 4}, config=CONFIG, words=words) as job:
+        command = [str(SCRIPT), str(work), "2", *words, "fsdp=4"]
+        fewer = ("--devices-per-host", "3")
+        with start_joining_agent(job.job, tmp_path / "other", "host-1", command, fewer):
+            job.wait_protected(2)
+            assert "host-1" in list_cuts(job)[0]
+            assert "(3 of 4 devices)" in list_cuts(job)[0]
+            job.finish()

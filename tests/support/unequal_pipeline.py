@@ -22,7 +22,8 @@ class UnequalPipelinedJob(PipelinedJob):
             for unit, digest in row["digests"].items():
                 found.setdefault(row["step"], {}).setdefault(unit, set()).add(digest)
         assert sorted(found) == list(range(len(found))), "a step is missing"
-        alone, _ = run_alone(self.work, len(found), self.axes)
+        words = [word for word in self.words if word.startswith("rows=")]
+        alone, _ = run_alone(self.work, len(found), self.axes, words)
         first = self._find_first_unequal(rows)
         for row in alone:
             step = row["step"]
