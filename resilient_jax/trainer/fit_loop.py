@@ -170,7 +170,7 @@ class FitLoop:
     def open_generation(self, world: World) -> tuple[FitGeneration, State]:
         """Return what computes the steps of a generation, and the state to go on from."""
         if self._programs is not None:
-            self._require_equal_stages(world, is_first=False)
+            require_equal_devices(world, self._arranger.why_equal_stages, is_first=False)
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, self._config, arrangement.replica_shape)
@@ -180,12 +180,6 @@ class FitLoop:
             layout=layout, programs=programs, sum_microbatches=self._make_sum(layout, programs)
         )
         return generation, state
-
-    def _require_equal_stages(self, world: World, *, is_first: bool) -> None:
-        """Let a pipeline go on if all hosts have as many devices, where they must."""
-        why = self._arranger.why_equal_stages
-        if self._config.parallelism.pipeline is not None and why:
-            require_equal_devices(world, why, is_first=is_first)
 
     def compile_ahead(self, generation: FitGeneration) -> None:
         """Compile on a thread what fewer hosts, or more, would need of the state's layout.
@@ -260,7 +254,7 @@ class FitLoop:
             self._arranger.why_equal_stages = explain_equal_axes(
                 config.parallelism.pipeline, programs.why_mesh_bound
             )
-            self._require_equal_stages(world, is_first=True)
+            require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
             axes = self._arranger.find_stage_axes(world)
             self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
             if (

@@ -39,19 +39,21 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
 
 
 def require_equal_devices(world: World, why_equal: str, *, is_first: bool) -> None:
-    """Let the stages of a pipeline go on if all hosts have as many devices.
+    """Let the stages of a pipeline go on if all hosts have as many devices, where they must.
 
     Of hosts that differ those leave that have another number than most; of two numbers as frequent, the smaller one
     leaves. The others wait until they have left, which ends the generation.
 
     Args:
         world: of the generation.
-        why_equal: why all must have as many, and what to change.
+        why_equal: why all must have as many, and what to change; "": they may differ.
         is_first: whether this worker asks for the first time: its agent is told to keep all devices, or none.
 
     Raises:
         CallerError: hosts that differ have not left in time.
     """
+    if not why_equal:
+        return
     numbers = count_devices_by_host(world.devices)
     found, expected = len(world.local_devices), find_most_frequent(numbers)
     is_refused = found != expected

@@ -5,7 +5,6 @@ others nothing (`sharding.holder_sharding`). On each holder it is sharded over t
 its stage take it (`sharding.stage_sharding`).
 """
 
-import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -126,22 +125,12 @@ class UnitPlacement:
 
     def describe_work(self) -> dict[HostName, str]:
         """Return what each live host does: those with the same blocks and as many devices take as long."""
-        blocks = self.describe_blocks()
+        blocks = _describe_blocks(self.teams)
         return {host: f"{blocks[host]} on {len(own)}" for host, own in self._devices.items()}
-
-    def describe_blocks(self) -> dict[HostName, str]:
-        """Return what blocks each host has, such as "0-3"."""
-        found: dict[HostName, str] = {}
-        for team in self.teams:
-            first = 0
-            for host, count in team:
-                found[host] = f"{first}-{first + count - 1}"
-                first += count
-        return found
 
     def describe(self) -> str:
         """Return the replicas for people: hosts, each with its first and last block."""
-        blocks = self.describe_blocks()
+        blocks = _describe_blocks(self.teams)
         away = {host: " (away)" for host in self.absent}
         most = max(map(len, self._devices.values()))
         away |= {host: f" ({len(self._devices[host])} of {most} devices)" for host in self.device_speeds}
@@ -178,33 +167,17 @@ class UnitPlacement:
             units = {number: self._states.init_unit(number, state.variables) for number in self.held}
             return units, state.early_stopping
 
-        if len({len(own) for own in self._devices.values()}) > 1:
-            return self._init_by_unit(init)
-        # On a host's devices no array is ever larger than its shards.
-        units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
-        return self._make_initial(units, early_stopping)
-
-    def _init_by_unit(self, init: Callable[[], TrainingState]) -> PipelinedState:
-        """Return the initial state where hosts have unequal axes: each unit by the same program on all its holders.
-
-        That has the same bits, and one unit at a time is on a single device.
-        """
-        units = {}
-        for number in self.held:
-            make_unit = functools.partial(self._init_unit, init, number)
-            units[number] = self.place_unit(number, jax.jit(make_unit)())
-        return self._make_initial(units, jax.jit(lambda: init().early_stopping)())
-
-    def _init_unit(self, init: Callable[[], TrainingState], number: int) -> UnitState:
-        return self._states.init_unit(number, init().variables)
-
-    def _make_initial(self, units: Mapping[int, UnitState], early_stopping: Any) -> PipelinedState:  # noqa: ANN401
+        if self.device_speeds:
+            units, early_stopping = _init_by_unit(self._states, self.held, init, self.place_unit)
+        else:
+            # On a host's devices no array is ever larger than its shards.
+            units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
         absent = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
         )
         return PipelinedState(
             step=jax.numpy.zeros((), jax.numpy.int32),
-            units=tuple(units.get(number, absent[number]) for number in range(len(absent))),
+            units=tuple(units[number] if number in units else unit for number, unit in enumerate(absent)),
             early_stopping=early_stopping,
         )
 
@@ -337,4 +310,32 @@ def _list_devices(world: World) -> dict[HostName, list[Device]]:
     found: dict[HostName, list[Device]] = {host: [] for host in world.hosts}
     for device in world.devices:
         found[world.host_of_device(device)].append(device)
+    return found
+
+
+def _init_by_unit(
+    states: UnitStates,
+    numbers: Sequence[int],
+    init: Callable[[], TrainingState],
+    place: Callable[[int, UnitState], UnitState],
+) -> tuple[dict[int, UnitState], Any]:
+    """Return the initial state of these units, and of early stopping, where hosts have unequal axes.
+
+    Each is made by the same program on all its holders, so they have the same bits; one at a time is on one device.
+    """
+    units: dict[int, UnitState] = {}
+    for number in numbers:
+        made = jax.jit(lambda number=number: states.init_unit(number, init().variables))()
+        units[number] = place(number, made)
+    return units, jax.jit(lambda: init().early_stopping)()
+
+
+def _describe_blocks(teams: Sequence[Team]) -> dict[HostName, str]:
+    """Return what blocks each host has, such as "0-3"."""
+    found: dict[HostName, str] = {}
+    for team in teams:
+        first = 0
+        for host, count in team:
+            found[host] = f"{first}-{first + count - 1}"
+            first += count
     return found
