@@ -167,17 +167,18 @@ class UnitPlacement:
             units = {number: self._states.init_unit(number, state.variables) for number in self.held}
             return units, state.early_stopping
 
+        units: dict[int, UnitState]
         if self.device_speeds:
             units, early_stopping = _init_by_unit(self._states, self.held, init, self.place_unit)
         else:
             # On a host's devices no array is ever larger than its shards.
             units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
-        absent = jax.tree.map(
+        absent: tuple[UnitState, ...] = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
         )
         return PipelinedState(
             step=jax.numpy.zeros((), jax.numpy.int32),
-            units=tuple(units[number] if number in units else unit for number, unit in enumerate(absent)),
+            units=tuple(units.get(number, unit) for number, unit in enumerate(absent)),
             early_stopping=early_stopping,
         )
 
