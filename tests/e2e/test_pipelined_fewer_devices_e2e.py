@@ -1,14 +1,14 @@
 """A host of a pipeline that loses a device goes on with those that are left, and takes it back."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agents import run_command
-from compiled_programs import start_joining_agent
-from pipelined_job import SCRIPT
+from agents import HandStartedAgent, free_port, run_command
+from pipelined_job import PATIENCE_S, SCRIPT
 from tiny_job import CONFIG_WITHOUT_STANDBYS
-from unequal_pipeline import UnequalPipelinedJob
+from unequal_pipeline import UnequalPipelinedJob, check_unequal_steps
 
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
@@ -65,16 +65,39 @@ def test_microbatches_of_a_dead_host_with_one_device_are_computed_again_with_two
         job.finish()
 
 
+def start_agents(work: Path, devices: Sequence[int], words: Sequence[str]) -> list[HandStartedAgent]:
+    """Start agents of one job with so many devices each; the first serves the store."""
+    (work / "job.toml").write_text(TOGETHER)
+    store, agents = f"127.0.0.1:{free_port()}", []
+    for index, count in enumerate(devices):
+        options = {
+            "--store": store,
+            "--job": "unequal",
+            "--host-name": f"host-{index}",
+            "--address": f"127.0.0.{index + 2}",
+            "--num-hosts": str(len(devices)),
+            "--run-dir": str(work / f"run-{index}"),
+            "--config": str(work / "job.toml"),
+            "--platform": "cpu",
+            "--devices-per-host": str(count),
+        }
+        given = [word for pair in options.items() for word in pair]
+        given += ["--serve-store"] if index == 0 else []
+        command = [str(SCRIPT), str(work), "2", *words]
+        agents.append(HandStartedAgent([*given, "--", *command], work / f"host-{index}.out"))
+    return agents
+
+
 @pytest.mark.timeout(600)
 def test_hosts_with_four_and_three_devices_begin_together_and_have_the_same_bits(tmp_path: Path) -> None:
     """Of the hidden sizes none divides by three: weights are replicated along that axis, examples shared."""
-    words, work = ["rows=12"], tmp_path / "work"
-    with UnequalPipelinedJob(work, 1, 2, axes={"fsdp": 4}, config=TOGETHER, words=words) as job:
-        command = [str(SCRIPT), str(work), "2", *words, "fsdp=4"]
-        fewer = ("--devices-per-host", "3")
-        job.wait_report("host-0", lambda report: bool(report.hosts))
-        with start_joining_agent(job.job, tmp_path / "other", "host-1", command, fewer):
-            job.wait_protected(2)
-            assert "host-1" in list_cuts(job)[0]
-            assert "(3 of 4 devices)" in list_cuts(job)[0]
-            job.finish()
+    words = ["rows=12"]
+    (tmp_path / "stop").write_text("12")
+    first, second = start_agents(tmp_path, (4, 3), [*words, "fsdp=4", "pace=0"])
+    with first, second:
+        assert (second.wait(PATIENCE_S), first.wait(PATIENCE_S)) == (0, 0), first.output() + second.output()
+        output = first.output() + second.output()
+    events = "".join(path.read_text() for path in tmp_path.glob("run-*/**/*.jsonl"))
+    assert "(3 of 4 devices)" in events
+    assert EventKind.STATE_DIFFERS not in events
+    check_unequal_steps(tmp_path, output, 0, {"fsdp": 4}, words)
