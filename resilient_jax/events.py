@@ -94,9 +94,9 @@ class EventKind(enum.StrEnum):
     failed, else when others have all of the state. Detail: `devices` (their numbers), `num_devices` (of the host),
     `why`."""
     DEVICES_REQUIRED = "devices.required"
-    """The worker computes with all devices of its host or not at all, as a stage of a pipeline does: from now on the
-    host is quarantined while one of them is out. Detail: `found` (devices that the worker has), `expected`, `why` (it
-    ends now; empty: it has all)."""
+    """The worker computes with all devices of its host or not at all, as a stage of a pipeline does whose hosts must
+    have the same axes: from now on the host is quarantined while one of them is out. Detail: `found` (devices that the
+    worker has), `expected`, `why` (it ends now; empty: it has all)."""
     HOST_SPARE_USED = "host.spare_used"
     """A host that spared takes part, in the place of one that is missing. Detail: `spare` (the host), `change` (of the
     generation)."""
@@ -259,7 +259,7 @@ class EventKind(enum.StrEnum):
     there were none, or they were unequal), `reason`."""
     PIPELINE_FORMED = "pipeline.formed"
     """The model is split over the hosts of a generation. Detail: `replicas`, `blocks` of the model, `cut` (the hosts of
-    each replica, with their first and last block)."""
+    each replica, with their first and last block; of one with fewer devices than others their number)."""
     PIPELINE_STATE_KEPT = "pipeline.state_kept"
     """The hosts go on with the units that they have in memory, and send each other those that move. Detail:
     `received` (bytes that came to this host), `copied` (bytes of units that it has from before: they were copied while

@@ -23,6 +23,7 @@ from resilient_jax.blocks.model_weights import list_leaf_specs
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
+from resilient_jax.sharding.exact_reductions import apply_exactly
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding
 
@@ -61,6 +62,7 @@ class BlockState:
         reduce_variable: ReduceVariable | None = None,
         *,
         donate: bool = False,
+        is_mesh_free: bool = False,
     ) -> None:
         """Have no unit.
 
@@ -70,9 +72,11 @@ class BlockState:
             sharding: over the devices of a host, without devices; None: they are on a single one.
             reduce_variable: what becomes of variables that the loss changes; None: it changes none.
             donate: whether an update takes the memory of the state before: there is never more than one unit twice.
+            is_mesh_free: whether an update has the same bits on any number of devices (`sharding.exact_reductions`).
         """
         self.units = units
         self._donate = donate
+        self._is_mesh_free = is_mesh_free
         self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
@@ -223,13 +227,12 @@ class BlockState:
                 specs = find_unit_specs(self.units[number], arguments[0], self._sharding)
                 shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
             kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
-            donated = range(len(jax.tree.leaves(arguments[0]))) if self._donate else ()
-            program = self._programs.setdefault(
-                kind, jax.jit(functools.partial(_run, closed, shardings), donate_argnums=tuple(donated))
-            )
+            donated = range(1, 1 + len(jax.tree.leaves(arguments[0]))) if self._donate else ()
+            run = functools.partial(_run, closed, shardings, self._is_mesh_free)
+            program = self._programs.setdefault(kind, jax.jit(run, donate_argnums=tuple(donated)))
             self._updates[number] = program, jax.tree.structure(after)
         program, structure = self._updates[number]
-        return structure.unflatten(program(*jax.tree.leaves(arguments)))
+        return structure.unflatten(program(np.int32(0), *jax.tree.leaves(arguments)))
 
 
 def find_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
@@ -295,9 +298,15 @@ def describe_sums(
     }
 
 
-def _run(closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding], *arguments: Any) -> list[Any]:  # noqa: ANN401
-    """Run a traced update; without shardings on a single device."""
-    found = core.jaxpr_as_fun(closed)(*arguments)
+def _run(
+    closed: core.ClosedJaxpr,
+    shardings: Sequence[NamedSharding],
+    is_mesh_free: bool,
+    zero: jax.Array,
+    *arguments: Any,  # noqa: ANN401 - arrays
+) -> list[Any]:
+    """Run a traced update; without shardings on a single device. `zero` is 0, and the compiler cannot know that."""
+    found = apply_exactly(closed, arguments, zero) if is_mesh_free else core.jaxpr_as_fun(closed)(*arguments)
     if not shardings:
         return found
     return [

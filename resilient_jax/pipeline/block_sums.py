@@ -2,7 +2,7 @@
 
 1. A host adds each addend to its part of the piece's sum, in integers (`step.running_total`), so no order matters.
 2. Large arrays need limits, which follow from microbatch 0. The host that computes it sends them to the others; until
-   they have come, addends are kept as they are.
+   they have come, addends are kept as they are. After a failure those stay that any living host knows.
 3. When all tasks are done, each host sends its parts to the hosts that need them, and adds theirs to its own.
 
 The sums depend on the microbatches and on nothing else: no cut, route, order or host. They go from host memory to host
@@ -37,6 +37,8 @@ from resilient_jax.step.running_total import (
 )
 from resilient_jax.transport.mail_protocol import MailKind
 
+Limits = tuple[tuple[int, tuple[int, ...]], ...]
+"""Numbers of pieces, with the limits of each."""
 RUNNING_PART = -1
 """The number of the part that is a running total; a part that waits for limits has that of its microbatch."""
 
@@ -82,8 +84,28 @@ class BlockSums:
             if not list_formats(part.spec, piece.shapes):
                 part.limits = NO_LIMITS
 
+    @property
+    def known_limits(self) -> Limits:
+        """The limits that this host knows, by the number of the piece; without those of pieces that need none."""
+        return tuple(
+            (piece.number, tuple(part.limits.tolist()))
+            for piece, part in zip(self._pieces, self._parts, strict=True)
+            if part.limits is not None and part.limits.size
+        )
+
+    def take_limits(self, known: Limits) -> None:
+        """Take limits that another host knows, where this one knows none.
+
+        If microbatch 0 is computed again, by a host with other axes, its gradients may differ in the last bits: from
+        these other limits could follow, and totals of different limits cannot be added.
+        """
+        for number, limits in known:
+            part = self._parts[number]
+            if part.limits is None:
+                self._start(part, np.array(limits, np.int32))
+
     def begin_generation(self, mail: StepMail, layout: SumLayout) -> None:
-        """Send limits by this mail from now on, those that are known at once: others may have come without them."""
+        """Send limits by this mail from now on, as soon as they are known."""
 
         def announce(piece: SumPiece, limits: np.ndarray) -> None:
             key = mail.make_key(MailKind.LIMITS, FIRST_MICROBATCH, piece.number)
@@ -94,9 +116,6 @@ class BlockSums:
                     mail.send(host, key, mail.pack([limits]))
 
         self._announce = announce
-        for piece, part in zip(self._pieces, self._parts, strict=True):
-            if part.limits is not None and part.limits.size:
-                announce(piece, part.limits)
 
     def has(self, block: int, microbatch: int) -> bool:
         """Return whether the gradients of a block for a microbatch are in the sums of this host."""

@@ -49,12 +49,14 @@ class HostRows(msgspec.Struct, frozen=True):
         misfits: blocks whose sums were beyond their limits.
         results: means of results that it has.
         report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
+        axes: sizes of those of its devices, on which the bits of norms depend.
     """
 
     units: tuple[UnitRow, ...]
     misfits: tuple[int, ...]
     results: Mapping[str, float]
     report: StageReport | None = None
+    axes: tuple[int, ...] = ()
 
 
 class CommitTable(msgspec.Struct, frozen=True):
@@ -78,6 +80,7 @@ def make_rows(
     gradients: Mapping[int, Mapping[str, Any]],
     num_microbatches: int,
     report: StageReport | None = None,
+    axes: tuple[int, ...] = (),
 ) -> HostRows:
     """Return the rows of this host.
 
@@ -86,6 +89,7 @@ def make_rows(
         gradients: the sums of each unit that it holds, by number and name; of variables, too.
         num_microbatches: that are in the sums.
         report: of its tasks, if they are told in this step.
+        axes: sizes of those of its devices.
     """
     units, changed = [], sums.list_changed()
     for number, found in sorted(gradients.items()):
@@ -100,7 +104,8 @@ def make_rows(
         for name, value in sums.list_results().items()
         if np.shape(value) == ()
     }
-    return HostRows(units=tuple(units), misfits=tuple(sums.list_misfits()), results=results, report=report)
+    misfits = tuple(sums.list_misfits())
+    return HostRows(units=tuple(units), misfits=misfits, results=results, report=report, axes=axes)
 
 
 def exchange_rows(
@@ -127,13 +132,16 @@ def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:
             other, known = first.setdefault(row.unit, (host, row))
             # A norm that is no number is not equal to itself.
             norms = np.array([known.norm_squared, row.norm_squared], np.float32)
-            if known.digest != row.digest or not np.array_equal(norms[:1], norms[1:], equal_nan=True):
+            is_same_norm = rows[other].axes != rows[host].axes or np.array_equal(
+                norms[:1], norms[1:], equal_nan=True
+            )
+            if known.digest != row.digest or not is_same_norm:
                 raise SumsDiffer(
                     f"unit {row.unit}: found sums {known.digest.hex()} on {other} and {row.digest.hex()} on {host}, "
                     "expected the same bits. Examine the processors and memory of both hosts"
                 )
         results |= rows[host].results
-    # Added in the order of units, in float32: not by who holds what.
+    # Added in the order of units, in float32: not by who holds what. Of hosts with other axes the first one's counts.
     total = np.float32(0)
     for number in sorted(first):
         total = np.float32(total + np.float32(first[number][1].norm_squared))

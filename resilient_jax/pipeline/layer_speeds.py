@@ -24,7 +24,7 @@ from resilient_jax.pipeline.step_division import (
 )
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
-from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
+from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, share_microbatches
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
 
 FindGrowth = Callable[[int], float]
@@ -44,6 +44,7 @@ class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
         num_microbatches: of a step.
         schedule: of the job.
         is_balanced: whether replicas share microbatches by speed.
+        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
     """
 
     hosts: tuple[HostName, ...]
@@ -52,6 +53,7 @@ class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int
     schedule: PipelineSchedule
     is_balanced: bool = True
+    device_speeds: Mapping[HostName, float] = {}
 
 
 def estimate_pipeline_slowdown(
@@ -81,7 +83,9 @@ def estimate_pipeline_slowdown(
     if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
-    base = find_block_seconds(_divide(shape, present), shape.block_costs, measured, factors)
+    base = find_block_seconds(
+        _divide(shape, present), shape.block_costs, measured, _slow_down(shape, factors)
+    )
     tasks_s = _price_cut(shape, present, base, factors)
     full_s = _price_cut(shape, (), base, {})
     # Some of what steps take longer is that of slow tasks, if these became slow at the same time.
@@ -108,7 +112,7 @@ def estimate_pipeline_slowdown(
         replaced=speeds.find_healed(slowest),
         without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
         devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
-        why_all_devices="a stage of a pipeline computes on all devices of its host",
+        why_all_devices="what a stage of a pipeline would do with fewer devices is not estimated",
     )
 
 
@@ -186,14 +190,21 @@ def find_block_seconds(
 
 
 def _divide(shape: PipelineShape, speeds: HostSpeeds) -> list[Team]:
-    return make_teams(shape.hosts, shape.block_costs, shape.num_stages, dict(speeds))
+    speed_by_host = combine_speeds(dict(speeds), shape.device_speeds)
+    return make_teams(shape.hosts, shape.block_costs, shape.num_stages, speed_by_host)
+
+
+def _slow_down(shape: PipelineShape, slow: Mapping[HostName, float]) -> dict[HostName, float]:
+    """Return how many times as long as a sound host with most devices each host takes that takes longer."""
+    fewer = {host: 1 / speed for host, speed in shape.device_speeds.items()}
+    return combine_speeds(slow, fewer)
 
 
 def _price_cut(
     shape: PipelineShape, speeds: HostSpeeds, base: BlockTable, slow: Mapping[HostName, float]
 ) -> float:
     """Return the seconds of a step whose layers are divided by `speeds`, on hosts of which some are slow."""
-    teams = _divide(shape, speeds)
+    teams, factors = _divide(shape, speeds), _slow_down(shape, slow)
     seconds: dict[HostName, dict[TaskKind, float]] = {}
     for team in teams:
         first = 0
@@ -201,10 +212,10 @@ def _price_cut(
             total: dict[TaskKind, float] = {}
             for block in base[first : first + count]:
                 for kind, one in block.items():
-                    total[kind] = total.get(kind, 0.0) + one * slow.get(host, 1.0)
+                    total[kind] = total.get(kind, 0.0) + one * factors.get(host, 1.0)
             seconds[host] = total
             first += count
-    even = tuple(share_microbatches(teams, shape.num_microbatches))
+    even = tuple(share_microbatches(teams, shape.num_microbatches, shape.device_speeds))
     quotas = {even, divide_by_speed(teams, even, seconds)} if shape.is_balanced else {even}
     by_block = spread_over_blocks(teams, seconds)
     return min(

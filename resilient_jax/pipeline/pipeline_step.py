@@ -22,10 +22,11 @@ from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import BlockState, ReduceVariable, UnitState, place_sums
+from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
+from resilient_jax.pipeline.pipeline_config import PipelineConfig
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
@@ -34,6 +35,7 @@ from resilient_jax.pipeline.step_progress import (
     catch_up,
     drop_late_copies,
     exchange_progress,
+    find_limits,
     find_newest_routing,
     plan_continuation,
 )
@@ -44,9 +46,8 @@ from resilient_jax.pipeline.unit_copies import CommittedStep
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
-from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, PipelineSchedule, Task
+from resilient_jax.pipeline_schedule.tasks import KINDS, Task
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
-from resilient_jax.step.assignment import Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH
 
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -55,35 +56,6 @@ ReadStep = Callable[[int, int], tuple[Any, Any]]
 BeforeUpdate = Callable[[CommitTable], None]
 Gradients = Mapping[int, Mapping[str, Any]]
 """The gradient sums of the units that a host holds, by number and name."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig:
-    """What stays the same during a job.
-
-    Attributes:
-        num_microbatches: of a step.
-        schedule: which tasks a hop has, and when weight gradients are computed; it changes no bit.
-        reduction: of gradients over microbatches.
-        max_norm: to which gradients are scaled down; None: they are not.
-        log_bytes: of boundary values that a host keeps until the step is committed.
-        wait_timeout_s: the longest wait for one value.
-        params: a tree like the trained variables, whose leaves are the first of all; None: all are trained.
-        reduce_variable: what becomes of variables that the loss changes; None: it changes none.
-        step_mail: the mail of a step, of the kind of the host's service.
-        donate_state: whether an update takes the memory of the state before.
-    """
-
-    num_microbatches: int
-    schedule: PipelineSchedule = DEFAULT_SCHEDULE
-    reduction: Reduction = "exact"
-    max_norm: float | None = None
-    log_bytes: int = 2**30
-    wait_timeout_s: float = 300.0
-    params: Any = None
-    reduce_variable: ReduceVariable | None = None
-    step_mail: type[StepMail] = StepMail
-    donate_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +130,12 @@ class PipelineWorker:
         self.unit_holders: tuple[frozenset[HostName], ...] = ()
         self.cut = cut
         self.state = BlockState(
-            units, optimizer, cut.sharding, config.reduce_variable, donate=config.donate_state
+            units,
+            optimizer,
+            cut.sharding,
+            config.reduce_variable,
+            donate=config.donate_state,
+            is_mesh_free=config.is_mesh_free,
         )
         self.host = host
         self.config = config
@@ -301,6 +278,7 @@ class PipelineWorker:
             done=tuple(sorted(self._runner.done)),
             forgotten=tuple(sorted(self._log.forgotten)),
             has_copies=self._has_copies,
+            limits=self._sums.known_limits if self.routed_in else (),
         )
         found = exchange_progress(self.make_mail(), self._require_generation().hosts, self.host, mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
@@ -357,6 +335,7 @@ class PipelineWorker:
         found = plan_continuation(self._progress, len(self.cut.blocks), self.config.schedule)
         self._routes, self.routed_in = found.routes, self._require_generation().number
         self._runner.forget(found.redone)
+        self._sums.take_limits(find_limits(self._progress))
         mail = self.make_mail()
         for resend in found.resends:
             if resend.sender == self.host:
@@ -421,7 +400,8 @@ class PipelineWorker:
         )
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
         self._gradients = gradients
-        rows = make_rows(sums, gradients, config.num_microbatches, report)
+        axes = tuple(self._sums.sharding.mesh.shape.values())
+        rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
         found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
         table = make_table(found)
         before_update(table)  # first: of numbers that are not finite it says so

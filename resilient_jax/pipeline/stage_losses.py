@@ -31,6 +31,7 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
         block_seconds: of each block what its tasks take, in any unit of time.
         block_bytes: of each block the bytes of its state.
         bytes_per_s: at which a host gets blocks.
+        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
     """
 
     teams: tuple[Team, ...]
@@ -41,12 +42,18 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_seconds: tuple[Mapping[TaskKind, float], ...]
     block_bytes: tuple[float, ...]
     bytes_per_s: float
+    device_speeds: Mapping[HostName, float] = {}
+
+    def find_speed(self, host: HostName) -> float:
+        """Return the speed of a host as a part of that of one with most devices."""
+        return self.device_speeds.get(host, 1.0)
 
 
 def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
     """Return, for each host that is there, what its loss would make of the pipeline.
 
-    Hosts are taken for equally fast, so the speed after a cut is the same whichever of them is lost.
+    Hosts are taken for as fast as they have devices, so the speed after a cut is the same whichever of those with as
+    many is lost.
     """
     hosts = [host for team in layout.teams for host, _ in team if host not in layout.absent]
     if len(hosts) < 2:
@@ -58,29 +65,35 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
 
     def cut_without(lost: HostName) -> list[Team]:
         left = assign_stages([host for host in hosts if host != lost], before, costs, layout.num_stages)
-        return make_teams(left, costs, layout.num_stages)
+        return make_teams(left, costs, layout.num_stages, layout.device_speeds)
 
-    cut = cut_without(hosts[-1])
-    cut_s = _price(layout, cut, share_in_complete_teams(cut, num_microbatches))
-    moved_bytes: dict[tuple[int, int, bool], float] = {}
+    cut_s: dict[float, float] = {}
+    moved_bytes: dict[tuple[int, int, bool, float], float] = {}
     complete_now = list_complete_teams(layout.teams, layout.absent)
     places = {
-        host: (len(team), place, number in complete_now)
+        host: (len(team), place, number in complete_now, layout.find_speed(host))
         for number, team in enumerate(layout.teams)
         for place, (host, _) in enumerate(team)
     }
     held = _list_blocks(layout.teams)
-    kept: dict[tuple[int, ...], float] = {}
+    kept: dict[tuple[tuple[float, ...], ...], float] = {}
     losses = []
     for lost in hosts:
         absent = {*layout.absent, lost}
         complete = tuple(
-            sorted(len(layout.teams[team]) for team in list_complete_teams(layout.teams, absent))
+            sorted(
+                tuple(layout.find_speed(host) for host, _ in layout.teams[team])
+                for team in list_complete_teams(layout.teams, absent)
+            )
         )
-        if complete not in kept:  # replicas of as many hosts are alike
-            quotas = share_in_complete_teams(layout.teams, num_microbatches, absent)
+        if complete not in kept:  # replicas of as many hosts with as many devices are alike
+            quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
             kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
-        if places[lost] not in moved_bytes:  # replicas of as many hosts are alike
+        if (speed := layout.find_speed(lost)) not in cut_s:
+            cut = cut_without(lost)
+            quotas = share_in_complete_teams(cut, num_microbatches, speeds=layout.device_speeds)
+            cut_s[speed] = _price(layout, cut, quotas)
+        if places[lost] not in moved_bytes:  # so are hosts at the same place in them
             moved_bytes[places[lost]] = max(
                 sum(layout.block_bytes[block] for block in blocks - held[host])
                 for host, blocks in _list_blocks(cut_without(lost)).items()
@@ -89,7 +102,7 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
             StageLoss(
                 host=lost,
                 kept=round(kept[complete], 4),
-                cut=round(present_s / cut_s, 4),
+                cut=round(present_s / cut_s[speed], 4),
                 move_s=round(moved_bytes[places[lost]] / layout.bytes_per_s, 4),
             )
         )
@@ -110,7 +123,7 @@ def _price(layout: StageLayout, teams: Sequence[Team], quotas: Sequence[int]) ->
         total = seconds.setdefault(host, {})
         for block in blocks:
             for kind, one in layout.block_seconds[block].items():
-                total[kind] = total.get(kind, 0.0) + one
+                total[kind] = total.get(kind, 0.0) + one / layout.find_speed(host)
     measured: TaskSeconds = seconds
     division = StepDivision(tuple(quotas), spread_over_blocks(teams, measured))
     return price_division(teams, division, measured, layout.schedule)

@@ -46,6 +46,29 @@ def make_teams(
     return teams
 
 
+def find_device_speeds(num_devices: Mapping[HostName, int]) -> dict[HostName, float]:
+    """Return the speeds of hosts that have fewer devices than others, as parts of the speed of these.
+
+    >>> find_device_speeds({HostName("a"): 4, HostName("b"): 2})
+    {'b': 0.5}
+    """
+    most = max(num_devices.values())
+    return {host: count / most for host, count in num_devices.items() if count < most}
+
+
+def combine_speeds(*speeds: Mapping[HostName, float]) -> dict[HostName, float]:
+    """Return the speed of each host that has one in any of these, which are parts of the speed of its peers.
+
+    >>> combine_speeds({HostName("a"): 0.5}, {HostName("a"): 0.5, HostName("b"): 0.25})
+    {'a': 0.25, 'b': 0.25}
+    """
+    found: dict[HostName, float] = {}
+    for one in speeds:
+        for host, speed in one.items():
+            found[host] = found.get(host, 1.0) * speed
+    return found
+
+
 def cut_evenly(block_costs: Sequence[float], num_parts: int) -> list[int]:
     """Return how many consecutive blocks each part has, one at least, so that the most costly part costs least.
 
@@ -97,13 +120,15 @@ def _cut_once(block_costs: tuple[float, ...], speeds: tuple[float, ...]) -> tupl
     return tuple(cut_by_speed(block_costs, speeds))
 
 
-def share_microbatches(teams: Sequence[Team], num_microbatches: int) -> list[int]:
-    """Return how many microbatches each replica computes: in proportion to its hosts.
+def share_microbatches(
+    teams: Sequence[Team], num_microbatches: int, speeds: Mapping[HostName, float] | None = None
+) -> list[int]:
+    """Return how many microbatches each replica computes: in proportion to its hosts, and to their speeds if given.
 
     >>> share_microbatches([[("a", 1), ("b", 1), ("c", 1)], [("d", 3)]], 8)
     [6, 2]
     """
-    return share_in_proportion([len(team) for team in teams], num_microbatches)
+    return share_in_complete_teams(teams, num_microbatches, speeds=speeds)
 
 
 def list_complete_teams(teams: Sequence[Team], absent: Collection[HostName]) -> frozenset[int]:
@@ -114,7 +139,10 @@ def list_complete_teams(teams: Sequence[Team], absent: Collection[HostName]) -> 
 
 
 def share_in_complete_teams(
-    teams: Sequence[Team], num_microbatches: int, absent: Collection[HostName] = ()
+    teams: Sequence[Team],
+    num_microbatches: int,
+    absent: Collection[HostName] = (),
+    speeds: Mapping[HostName, float] | None = None,
 ) -> list[int]:
     """Return how many microbatches each replica computes, where one that lacks a host computes none.
 
@@ -122,11 +150,16 @@ def share_in_complete_teams(
     [0, 6]
     """
     complete = list_complete_teams(teams, absent)
-    weights = [len(team) if number in complete else 0 for number, team in enumerate(teams)]
-    return share_in_proportion(weights, num_microbatches) if complete else weights
+    if not complete:
+        return [0] * len(teams)
+    weights = [
+        sum((speeds or {}).get(host, 1.0) for host, _ in team) if number in complete else 0.0
+        for number, team in enumerate(teams)
+    ]
+    return share_in_proportion(weights, num_microbatches)
 
 
-def share_in_proportion(weights: Sequence[int], num_microbatches: int) -> list[int]:
+def share_in_proportion(weights: Sequence[float], num_microbatches: int) -> list[int]:
     """Return how many microbatches each replica computes: in proportion to its weight.
 
     >>> share_in_proportion([5, 1], 3)

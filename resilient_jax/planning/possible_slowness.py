@@ -17,7 +17,7 @@ from resilient_jax.topology import Host, Topology
 
 SLOW_SPEEDS: Final = (0.8, 0.5, 0.25)
 """As parts of the speed of its peers: a little slow, half, and as slow as what is throttled by heat."""
-ALL_DEVICES: Final = "a stage of a pipeline computes on all devices of its host"
+ALL_DEVICES: Final = "what a stage of a pipeline would do with fewer devices is not estimated"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

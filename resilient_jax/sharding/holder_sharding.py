@@ -1,37 +1,75 @@
 """The sharding of an array that some hosts of a world have, each all of it, and the others have nothing of.
 
-JAX has no such kind: it is an array over the devices of those hosts alone, replicated over hosts and maybe sharded over
-the devices of each. The name of the mesh's first axis tells it from an array that a single host has for itself, as
-every other host has one.
+JAX has no such kind, and hosts may have unequal numbers of devices, over which no mesh of all holders could be. So on
+each holder it is an array over the devices of that host alone, and elsewhere one over a device of another host. The
+name of the mesh's first axis, whose size is 1, says which hosts hold it: it tells it from an array that a single host
+has for itself, as every other host has one.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
 HOLDER_AXIS: Final = "holder"
+"""How the name of the first axis begins: `holder <host> of <holder> <holder> ...`."""
 
 
-def make_holder_mesh(devices: Sequence[Sequence[Device]], local: Mesh) -> Mesh:
+class Holders(NamedTuple):
+    """Who has an array.
+
+    Attributes:
+        host: this one; another if this one does not have it.
+        hosts: all that have it, in the same order on every host.
+    """
+
+    host: HostName
+    hosts: tuple[HostName, ...]
+
+
+def make_holder_mesh(hosts: Sequence[HostName], host: HostName, local: Mesh) -> Mesh:
     """Return the mesh of arrays that these hosts have, and no other.
 
     Args:
-        devices: of each host that has the arrays; hosts and devices in the same order on every host.
-        local: the mesh of a host's devices, whose axes the devices of each host have.
+        hosts: that have the arrays, in the same order on every host.
+        host: this one, which is among them.
+        local: the mesh of this host's devices.
     """
-    grid = np.array([list(own) for own in devices]).reshape(len(devices), *local.devices.shape)
-    return Mesh(grid, (HOLDER_AXIS, *map(str, local.axis_names)))
+    return _make_mesh(Holders(host, tuple(hosts)), local.devices, local)
 
 
-def is_holder_sharding(sharding: Sharding) -> bool:
-    """Return whether a sharding is over a mesh of `make_holder_mesh`."""
-    return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names[:1] == (HOLDER_AXIS,)
+def make_absent_mesh(hosts: Sequence[HostName], device: Device, local: Mesh) -> Mesh:
+    """Return the mesh of arrays that these hosts have, and not this one.
+
+    Args:
+        hosts: that have the arrays, in the same order on every host.
+        device: of the first of them.
+        local: the mesh of this host's devices, whose axes the mesh has.
+    """
+    grid = np.array([device]).reshape((1,) * local.devices.ndim)
+    return _make_mesh(Holders(hosts[0], tuple(hosts)), grid, local)
+
+
+def _make_mesh(holders: Holders, grid: np.ndarray, local: Mesh) -> Mesh:
+    name = f"{HOLDER_AXIS} {holders.host} of {' '.join(holders.hosts)}"
+    return Mesh(grid[np.newaxis], (name, *map(str, local.axis_names)))
+
+
+def find_holders_of(sharding: Sharding) -> Holders | None:
+    """Return who has an array of a mesh of `make_holder_mesh` or `make_absent_mesh`; None: it has another sharding."""
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.axis_names:
+        return None
+    match str(sharding.mesh.axis_names[0]).split(" "):
+        case [first, host, "of", *hosts] if first == HOLDER_AXIS:
+            return Holders(HostName(host), tuple(map(HostName, hosts)))
+        case _:
+            return None
 
 
 def make_holder_array(array: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
@@ -39,7 +77,7 @@ def make_holder_array(array: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
     Args:
         array: on this host's devices, sharded by `spec`; shares its memory with the result.
-        mesh: of `make_holder_mesh`, with these devices.
+        mesh: of `make_holder_mesh`.
         spec: over the axes of each host.
     """
     return jax.make_array_from_single_device_arrays(
@@ -55,7 +93,7 @@ def make_non_addressable_array(like: jax.ShapeDtypeStruct, mesh: Mesh, spec: P) 
 
     Args:
         like: its shape and dtype.
-        mesh: of `make_holder_mesh`, without a device of this host.
+        mesh: of `make_absent_mesh`.
         spec: over the axes of each host.
     """
     return jax.make_array_from_single_device_arrays(
@@ -67,7 +105,7 @@ def read_holder_array(array: jax.Array, local: Mesh) -> jax.Array | None:
     """Return this host's array of one that holders have; None: it has none.
 
     Args:
-        array: over a mesh of `make_holder_mesh`.
+        array: over a mesh of this module.
         local: the mesh of this host's devices.
     """
     shards = array.addressable_shards

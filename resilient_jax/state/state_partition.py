@@ -16,7 +16,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.leaf_spec import LeafSpec
-from resilient_jax.sharding.holder_sharding import is_holder_sharding
+from resilient_jax.sharding.holder_sharding import find_holders_of
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafSlice
 from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, split_box, whole_box
@@ -123,18 +123,18 @@ def _find_holdings(
 
 
 def _holdings_of(leaf: FlatLeaf, value: jax.Array, host_of: HostOf, hosts: Sequence[HostName]) -> BoxHolders:
-    holders: dict[IndexBox, set[HostName]] = {}
     stored = whole_box(leaf.stored_shape)
+    if (known := find_holders_of(value.sharding)) is not None:
+        # How many devices each of them has makes no difference.
+        _check_live(leaf, set(known.hosts), hosts)
+        return {stored: tuple(host for host in hosts if host in known.hosts)}
+    holders: dict[IndexBox, set[HostName]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         box = stored if index is None else box_from_index(index, value.shape)
         holders.setdefault(box, set()).add(host_of(device))
     found = set[HostName]().union(*holders.values())
-    if not found <= set(hosts):
-        raise StateError(
-            f"the state's leaf {leaf.path} is on devices of {sorted(found - set(hosts))}, expected only live hosts: "
-            f"{list(hosts)}. Place the state on world.mesh(...) of this generation"
-        )
-    if len(found) == 1 and not is_holder_sharding(value.sharding):
+    _check_live(leaf, found, hosts)
+    if len(found) == 1:
         return {stored: tuple(hosts)}
     if leaf.raveled_shape is not None:
         # Padding is in no part, so a snapshot does not depend on the number of devices.
@@ -143,6 +143,14 @@ def _holdings_of(leaf: FlatLeaf, value: jax.Array, host_of: HostOf, hosts: Seque
         }
     # Hosts and boxes in an order that is the same everywhere: offsets and loads follow from it.
     return {box: tuple(host for host in hosts if host in holders[box]) for box in sorted(holders)}
+
+
+def _check_live(leaf: FlatLeaf, found: set[HostName], hosts: Sequence[HostName]) -> None:
+    if not found <= set(hosts):
+        raise StateError(
+            f"the state's leaf {leaf.path} is on devices of {sorted(found - set(hosts))}, expected only live hosts: "
+            f"{list(hosts)}. Place the state on world.mesh(...) of this generation"
+        )
 
 
 def _say(info: LeafSpec | None) -> str:

@@ -41,7 +41,7 @@ from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.planner import allows_axes_by_host
-from resilient_jax.trainer.stage_axes import find_stage_axes, make_replica_axes
+from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Arranger:
 
     Attributes:
         plan_searcher: None without a planner.
+        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": they may differ.
     """
 
     def __init__(self, config: FitConfig) -> None:
@@ -88,6 +89,7 @@ class Arranger:
         self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
         self._last: Plan | UnequalPlan | None = None
         self._stage_plan: Plan | None = None
+        self.why_equal_stages = ""
 
     def arrange(self, world: World, params: Tree) -> Arrangement:
         """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
@@ -100,13 +102,10 @@ class Arranger:
             CallerError: no plan fits; a host is not in the topology.
         """
         if self._config.parallelism.pipeline is not None:
-            axes = make_replica_axes(self.find_stage_axes(world))
+            arrangement = self._arrange_stages(world)
             if self._stage_plan is not None:
                 self._record_plan(world, self._stage_plan)
-            return Arrangement(
-                replica_shape=ReplicaShape(axes=axes),
-                placement=ReplicatedPlacement(world.local_mesh(dict(axes))),
-            )
+            return arrangement
         if self.plan_searcher is None:
             return Arrangement(
                 replica_shape=self._config.parallelism.replica_shape,
@@ -120,14 +119,31 @@ class Arranger:
         self._record_plan(world, plan)
         return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
 
-    def find_stage_axes(self, world: World) -> dict[str, int]:
-        """Return the sizes of the axes of the devices of a host of a pipeline: as given, or as planned.
+    def _arrange_stages(self, world: World) -> Arrangement:
+        counts = set(count_devices_by_host(world.devices))
+        found = {count: make_replica_axes(self._fit_stage_axes(world, count).sizes) for count in counts}
+        own = found[len(world.local_devices)]
+        sizes = tuple(size for _, size in own)
+        devices = np.array(world.local_devices[: math.prod(sizes)]).reshape(sizes)
+        shape = ReplicaShape(axes=own)
+        if len(found) > 1 or devices.size < len(world.local_devices):
+            shape = ReplicaShape(per_host="devices", axes_by_devices=tuple(sorted(found.items())))
+        return Arrangement(
+            replica_shape=shape,
+            placement=ReplicatedPlacement(Mesh(devices, tuple(name for name, _ in own))),
+        )
+
+    def find_stage_axes(self, world: World) -> StageAxes:
+        """Return the axes of the devices of this host of a pipeline: as given, as planned, or what it can have of them.
 
         They are planned once, for all hosts of the topology, since the bits of a result depend on them.
 
         Raises:
             CallerError: no plan fits; this host has other devices than given or planned.
         """
+        return self._fit_stage_axes(world, len(world.local_devices))
+
+    def _fit_stage_axes(self, world: World, num_devices: int) -> StageAxes:
         pipeline = self._config.parallelism.pipeline
         assert pipeline is not None
         if self.plan_searcher is not None:
@@ -135,7 +151,15 @@ class Arranger:
                 self._stage_plan = self.plan_searcher.find_stage_plan(pipeline.num_stages)
             found = {axis.value: self._stage_plan.axis_sizes[axis] for axis in STAGE_PLAN_AXES}
             pipeline = dataclasses.replace(pipeline, axis_sizes=found)
-        return find_stage_axes(pipeline, len(world.local_devices), world.host)
+        is_fewer = num_devices < max(count_devices_by_host(world.devices))
+        return fit_stage_axes(
+            pipeline,
+            num_devices,
+            world.host,
+            num_examples=self._config.num_shared_examples,
+            # Later all hosts may have lost as many.
+            can_reduce=not self.why_equal_stages and (is_fewer or not world.is_fresh),
+        )
 
     def _record_plan(self, world: World, plan: Plan | UnequalPlan) -> None:
         last, self._last = self._last, plan

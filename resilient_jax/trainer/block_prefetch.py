@@ -20,7 +20,7 @@ from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline_schedule.routes import find_holders
-from resilient_jax.pipeline_schedule.teams import make_teams
+from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.trainer.unit_placement import UnitPlacement
@@ -178,7 +178,9 @@ def _list_units_after(
     """Return the units that each of some hosts is to have after a planned change; one that leaves has none."""
     costs, num_stages = placement.block_costs, placement.num_stages
     hosts = assign_stages(members.hosts, placement.stage_hosts, costs, num_stages)
-    teams = make_teams(hosts, costs, num_stages, dict(members.layer_speeds))
+    # Of hosts that come it is not known how many devices they have.
+    speeds = combine_speeds(dict(members.layer_speeds), placement.device_speeds)
+    teams = make_teams(hosts, costs, num_stages, speeds)
     holders = find_holders(teams)
     found: dict[HostName, set[int]] = {host: set() for host in among}
     for number, unit in enumerate(worker.state.units):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,9 @@ class FitConfig:
     checkpoints: Checkpoints | None
     callbacks: Sequence[Callback]
     log_directory: str | Path | None
+
+    @property
+    def num_shared_examples(self) -> int:
+        """The number that shares of examples have to divide: those of training and of an evaluation."""
+        evaluated = self.evaluation.microbatch_size if self.evaluation is not None else None
+        return math.gcd(self.microbatch_size, evaluated or self.microbatch_size)

@@ -44,6 +44,7 @@ from resilient_jax.trainer.pipelined_layout import PipelinedLayout
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
 from resilient_jax.trainer.progress_bar import ProgressBar, ProgressLines
 from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
+from resilient_jax.trainer.stage_axes import explain_equal_axes
 from resilient_jax.trainer.state_layout import (
     MeshShape,
     StateLayout,
@@ -174,8 +175,8 @@ class FitLoop:
 
     def open_generation(self, world: World) -> tuple[FitGeneration, State]:
         """Return what computes the steps of a generation, and the state to go on from."""
-        if self._config.parallelism.pipeline is not None:
-            require_equal_devices(world, is_first=self._programs is None)
+        if self._programs is not None:
+            require_equal_devices(world, self._arranger.why_equal_stages, is_first=False)
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, self._config, arrangement.replica_shape)
@@ -256,6 +257,10 @@ class FitLoop:
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
+            self._arranger.why_equal_stages = explain_equal_axes(
+                config.parallelism.pipeline, programs.why_mesh_bound
+            )
+            require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
             axes = self._arranger.find_stage_axes(world)
             self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
             if (

@@ -38,26 +38,29 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
             )
 
 
-def require_equal_devices(world: World, *, is_first: bool) -> None:
-    """Let the stages of a pipeline go on if all hosts have as many devices: a block has the same programs on each.
+def require_equal_devices(world: World, why_equal: str, *, is_first: bool) -> None:
+    """Let the stages of a pipeline go on if all hosts have as many devices, where they must.
 
     Of hosts that differ those leave that have another number than most; of two numbers as frequent, the smaller one
     leaves. The others wait until they have left, which ends the generation.
 
     Args:
         world: of the generation.
+        why_equal: why all must have as many, and what to change; "": they may differ.
         is_first: whether this worker asks for the first time: its agent is told to keep all devices, or none.
 
     Raises:
         CallerError: hosts that differ have not left in time.
     """
+    if not why_equal:
+        return
     numbers = count_devices_by_host(world.devices)
     found, expected = len(world.local_devices), find_most_frequent(numbers)
     is_refused = found != expected
     if is_first or is_refused:
         why = (
-            f"pipeline: found {found} devices on {world.host}, expected {expected} as on most hosts: all stages "
-            "compute on as many devices. Start its agent with the same --devices-per-host"
+            f"pipeline: found {found} devices on {world.host}, expected {expected} as on most hosts: {why_equal}. Or "
+            "start its agent with the same --devices-per-host"
         )
         world.record_event(
             EventKind.DEVICES_REQUIRED, found=found, expected=expected, why=why if is_refused else ""
@@ -70,7 +73,7 @@ def require_equal_devices(world: World, *, is_first: bool) -> None:
         if time.monotonic() > deadline_s:
             raise CallerError(
                 f"pipeline: found {', '.join(map(str, numbers))} devices on {', '.join(world.hosts)}, expected as many "
-                "on each. Start their agents with the same --devices-per-host, or leave one out"
+                f"on each: {why_equal}. Or start their agents with the same --devices-per-host, or leave one out"
             )
         time.sleep(LEAVING_INTERVAL_S)
 

@@ -20,8 +20,8 @@ class Pipeline:
     """A replica spans several hosts, each of which has some of the model's layers, and their optimizer state.
 
     The model is cut at its layers: a list of equal layers (NNX, Linen), or a scan over stacked parameters. Each host
-    computes with all of its devices, of which all hosts have as many. Weights have the same bits for any number of
-    stages and hosts whose devices have the same axes.
+    computes with all of its devices. Weights have the same bits for any number of stages and hosts whose devices have
+    the same axes; a host with fewer devices has axes of its own, and its microbatches are equal within rounding.
 
     Attributes:
         num_stages: number of hosts of a replica. Hosts that are left over make some replicas longer; with fewer hosts
@@ -40,6 +40,11 @@ class Pipeline:
             fsdp takes what the others leave, if it is not given.
         logical_axis_rules: the logical names of the parameters' dims, where the model's Flax metadata does not name
             the dims.
+        axes_by_host: whether hosts may have other axes than the job's, because they have fewer devices or have lost
+            some. All hosts still have the same weights, bit for bit: products and sums of an update are computed so
+            that they have the same bits on any number of devices, which takes longer to compile, on all hosts. Without
+            it, and with an optimizer of which that cannot be had, such as Muon, a host takes no part while one of its
+            devices is out. None: yes on CPU; on other platforms equal bits were not tested.
 
     Raises:
         CallerError: a value is of another type, or impossible.
@@ -52,6 +57,7 @@ class Pipeline:
     gather_result: bool = False
     axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     logical_axis_rules: LogicalAxisRules | None = None
+    axes_by_host: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -17,7 +17,7 @@ from resilient_jax.blocks.layer_marks import mark_layers
 from resilient_jax.blocks.loss_trace import CHANGED
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.pipeline.pipeline_step import PipelineConfig
+from resilient_jax.pipeline.pipeline_config import PipelineConfig
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.sharding.stage_sharding import StageSharding, make_abstract_stage_mesh
@@ -25,22 +25,28 @@ from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
-from resilient_jax.trainer.stage_axes import find_stage_sharding
+from resilient_jax.trainer.stage_axes import explain_equal_axes, find_stage_sharding
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.variable_tree import VariableTree
 
 
 def cut_training_loss(
-    config: FitConfig, programs: TrainStep, axes: Mapping[str, int], devices: Sequence[Device]
+    config: FitConfig,
+    programs: TrainStep,
+    axes: Mapping[str, int],
+    devices: Sequence[Device],
+    *,
+    are_reduced: bool = False,
 ) -> tuple[CutModel, StageSharding]:
-    """Return the model of a training in blocks, and the sharding of any stage, without devices.
+    """Return the model of a training in blocks, and the sharding of a stage, without devices.
 
     Args:
         config: of the job.
         programs: of its recipe.
         axes: sizes of the axes of a stage's devices.
         devices: of one stage; only their number and kind count.
+        are_reduced: the axes are those of a host that has fewer devices than others: one of them may shard no weight.
 
     Raises:
         CallerError: the model or an option does not fit a pipeline; says what stands in the way.
@@ -48,7 +54,7 @@ def cut_training_loss(
     _check_recipe(config)
     mesh = make_abstract_stage_mesh(axes, devices)
     cut = _cut(config.recipe, programs, mesh)
-    sharding = find_stage_sharding(config, cut, programs.example, mesh)
+    sharding = find_stage_sharding(config, cut, programs.example, mesh, are_reduced=are_reduced)
     return (cut.with_sharding(sharding) if mesh.size > 1 else cut), sharding
 
 
@@ -130,6 +136,7 @@ def make_pipeline_config(config: FitConfig, programs: TrainStep, cut: CutModel) 
         log_bytes=parallelism.pipeline.log_bytes,
         params=programs.abstract_state.variables.params,
         reduce_variable=reduce_variable,
+        is_mesh_free=not explain_equal_axes(parallelism.pipeline, programs.why_mesh_bound),
     )
 
 

@@ -6,6 +6,7 @@ placement of the generation -> the state: units that hosts have kept and send ea
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ from resilient_jax.trainer.pipelined_loss import (
     estimate_block_costs,
     make_pipeline_config,
 )
+from resilient_jax.trainer.stage_axes import StageAxes
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -68,7 +70,7 @@ class PipelinedSteps:
         abstract_state: the shapes of the state of the whole model.
         options: of the job.
         cut: the model.
-        sharding: over the devices of any host, without devices.
+        sharding: over the devices of this host, without devices.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class PipelinedSteps:
         config: FitConfig,
         programs: TrainStep,
         data: Prefetcher,
-        axes: Mapping[str, int],
+        axes: StageAxes,
         devices: Sequence[Device],
     ) -> None:
         """Cut the model, without an array.
@@ -85,7 +87,7 @@ class PipelinedSteps:
             config: of the job.
             programs: of its recipe.
             data: of the training.
-            axes: sizes of the axes of the devices of each host.
+            axes: of the devices of this host.
             devices: of this host; only their number and kind count.
 
         Raises:
@@ -97,7 +99,10 @@ class PipelinedSteps:
         self._recipe = config.recipe
         self._balance_by_speed = config.parallelism.balance_by_speed
         self._data = data
-        self.cut, self.sharding = cut_training_loss(config, programs, axes, devices)
+        used = devices[: math.prod(axes.sizes.values())]
+        self.cut, self.sharding = cut_training_loss(
+            config, programs, axes.sizes, used, are_reduced=axes.are_reduced
+        )
         self._config = make_pipeline_config(config, programs, self.cut)
         self._costs = estimate_block_costs(self.cut)
         self._worker: PipelineWorker | None = None

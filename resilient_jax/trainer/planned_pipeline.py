@@ -32,7 +32,6 @@ from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, m
 from resilient_jax.pipeline_schedule.tasks import Task
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan import Plan
-from resilient_jax.sharding.holder_sharding import make_holder_mesh
 from resilient_jax.sharding.planned_program import make_mesh
 from resilient_jax.sharding.stage_sharding import STAGE_AXES, StageSharding, make_stage_mesh
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
@@ -47,6 +46,8 @@ from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.transport.mailbox import Mailbox
 
+STAGE_COPIES_AXIS: Final = "copies"
+"""Along which the state of shared weights is replicated over stages."""
 WAIT_TIMEOUT_S: Final = 3600.0
 """For one value of another stage of this process; the first step of a large model compiles that long at most."""
 
@@ -296,11 +297,11 @@ class PlannedPipeline:
             devices = [
                 list(meshes[stage.name].devices.flat) for stage in self.stages if number in stage.units
             ]
-            mesh = make_holder_mesh(devices, next(iter(meshes.values())))
+            mesh = _make_joint_mesh(devices, next(iter(meshes.values())))
             units.append(
                 jax.tree.map(lambda spec, mesh=mesh: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
             )
-        everywhere = make_holder_mesh(
+        everywhere = _make_joint_mesh(
             [list(mesh.devices.flat) for mesh in meshes.values()], next(iter(meshes.values()))
         )
         step: Any = NamedSharding(everywhere, P())
@@ -432,6 +433,17 @@ def _make_teams(plan: Plan, model: CutModel) -> list[Team]:
         ]
         for replica, cut in enumerate(cuts)
     ]
+
+
+def _make_joint_mesh(devices: Sequence[Sequence[Any]], local: Mesh) -> Mesh:
+    """Return the mesh of arrays that these stages have, each all of it, over the devices of all of them.
+
+    Args:
+        devices: of each stage.
+        local: of one of them, whose axes all have.
+    """
+    grid = np.array([list(own) for own in devices]).reshape(len(devices), *local.devices.shape)
+    return Mesh(grid, (STAGE_COPIES_AXIS, *map(str, local.axis_names)))
 
 
 def _describe_team(team: Team) -> str:

@@ -1,5 +1,7 @@
 """Which axes the devices of a stage have, and along which of them each weight is sharded."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,7 @@ from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.candidate_table import find_divisors
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import partition_tensor
 from resilient_jax.program_analysis.abstract_program import make_abstract_program
@@ -21,11 +24,13 @@ from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, 
 from resilient_jax.sharding.stage_sharding import (
     EXAMPLE_AXES,
     STAGE_AXES,
+    STAGE_DATA_AXIS,
     StageSharding,
 )
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.pipeline_options import Pipeline
+from resilient_jax.trainer.planner import TESTED_PLATFORM
 
 
 def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict[str, int]:
@@ -46,6 +51,93 @@ def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict
     return sizes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageAxes:
+    """The axes of the devices of a host.
+
+    Attributes:
+        sizes: of `STAGE_AXES`; they multiply to the devices that are used.
+        are_reduced: whether they may be those of a host that has too few devices for the axes of the job: then weights
+            are replicated along an axis that shards none.
+    """
+
+    sizes: Mapping[str, int]
+    are_reduced: bool = False
+
+
+def fit_stage_axes(
+    options: Pipeline, num_devices: int, host: HostName, *, num_examples: int, can_reduce: bool
+) -> StageAxes:
+    """Return the axes of a host: those of the job, or, if it has too few devices for them, such as it can have.
+
+    Args:
+        options: of the job.
+        num_devices: of the host.
+        host: its name.
+        num_examples: what shares of examples have to divide.
+        can_reduce: whether other hosts have more devices, or this one had when the job began.
+
+    Raises:
+        CallerError: the job's axes do not multiply to the host's devices, and it cannot have others.
+    """
+    try:
+        sizes = find_stage_axes(options, num_devices, host)
+    except CallerError:
+        if not can_reduce:
+            raise
+    else:
+        if not can_reduce or num_examples % math.prod(sizes[axis] for axis in EXAMPLE_AXES) == 0:
+            return StageAxes(sizes, are_reduced=can_reduce)
+    return StageAxes(reduce_stage_axes(options.axis_sizes, num_devices, num_examples), are_reduced=True)
+
+
+def reduce_stage_axes(given: Mapping[str, int], num_devices: int, num_examples: int) -> dict[str, int]:
+    """Return the sizes of `STAGE_AXES` on a host with fewer devices than the job's axes need.
+
+    As many devices are used as can be. Of expert and tensor a part is kept that divides what was given, so the dims of
+    weights can be sharded by it; the rest shares examples, and shards weights unless the job has `data` alone for that.
+
+    >>> reduce_stage_axes({"tensor": 4}, 2, 8)
+    {'data': 1, 'fsdp': 1, 'expert': 1, 'tensor': 2}
+    >>> reduce_stage_axes({"fsdp": 4}, 3, 8), reduce_stage_axes({"fsdp": 4}, 3, 12)
+    ({'data': 1, 'fsdp': 2, 'expert': 1, 'tensor': 1}, {'data': 1, 'fsdp': 3, 'expert': 1, 'tensor': 1})
+
+    Args:
+        given: the sizes of the job.
+        num_devices: of the host.
+        num_examples: what the shares of examples have to divide.
+    """
+    full = {axis: given.get(axis, 1) for axis in STAGE_AXES}
+    is_replicated = full[STAGE_DATA_AXIS] > 1 and given.get(Axis.FSDP.value) == 1
+    sharing = STAGE_DATA_AXIS if is_replicated else Axis.FSDP.value
+    for used in range(num_devices, 1, -1):
+        for tensor, expert in itertools.product(
+            *(find_divisors(full[axis])[::-1] for axis in (Axis.TENSOR.value, Axis.EXPERT.value))
+        ):
+            shares, rest = divmod(used, tensor * expert)
+            if not rest and num_examples % shares == 0:
+                found = {Axis.TENSOR.value: tensor, Axis.EXPERT.value: expert, sharing: shares}
+                return {axis: found.get(axis, 1) for axis in STAGE_AXES}
+    return dict.fromkeys(STAGE_AXES, 1)
+
+
+def explain_equal_axes(options: Pipeline, why_mesh_bound: str) -> str:
+    """Return why all hosts must have as many devices, and what to change, in words; "": they may differ.
+
+    Args:
+        options: of the job.
+        why_mesh_bound: see `TrainStep`.
+    """
+    by_host = options.axes_by_host
+    if not (jax.default_backend() == TESTED_PLATFORM if by_host is None else by_host):
+        return "axes_by_host is off. rj.Pipeline(axes_by_host=True) allows others"
+    return (
+        f"{why_mesh_bound}, whose bits depend on the axes. Another optimizer allows others"
+        if why_mesh_bound
+        else ""
+    )
+
+
 def make_replica_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the axes of a mesh with which a host computes with the whole model, where one has it.
 
@@ -61,6 +153,8 @@ def find_stage_sharding(
     cut: CutModel,
     example: Any,  # noqa: ANN401 - a tree of shapes
     mesh: AbstractMesh,
+    *,
+    are_reduced: bool = False,
 ) -> StageSharding:
     """Return the sharding of a stage, without devices.
 
@@ -69,6 +163,7 @@ def find_stage_sharding(
         cut: the model.
         example: the shapes of a microbatch.
         mesh: of `STAGE_AXES`.
+        are_reduced: an axis may shard no weight: then weights are replicated along it.
 
     Raises:
         CallerError: no weight has a dim for an axis above 1; a logical name is unknown.
@@ -83,7 +178,8 @@ def find_stage_sharding(
             weight.name: _find_spec(weight, _name_dims(weight, cut, names, rules), rules, axes)
             for weight in cut.trace.table.weights
         }
-    _check_used(specs, axes)
+    if not are_reduced:
+        _check_used(specs, axes)
     return StageSharding(mesh=mesh, weight_specs=specs, num_examples=config.microbatch_size)
 
 

@@ -106,8 +106,8 @@ class StageWatch:
         """The step under way, and the monotonic time of its begin."""
         worker.received.take()  # what came before is of no step of this generation
         if self._slow_hosts is not None:
-            blocks = placement.describe_blocks()
-            self._slow_hosts.set_groups(WORK_NAME, {str(host): blocks[host] for host in world.hosts})
+            work = placement.describe_work()
+            self._slow_hosts.set_groups(WORK_NAME, {str(host): work[host] for host in world.hosts})
 
     def begin_step(self, step: int) -> None:
         """Act on what the hosts told each other in the step before, if they did. Every host must call this.
@@ -180,11 +180,19 @@ class StageWatch:
                 absent=placement.absent,
                 num_stages=placement.num_stages,
                 schedule=self._schedule,
-                block_seconds=tuple(find_block_seconds(placement.teams, placement.block_costs, measured, {}))
+                block_seconds=tuple(
+                    find_block_seconds(
+                        placement.teams,
+                        placement.block_costs,
+                        measured,
+                        {host: 1 / speed for host, speed in placement.device_speeds.items()},
+                    )
+                )
                 if is_measured and not placement.absent
                 else make_even_seconds(placement.block_costs, self._schedule),
                 block_bytes=self._block_bytes,
                 bytes_per_s=self._bytes_per_s,
+                device_speeds=placement.device_speeds,
             )
         )
 
@@ -202,6 +210,7 @@ class StageWatch:
             num_microbatches=sum(placement.quotas),
             schedule=self._schedule,
             is_balanced=self._chooser is not None,
+            device_speeds=placement.device_speeds,
         )
         speeds = tuple(sorted(placement.world.step_services.layer_speeds.items()))
         return estimate_pipeline_slowdown(

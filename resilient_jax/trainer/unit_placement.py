@@ -16,15 +16,20 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.model_weights import Weights, list_leaf_specs
 from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
-from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec, place_unit
 from resilient_jax.pipeline.stage_assignment import follow_stages
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
-from resilient_jax.pipeline_schedule.teams import make_teams, share_in_complete_teams
+from resilient_jax.pipeline_schedule.teams import (
+    combine_speeds,
+    find_device_speeds,
+    make_teams,
+    share_in_complete_teams,
+)
 from resilient_jax.sharding.holder_sharding import (
+    make_absent_mesh,
     make_holder_array,
     make_holder_mesh,
     make_non_addressable_array,
@@ -56,6 +61,7 @@ class UnitPlacement:
         unit_holders: the hosts that are there, and have each unit.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
+        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
         sharding: over the devices of this host.
     """
 
@@ -73,23 +79,25 @@ class UnitPlacement:
         Args:
             world: of the generation.
             states: of the units.
-            sharding: over the devices of any host, without devices.
+            sharding: over the devices of this host, without devices; other hosts may have other axes.
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.
             num_microbatches: of a step.
-
-        Raises:
-            CallerError: a host has another number of devices than the stages of this job.
         """
         self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
-        self._devices = _list_devices(world, sharding.mesh.size)
-        self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, world.local_devices))
-        speeds = world.step_services.layer_speeds
+        self._devices = _list_devices(world)
+        # Of a host that lost devices some may be left over, which its axes cannot use.
+        own = world.local_devices[: sharding.mesh.size]
+        self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, own))
+        self.device_speeds = find_device_speeds({host: len(own) for host, own in self._devices.items()})
+        speeds = combine_speeds(world.step_services.layer_speeds, self.device_speeds)
         groups = (*world.step_services.earlier_stage_hosts, world.step_services.stage_hosts)
         self.stage_hosts = follow_stages(groups, block_costs, num_stages)
         self.absent = frozenset(self.stage_hosts).difference(world.hosts)
         self.teams: list[Team] = make_teams(self.stage_hosts, block_costs, num_stages, speeds)
-        self.quotas = tuple(share_in_complete_teams(self.teams, num_microbatches, self.absent))
+        self.quotas = tuple(
+            share_in_complete_teams(self.teams, num_microbatches, self.absent, self.device_speeds)
+        )
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_living_holders(find_holders(self.teams), self.absent)
         self._states = states
@@ -115,20 +123,17 @@ class UnitPlacement:
         """Have the replicas compute so many microbatches each from the next step on; the same on all hosts."""
         self.quotas, self.routes = tuple(quotas), make_routes(self.teams, quotas)
 
-    def describe_blocks(self) -> dict[HostName, str]:
-        """Return what blocks each host has, such as "0-3": hosts with the same ones do the same work."""
-        found: dict[HostName, str] = {}
-        for team in self.teams:
-            first = 0
-            for host, count in team:
-                found[host] = f"{first}-{first + count - 1}"
-                first += count
-        return found
+    def describe_work(self) -> dict[HostName, str]:
+        """Return what each live host does: those with the same blocks and as many devices take as long."""
+        blocks = _describe_blocks(self.teams)
+        return {host: f"{blocks[host]} on {len(own)}" for host, own in self._devices.items()}
 
     def describe(self) -> str:
         """Return the replicas for people: hosts, each with its first and last block."""
-        blocks = self.describe_blocks()
+        blocks = _describe_blocks(self.teams)
         away = {host: " (away)" for host in self.absent}
+        most = max(map(len, self._devices.values()))
+        away |= {host: f" ({len(self._devices[host])} of {most} devices)" for host in self.device_speeds}
         return "; ".join(
             " -> ".join(f"{host} {blocks[host]}{away.get(host, '')}" for host, _ in team)
             for team in self.teams
@@ -162,14 +167,18 @@ class UnitPlacement:
             units = {number: self._states.init_unit(number, state.variables) for number in self.held}
             return units, state.early_stopping
 
-        # On a host's devices no array is ever larger than its shards.
-        units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
-        absent = jax.tree.map(
+        units: dict[int, UnitState]
+        if self.device_speeds:
+            units, early_stopping = _init_by_unit(self._states, self.held, init, self.place_unit)
+        else:
+            # On a host's devices no array is ever larger than its shards.
+            units, early_stopping = jax.jit(init_held, out_shardings=self._list_init_shardings())()
+        absent: tuple[UnitState, ...] = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), self._states.abstract
         )
         return PipelinedState(
             step=jax.numpy.zeros((), jax.numpy.int32),
-            units=tuple(units.get(number, absent[number]) for number in range(len(absent))),
+            units=tuple(units.get(number, unit) for number, unit in enumerate(absent)),
             early_stopping=early_stopping,
         )
 
@@ -288,25 +297,46 @@ class UnitPlacement:
             local = self.sharding.mesh
             assert isinstance(local, Mesh)
             # In the order of hosts, the same everywhere.
-            devices = [self._devices[host] for host in self.world.hosts if host in hosts]
-            self._meshes[hosts] = make_holder_mesh(devices, local)
+            having = [host for host in self.world.hosts if host in hosts]
+            self._meshes[hosts] = (
+                make_holder_mesh(having, self.world.host, local)
+                if self.world.host in hosts
+                else make_absent_mesh(having, self._devices[having[0]][0], local)
+            )
         return self._meshes[hosts]
 
 
-def _list_devices(world: World, num_devices: int) -> dict[HostName, list[Device]]:
-    """Return the devices of each host.
-
-    Raises:
-        CallerError: some host has another number of them.
-    """
+def _list_devices(world: World) -> dict[HostName, list[Device]]:
+    """Return the devices of each host."""
     found: dict[HostName, list[Device]] = {host: [] for host in world.hosts}
     for device in world.devices:
         found[world.host_of_device(device)].append(device)
-    for host, devices in found.items():
-        if len(devices) != num_devices:
-            raise CallerError(
-                f"pipeline: found {len(devices)} devices on {host}, expected {num_devices} as on {world.host}: all "
-                "stages compute on as many devices, and a block has the same programs on each of its hosts. Start "
-                "their agents with the same --devices-per-host, or leave one out"
-            )
+    return found
+
+
+def _init_by_unit(
+    states: UnitStates,
+    numbers: Sequence[int],
+    init: Callable[[], TrainingState],
+    place: Callable[[int, UnitState], UnitState],
+) -> tuple[dict[int, UnitState], Any]:
+    """Return the initial state of these units, and of early stopping, where hosts have unequal axes.
+
+    Each is made by the same program on all its holders, so they have the same bits; one at a time is on one device.
+    """
+    units: dict[int, UnitState] = {}
+    for number in numbers:
+        made = jax.jit(lambda number=number: states.init_unit(number, init().variables))()
+        units[number] = place(number, made)
+    return units, jax.jit(lambda: init().early_stopping)()
+
+
+def _describe_blocks(teams: Sequence[Team]) -> dict[HostName, str]:
+    """Return what blocks each host has, such as "0-3"."""
+    found: dict[HostName, str] = {}
+    for team in teams:
+        first = 0
+        for host, count in team:
+            found[host] = f"{first}-{first + count - 1}"
+            first += count
     return found

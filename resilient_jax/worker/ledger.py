@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from resilient_jax.protocol.ledger import (
@@ -24,7 +25,7 @@ from resilient_jax.protocol.ledger import (
     RestoreEntry,
     StepEntry,
 )
-from resilient_jax.sharding.holder_sharding import is_holder_sharding
+from resilient_jax.sharding.holder_sharding import find_holders_of
 from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
@@ -141,11 +142,12 @@ def _list_own_shards(
     is_first: bool,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """Return the start index and the elements of each shard that this host digests."""
-    if (
-        isinstance(value, np.ndarray)
-        or is_complete
-        or (value.is_fully_addressable and not is_holder_sharding(value.sharding))
-    ):
+    holders = find_holders_of(value.sharding) if isinstance(value, jax.Array) else None
+    if holders is not None and not is_complete:
+        # Each of them has all of it: the sum over hosts has each element once.
+        is_digested = bool(value.addressable_shards) and holders.host == holders.hosts[0]
+        return [((0,) * value.ndim, _to_numpy(value))] if is_digested else []
+    if isinstance(value, np.ndarray) or is_complete or value.is_fully_addressable:
         array = _to_numpy(value)
         return [((0,) * array.ndim, array)] if is_complete or is_first else []
     return [

@@ -27,7 +27,8 @@ from resilient_jax.errors import CallerError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
-from resilient_jax.pipeline.pipeline_step import PipelineConfig, PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.pipeline_config import PipelineConfig
+from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units

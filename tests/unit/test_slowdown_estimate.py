@@ -227,6 +227,17 @@ def test_fewer_layers_on_a_slow_stage_give_most_of_what_it_costs_back():
     assert found.without == 0.0, "a host would have the layers of two stages"
 
 
+def test_a_host_with_half_the_devices_is_as_fast_as_it_can_be():
+    half = {HostName("b"): 0.5}
+    shape = make_shape(device_speeds=half)
+    measured = measure(shape, tuple(half.items()), b=2.0, c=2.0)
+    found = estimate_pipeline_slowdown(NUMBER, shape, [find("c", 2.0)], (), measured)
+    assert found is not None
+    assert (found.host, found.speeds) == ("c", ((HostName("c"), 0.5),))
+    assert found.kept < found.redivided < found.replaced == pytest.approx(1.0)
+    assert estimate_pipeline_slowdown(NUMBER, shape, [], (), measured) is None
+
+
 def test_layers_that_are_divided_by_speed_are_left_while_the_host_is_slow():
     speeds = ((HostName("b"), 0.4),)
     found = estimate_pipeline(make_shape(), find("b", 2.5), speeds=speeds, b=2.5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,3 +249,14 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
     kept_s = min(returned_s, wait_s) * difference + (copied_s if returned_s > wait_s else 0.0)
     # Of the speed that a cut has; PATIENCE for the first return is on top.
     assert kept_s <= 2 * min(move_s, copied_s, returned_s * difference) + 2.0
+
+
+def test_without_a_host_of_fewer_devices_more_speed_is_left_than_without_another():
+    layout = make_layout(4, 2, 16)
+    lost, peer = layout.teams[1][2][0], layout.teams[0][2][0]
+    layout = msgspec.structs.replace(layout, device_speeds={lost: 0.5})
+    found = {one.host: one for one in estimate_stage_losses(layout)}
+    assert found[lost].cut > found[peer].cut
+    assert found[lost].kept > found[peer].kept, "its replica was the slower one"
+    alike = {one.host: one for one in estimate_stage_losses(make_layout(4, 2, 16))}
+    assert found[lost].cut > alike[lost].cut

@@ -1,0 +1,63 @@
+"""Pipelined jobs whose hosts have unequal numbers of devices for some steps, and their invariants."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipelined_job import UNITS, PipelinedJob, check_evaluations_agree, find_digests, run_alone
+from tiny_job import read_logs
+
+from resilient_jax.events import EventKind
+
+CLOSE = 2e-3
+"""Relative, of losses: gradients differ in the last bits, and Adam divides by small ones."""
+
+
+class UnequalPipelinedJob(PipelinedJob):
+    """All hosts have the same bits; those of an undisturbed run as long as all have the axes of the job."""
+
+    def check_steps(self) -> None:
+        """Check the bits of every step on all hosts, and against an undisturbed run."""
+        events = self.job.read_events()
+        assert not [event for event in events if event.kind is EventKind.STATE_DIFFERS]
+        unequal = {
+            event.generation
+            for event in events
+            if event.kind is EventKind.PIPELINE_FORMED and "devices)" in str(event.detail["cut"])
+        }
+        rows = [row for own in read_logs(self.work).values() for row in own]
+        first = min(row["step"] for row in rows if row["generation"] in unequal)
+        check_unequal_steps(self.work, self.job.read_output(), first, self.axes)
+
+
+def check_unequal_steps(
+    work: Path, output: str, first_unequal: int, axes: Mapping[str, int], words: Sequence[str] = ()
+) -> None:
+    """Check the bits of every step on all hosts, and against an undisturbed run.
+
+    Args:
+        work: folder of the job.
+        output: what it has printed.
+        first_unequal: the first step that hosts of unequal axes committed.
+        axes: of the devices of a host that has all.
+        words: of the script, which change what it computes.
+    """
+    found: dict[int, dict[str, set[str]]] = {}
+    losses: dict[int, set[float]] = {}
+    for row in (row for own in read_logs(work).values() for row in own):
+        losses.setdefault(row["step"], set()).add(row["loss"])
+        for unit, digest in row["digests"].items():
+            found.setdefault(row["step"], {}).setdefault(unit, set()).add(digest)
+    assert sorted(found) == list(range(len(found))), "a step is missing"
+    alone, _ = run_alone(work, len(found), axes, words)
+    for row in alone:
+        step = row["step"]
+        assert len(found[step]) == UNITS, f"step {step}: some unit was on no host that lived"
+        for unit, digest in row["digests"].items():
+            assert len(found[step][unit]) == 1, f"step {step}, unit {unit}: hosts have other bits"
+            assert step >= first_unequal or found[step][unit] == {digest}, (
+                f"step {step}, unit {unit}: other bits"
+            )
+        (loss,) = losses[step]
+        assert abs(loss - row["loss"]) < CLOSE * row["loss"], f"step {step}"
+    assert len(find_digests(output)) == 1, "hosts have other results"
+    check_evaluations_agree(work)
