@@ -352,7 +352,10 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
         case GenerationPhase.BOUNDARY:
             step = generation.boundary_step
             assert step is not None, "a boundary has a step"
-            return state, (SendOrder(RunToBoundary(generation=generation.number, boundary_step=step)),)
+            order = RunToBoundary(
+                generation=generation.number, boundary_step=step, takes_snapshot=not generation.parts_stay
+            )
+            return state, (SendOrder(order),)
         case GenerationPhase.FORM:
             return _send_into_world(state, generation, worker, is_newcomer=False)
         case GenerationPhase.ACTIVE:

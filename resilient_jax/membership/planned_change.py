@@ -4,6 +4,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.doubt import are_parts_trusted
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
@@ -26,7 +27,7 @@ from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction
-from resilient_jax.protocol.state_records import NextMembers
+from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
 
 def plan_change(
@@ -89,10 +90,25 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
     if len(limits) == len(generation.members) and None not in limits:
         # The latest of the members' earliest steps: the furthest ahead cannot go back, and all others reach it.
         boundary = max(limit for limit in limits if limit is not None)
-        return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
+        return msgspec.structs.replace(
+            generation,
+            phase=GenerationPhase.BOUNDARY,
+            boundary_step=boundary,
+            parts_stay=_do_parts_stay(state),
+        )
     if any(is_wait_too_long_for(state, member.host) for member in generation.members):
         return msgspec.structs.replace(generation, next_members=None)
     return None
+
+
+def _do_parts_stay(state: MembershipState) -> bool:
+    """Return whether the members that stay have all of the state in parts, in a world that they keep.
+
+    Then a snapshot is worth no more in the pause than between any two steps, where nobody waits for one.
+    """
+    workers = [status.worker for status in list_staying(state) if status.worker is not None]
+    parts = [worker.report.part for worker in workers if worker.report.part is not None]
+    return has_service(state) and are_parts_trusted(state.generation) and are_parts_complete(parts)
 
 
 def _expect_members(

@@ -242,6 +242,7 @@ def _quiesce(
         unreadable_snapshots=generation.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary_step=None,
+        parts_stay=False,
         next_members=None,
         earlier_stage_hosts=list_groups(state),
         dropped_workers=list_dropped_workers(state, members),

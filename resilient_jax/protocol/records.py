@@ -124,6 +124,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         service_address: the address of the world's coordination service; empty until it is known.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
+        parts_stay: whether the members after the boundary have all of the state in parts: no snapshot is waited for.
         next_members: those that a planned change leads to, where blocks are copied before it; None: nothing is.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
@@ -137,11 +138,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         void_snapshots: those that hosts which computed wrongly may have touched.
         dropped_workers: the workers that were left out before they had answered.
         progress: the newest committed step that the leader saw, once a complete state was known; some seconds old.
-        losses_left: how many more hosts may be lost before the committed state is. 0: what brings redundancy back is
-            urgent. None: there is no state.
+        losses_left: how many more hosts may be lost before the state is. 0: redundancy is urgent. None: no state.
         keeps_workers: whether the workers of a world outlive the loss of one of them.
-        initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones
-            are void.
+        initial_generation: that in which the job began with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         are_parts_doubtful: whether parts of the state may not fit together, after a failure that no death explains, and
             before all members have finished a step since.
@@ -173,6 +172,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
+    parts_stay: bool = False
     next_members: NextMembers | None = None
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()

@@ -33,10 +33,15 @@ class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Order: run up to this step, do not start it, unwind, report idle."""
+    """Order: run up to this step, do not start it, unwind, report idle.
+
+    Attributes:
+        takes_snapshot: if no host has all of the state, wait for a snapshot of it before that.
+    """
 
     generation: GenerationNumber
     boundary_step: int
+    takes_snapshot: bool = True
 
 
 class FormWorld(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -199,6 +199,11 @@ class AgentConnection:
             self.record_event(EventKind.STEP_COMMITTED, step=step)
 
     @property
+    def takes_snapshot(self) -> bool:
+        """Whether a snapshot of a state that no host has all of is waited for before a planned change."""
+        return self._protocol.takes_snapshot
+
+    @property
     def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         return self._protocol.held_pause

@@ -267,8 +267,8 @@ class Worker:
             raise
 
     def _flush_snapshot(self, order: FormWorld) -> SnapshotId | None:
-        """Return the snapshot of the committed state before a planned change, if no host has all of the state."""
-        if self._agent.is_interrupted or self._committed.holds_state:
+        """Return the snapshot of the committed state before a planned change, if hosts that stay have not all of it."""
+        if self._agent.is_interrupted or self._committed.holds_state or not self._agent.takes_snapshot:
             return None
         try:
             return self._snapshotter.flush(order.generation.number, self._committed.state)

@@ -99,6 +99,7 @@ class WorkerProtocol:
         next_step: the first step that has not begun.
         limit: the step that must not start before a `RunToBoundary`, once paused.
         boundary: the step that must not start in this generation.
+        takes_snapshot: whether a snapshot of a state that no host has all of is waited for there.
         held_pause: that is not answered before blocks are copied.
         prepared_for: the newest generation that blocks are copied for, as far as they are: its pause is not held; None:
             there was none.
@@ -117,6 +118,7 @@ class WorkerProtocol:
     next_step: int = 0
     limit: int | None = None
     boundary: int | None = None
+    takes_snapshot: bool = True
     held_pause: HeldPause | None = None
     prepared_for: GenerationNumber | None = None
     snapshot_server: str | None = None
@@ -214,7 +216,8 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
             state = dataclasses.replace(state, limit=limit, held_pause=None)
             return _report(state, generation=number, earliest_stop_step=limit)
         case RunToBoundary():
-            return dataclasses.replace(state, boundary=order.boundary_step), ()
+            boundary, takes_snapshot = order.boundary_step, order.takes_snapshot
+            return dataclasses.replace(state, boundary=boundary, takes_snapshot=takes_snapshot), ()
         case _:
             assert_never(order)
 
@@ -256,6 +259,7 @@ def try_take_order(
             is_interrupted=False,
             limit=None,
             boundary=None,
+            takes_snapshot=True,
             held_pause=None,
             next_step=state.report.step,
         )

@@ -108,6 +108,22 @@ def test_a_host_that_joins_is_sent_its_part():
     assert (job.generation.step, job.generation.receivers) == (8, ("d",))
 
 
+@pytest.mark.parametrize(("leaving", "parts_stay"), [("d", True), ("bd", False)])
+def test_a_snapshot_is_waited_for_at_the_boundary_only_if_members_that_stay_lack_a_part(
+    leaving: str, parts_stay: bool
+):
+    job = sharded("abcd", parity=2)
+    for name in "abcd":
+        job.report(name, part=PARTS[name])
+    for name in leaving:
+        job.change(name, is_draining=True)
+    for name in job.members:
+        job.report(name, generation=job.generation.number, earliest_stop_step=6)
+    assert (job.phase, job.generation.parts_stay) == (GenerationPhase.BOUNDARY, parts_stay)
+    job.worker("a", exit_code=-9)
+    assert not job.generation.parts_stay
+
+
 def test_a_host_that_leaves_stays_registered_with_its_part_of_the_snapshot_until_there_is_another():
     job = sharded("abcd")
     for name in "abcd":

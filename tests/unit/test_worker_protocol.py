@@ -108,6 +108,15 @@ def test_a_world_that_is_ordered_again_while_it_trains_is_not_entered_again_afte
     assert try_take_order(protocol)[1] == form_world(2)
 
 
+def test_whether_a_snapshot_is_waited_for_is_said_for_one_boundary():
+    protocol, _ = handle_order(make_training(1), Pause(generation=GenerationNumber(2)))
+    order = RunToBoundary(generation=GenerationNumber(2), boundary_step=0, takes_snapshot=False)
+    protocol, _ = handle_order(protocol, order)
+    assert not protocol.takes_snapshot
+    protocol, _, _ = try_take_order(handle_order(go_idle(protocol), form_world(2))[0])
+    assert protocol.takes_snapshot
+
+
 numbers = st.integers(1, 6).map(GenerationNumber)
 generation_orders = st.one_of(
     st.builds(Quiesce, generation=numbers),
