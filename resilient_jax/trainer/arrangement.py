@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 """Axes of a replica's mesh, outermost first; the first one shards the examples."""
+FIRST_GENERATION: Final = 1
+"""The number of a job's first generation, in which hosts have all of their devices."""
 WHY_OFF: Final = "axes_by_host is off. Planner(axes_by_host=True) allows others"
 """Why hosts have the same axes where the planner does not allow others."""
 AXES_EQUAL: Final = "equal"
@@ -151,14 +153,16 @@ class Arranger:
                 self._stage_plan = self.plan_searcher.find_stage_plan(pipeline.num_stages)
             found = {axis.value: self._stage_plan.axis_sizes[axis] for axis in STAGE_PLAN_AXES}
             pipeline = dataclasses.replace(pipeline, axis_sizes=found)
-        is_fewer = num_devices < max(count_devices_by_host(world.devices))
+        counts = dict(zip(world.hosts, count_devices_by_host(world.devices), strict=True))
+        is_fewer = num_devices < max(counts.values())
+        # Later, and in a job whose state was lost, all hosts may have lost as many.
+        is_first = world.is_fresh and world.generation <= FIRST_GENERATION
         return fit_stage_axes(
             pipeline,
             num_devices,
-            world.host,
+            next(host for host, count in counts.items() if count == num_devices),
             num_examples=self._config.num_shared_examples,
-            # Later all hosts may have lost as many.
-            can_reduce=not self.why_equal_stages and (is_fewer or not world.is_fresh),
+            can_reduce=not self.why_equal_stages and (is_fewer or not is_first),
         )
 
     def _record_plan(self, world: World, plan: Plan | UnequalPlan) -> None:

@@ -251,16 +251,18 @@ class FitLoop:
         searcher = self._arranger.plan_searcher if config.parallelism.pipeline is None else None
         is_mesh_free = searcher is not None and searcher.allows_axes_by_host
         programs = TrainStep(dataclasses.replace(config.recipe, is_mesh_free=is_mesh_free), example)
+        if config.parallelism.pipeline is not None:
+            self._arranger.why_equal_stages = explain_equal_axes(
+                config.parallelism.pipeline, programs.why_mesh_bound
+            )
+            # First, because it may end the generation: what is made after it outlives that.
+            require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
-            self._arranger.why_equal_stages = explain_equal_axes(
-                config.parallelism.pipeline, programs.why_mesh_bound
-            )
-            require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
             axes = self._arranger.find_stage_axes(world)
             self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
             if (

@@ -20,8 +20,9 @@ class Pipeline:
     """A replica spans several hosts, each of which has some of the model's layers, and their optimizer state.
 
     The model is cut at its layers: a list of equal layers (NNX, Linen), or a scan over stacked parameters. Each host
-    computes with all of its devices. Weights have the same bits for any number of stages and hosts whose devices have
-    the same axes; a host with fewer devices has axes of its own, and its microbatches are equal within rounding.
+    computes with all of its devices, as far as they can share the examples of a microbatch. Weights have the same bits
+    for any number of stages and hosts whose devices have the same axes; a host with fewer devices has axes of its own,
+    and its microbatches are equal within rounding.
 
     Attributes:
         num_stages: number of hosts of a replica. Hosts that are left over make some replicas longer; with fewer hosts

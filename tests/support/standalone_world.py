@@ -11,10 +11,10 @@ from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.world import World
 
 
-def make_world(*, loss=None, committed=None, observers=()):
+def make_world(*, loss=None, committed=None, observers=(), generation=3):
     host = HostName("a")
     info = GenerationInfo(
-        number=GenerationNumber(3),
+        number=GenerationNumber(generation),
         hosts=(host,),
         process_index=ProcessIndex(0),
         change="reform",

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from quick_compiling import quick_compiling  # noqa: F401 - likewise
 from small_decoders import KEY, MAKERS, make_batch
+from standalone_world import make_world
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.errors import CallerError
@@ -42,8 +43,11 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step import running_total
+from resilient_jax.trainer.arrangement import Arranger
+from resilient_jax.trainer.fit_config import Parallelism
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.stage_axes import StageAxes, explain_equal_axes, fit_stage_axes, reduce_stage_axes
+from resilient_jax.trainer.trainer import Trainer
 
 A, B, C = map(HostName, "abc")
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -56,6 +60,31 @@ def fit(axis_sizes, num_devices, *, num_examples=8, can_reduce=True) -> StageAxe
 
 def list_sizes(axes: StageAxes) -> dict[str, int]:
     return {axis: size for axis, size in axes.sizes.items() if size > 1}
+
+
+def make_arranger() -> Arranger:
+    """Return the arranger of a job that is to have tensor 16 on each host; this one has 8 devices."""
+    trainer = Trainer(
+        model=lambda key: {"w": jnp.zeros((4, 4))},
+        optimizer=optax.adam(1e-3),
+        loss_fn=lambda params, batch: jnp.mean(batch @ params["w"]),
+        data={"x": np.zeros((8, 4), np.float32)},
+        batch_size=8,
+        microbatch_size=8,
+        parallelism=Parallelism(pipeline=Pipeline(num_stages=1, axis_sizes={"tensor": 16})),
+    )
+    return Arranger(trainer._config)
+
+
+def test_a_job_whose_state_is_lost_goes_on_though_all_hosts_have_lost_devices():
+    """Nothing is committed then, as in the first generation; but that axes fit no host is no error of the user's."""
+    axes = make_arranger().find_stage_axes(make_world(generation=2))
+    assert (list_sizes(axes), axes.are_reduced) == ({"tensor": 8}, True)
+
+
+def test_axes_that_fit_no_host_are_refused_when_the_job_begins():
+    with pytest.raises(CallerError, match="8 devices on a"):
+        make_arranger().find_stage_axes(make_world(generation=1))
 
 
 @given(
