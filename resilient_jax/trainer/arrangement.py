@@ -135,7 +135,7 @@ class Arranger:
             placement=ReplicatedPlacement(Mesh(devices, tuple(name for name, _ in own))),
         )
 
-    def find_stage_axes(self, world: World) -> StageAxes:
+    def fit_own_axes(self, world: World) -> StageAxes:
         """Return the axes of the devices of this host of a pipeline: as given, as planned, or what it can have of them.
 
         They are planned once, for all hosts of the topology, since the bits of a result depend on them.

@@ -255,6 +255,15 @@ class FitLoop:
             self._arranger.why_equal_stages = explain_equal_axes(
                 config.parallelism.pipeline, programs.why_mesh_bound
             )
+            if (
+                config.parallelism.pipeline.axes_by_host
+                and self._arranger.why_equal_stages
+                and world.host_index == 0
+            ):
+                logger.warning(
+                    "pipeline: found axes_by_host=True, but all hosts must have as many devices: %s",
+                    self._arranger.why_equal_stages,
+                )
             # First, because it may end the generation: what is made after it outlives that.
             require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
         self._data = Prefetcher(
@@ -263,7 +272,7 @@ class FitLoop:
             num_threads=config.read_options.num_threads,
         )
         if config.parallelism.pipeline is not None:
-            axes = self._arranger.find_stage_axes(world)
+            axes = self._arranger.fit_own_axes(world)
             self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
             if (
                 world.host_index == 0

@@ -37,7 +37,7 @@ def cut_training_loss(
     axes: Mapping[str, int],
     devices: Sequence[Device],
     *,
-    are_reduced: bool = False,
+    may_replicate: bool = False,
 ) -> tuple[CutModel, StageSharding]:
     """Return the model of a training in blocks, and the sharding of a stage, without devices.
 
@@ -46,7 +46,7 @@ def cut_training_loss(
         programs: of its recipe.
         axes: sizes of the axes of a stage's devices.
         devices: of one stage; only their number and kind count.
-        are_reduced: the axes are those of a host that has fewer devices than others: one of them may shard no weight.
+        may_replicate: see `StageAxes`.
 
     Raises:
         CallerError: the model or an option does not fit a pipeline; says what stands in the way.
@@ -54,7 +54,7 @@ def cut_training_loss(
     _check_recipe(config)
     mesh = make_abstract_stage_mesh(axes, devices)
     cut = _cut(config.recipe, programs, mesh)
-    sharding = find_stage_sharding(config, cut, programs.example, mesh, are_reduced=are_reduced)
+    sharding = find_stage_sharding(config, cut, programs.example, mesh, may_replicate=may_replicate)
     return (cut.with_sharding(sharding) if mesh.size > 1 else cut), sharding
 
 

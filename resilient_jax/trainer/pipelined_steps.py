@@ -101,7 +101,7 @@ class PipelinedSteps:
         self._data = data
         used = devices[: math.prod(axes.sizes.values())]
         self.cut, self.sharding = cut_training_loss(
-            config, programs, axes.sizes, used, are_reduced=axes.are_reduced
+            config, programs, axes.sizes, used, may_replicate=axes.may_replicate
         )
         self._config = make_pipeline_config(config, programs, self.cut)
         self._costs = estimate_block_costs(self.cut)

@@ -57,12 +57,12 @@ class StageAxes:
 
     Attributes:
         sizes: of `STAGE_AXES`; they multiply to the devices that are used.
-        are_reduced: whether they may be those of a host that has too few devices for the axes of the job: then weights
-            are replicated along an axis that shards none.
+        may_replicate: whether weights are replicated along an axis that shards none, as of a host that has too few devices
+            for the axes of the job; else that is an error.
     """
 
     sizes: Mapping[str, int]
-    are_reduced: bool = False
+    may_replicate: bool = False
 
 
 def fit_stage_axes(
@@ -87,8 +87,8 @@ def fit_stage_axes(
             raise
     else:
         if not can_reduce or num_examples % math.prod(sizes[axis] for axis in EXAMPLE_AXES) == 0:
-            return StageAxes(sizes, are_reduced=can_reduce)
-    return StageAxes(reduce_stage_axes(options.axis_sizes, num_devices, num_examples), are_reduced=True)
+            return StageAxes(sizes, may_replicate=can_reduce)
+    return StageAxes(reduce_stage_axes(options.axis_sizes, num_devices, num_examples), may_replicate=True)
 
 
 def reduce_stage_axes(given: Mapping[str, int], num_devices: int, num_examples: int) -> dict[str, int]:
@@ -154,7 +154,7 @@ def find_stage_sharding(
     example: Any,  # noqa: ANN401 - a tree of shapes
     mesh: AbstractMesh,
     *,
-    are_reduced: bool = False,
+    may_replicate: bool = False,
 ) -> StageSharding:
     """Return the sharding of a stage, without devices.
 
@@ -163,7 +163,7 @@ def find_stage_sharding(
         cut: the model.
         example: the shapes of a microbatch.
         mesh: of `STAGE_AXES`.
-        are_reduced: an axis may shard no weight: then weights are replicated along it.
+        may_replicate: see `StageAxes`.
 
     Raises:
         CallerError: no weight has a dim for an axis above 1; a logical name is unknown.
@@ -178,7 +178,7 @@ def find_stage_sharding(
             weight.name: _find_spec(weight, _name_dims(weight, cut, names, rules), rules, axes)
             for weight in cut.trace.table.weights
         }
-    if not are_reduced:
+    if not may_replicate:
         _check_used(specs, axes)
     return StageSharding(mesh=mesh, weight_specs=specs, num_examples=config.microbatch_size)
 

@@ -78,13 +78,13 @@ def make_arranger() -> Arranger:
 
 def test_a_job_whose_state_is_lost_goes_on_though_all_hosts_have_lost_devices():
     """Nothing is committed then, as in the first generation; but that axes fit no host is no error of the user's."""
-    axes = make_arranger().find_stage_axes(make_world(generation=2))
-    assert (list_sizes(axes), axes.are_reduced) == ({"tensor": 8}, True)
+    axes = make_arranger().fit_own_axes(make_world(generation=2))
+    assert (list_sizes(axes), axes.may_replicate) == ({"tensor": 8}, True)
 
 
 def test_axes_that_fit_no_host_are_refused_when_the_job_begins():
     with pytest.raises(CallerError, match="8 devices on a"):
-        make_arranger().find_stage_axes(make_world(generation=1))
+        make_arranger().fit_own_axes(make_world(generation=1))
 
 
 @given(
