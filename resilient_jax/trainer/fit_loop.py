@@ -39,6 +39,7 @@ from resilient_jax.trainer.host_checks import (
 from resilient_jax.trainer.initial_variables import match_variables
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
+from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.pipelined_evaluator import PipelinedEvaluator
 from resilient_jax.trainer.pipelined_layout import PipelinedLayout
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
@@ -252,20 +253,8 @@ class FitLoop:
         is_mesh_free = searcher is not None and searcher.allows_axes_by_host
         programs = TrainStep(dataclasses.replace(config.recipe, is_mesh_free=is_mesh_free), example)
         if config.parallelism.pipeline is not None:
-            self._arranger.why_equal_stages = explain_equal_axes(
-                config.parallelism.pipeline, programs.why_mesh_bound
-            )
-            if (
-                config.parallelism.pipeline.axes_by_host
-                and self._arranger.why_equal_stages
-                and world.host_index == 0
-            ):
-                logger.warning(
-                    "pipeline: found axes_by_host=True, but all hosts must have as many devices: %s",
-                    self._arranger.why_equal_stages,
-                )
             # First, because it may end the generation: what is made after it outlives that.
-            require_equal_devices(world, self._arranger.why_equal_stages, is_first=True)
+            _require_devices(self._arranger, world, config.parallelism.pipeline, programs)
         self._data = Prefetcher(
             config.data,
             buffer_size=config.read_options.prefetch_buffer_size,
@@ -274,16 +263,7 @@ class FitLoop:
         if config.parallelism.pipeline is not None:
             axes = self._arranger.fit_own_axes(world)
             self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
-            if (
-                world.host_index == 0
-                and not self._pipeline.options.gather_result
-                and config.checkpoints is None
-            ):
-                logger.warning(
-                    "found a pipeline without checkpoints: when training ends, its model is lost, as no host has all "
-                    "of it. To keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) "
-                    "if it fits the memory of each host"
-                )
+            _warn_of_lost_model(world, config, self._pipeline)
         if config.evaluation is not None:
             pipeline = self._pipeline
             self._evaluator = (
@@ -454,3 +434,22 @@ class FitLoop:
 
 def _refuse_sum(_: Variables, step: int) -> NoReturn:
     raise InternalError(f"step {step}: the sums of a pipeline are made by block")
+
+
+def _require_devices(arranger: Arranger, world: World, options: Pipeline, programs: TrainStep) -> None:
+    """Let a pipeline's first generation go on if all hosts have as many devices, where they must."""
+    arranger.why_equal_stages = explain_equal_axes(options, programs.why_mesh_bound)
+    if options.axes_by_host and arranger.why_equal_stages and world.host_index == 0:
+        logger.warning(
+            "found axes_by_host=True, but all hosts must have as many devices: %s", arranger.why_equal_stages
+        )
+    require_equal_devices(world, arranger.why_equal_stages, is_first=True)
+
+
+def _warn_of_lost_model(world: World, config: FitConfig, pipeline: PipelinedSteps) -> None:
+    if world.host_index == 0 and not pipeline.options.gather_result and config.checkpoints is None:
+        logger.warning(
+            "found a pipeline without checkpoints: when training ends, its model is lost, as no host has all of it. To "
+            "keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) if it fits the "
+            "memory of each host"
+        )

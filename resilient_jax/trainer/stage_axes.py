@@ -57,8 +57,8 @@ class StageAxes:
 
     Attributes:
         sizes: of `STAGE_AXES`; they multiply to the devices that are used.
-        may_replicate: whether weights are replicated along an axis that shards none, as of a host that has too few devices
-            for the axes of the job; else that is an error.
+        may_replicate: whether weights are replicated along an axis that shards none, as on a host that has too few
+            devices for the axes of the job; else that is an error.
     """
 
     sizes: Mapping[str, int]

@@ -143,13 +143,8 @@ class AgentConnection:
         with self._changed:
             self._apply(worker_protocol.report_failure(self._protocol, failure, step=step))
 
-    def report_world_left(self) -> None:
-        """Report that no coordination service is connected any more."""
-        with self._changed:
-            self._apply(worker_protocol.report_world_left(self._protocol))
-
     def report_found(self, change: Callable[..., Transition], found: object) -> None:
-        """Report what was found beside the training: `change(protocol, found)` is a transition of `worker_protocol`.
+        """Report what was found: `change(protocol, found)` is a transition of `worker_protocol`.
 
         The guard thread reports so, too.
         """

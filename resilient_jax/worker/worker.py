@@ -203,7 +203,7 @@ class Worker:
                 is_needed=not is_done and not self._committed.holds_state
             )
             if self._connector.is_broken:
-                self._agent.report_world_left()
+                self._agent.report_found(worker_protocol.report_world, None)
             # Last of all: after this report the leader may order this worker into the next world.
             self._agent.report_idle(
                 step=self._committed.step,
@@ -378,7 +378,7 @@ class Worker:
         if not self._connector.is_connected:
             return
         leaks = self._connector.leave(is_backend_in_use=not is_idle)
-        self._agent.report_world_left()
+        self._agent.report_found(worker_protocol.report_world, None)
         self._record_event(
             EventKind.WORLD_LEFT,
             seconds=time.monotonic() - started_s,

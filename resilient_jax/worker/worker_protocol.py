@@ -365,9 +365,9 @@ def report_failure(state: WorkerProtocol, failure: WorkerFailure, *, step: int) 
     return _report(state, failure=failure, step=step, **found)
 
 
-def report_world_left(state: WorkerProtocol) -> Transition:
-    """No coordination service is connected any more."""
-    return _report(state, world=None)
+def report_world(state: WorkerProtocol, world: WorldId | None) -> Transition:
+    """The coordination service of this world is connected; None: there is none any more."""
+    return _report(state, world=world)
 
 
 def report_checkpoint(state: WorkerProtocol, step: int | None) -> Transition:

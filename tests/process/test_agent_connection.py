@@ -16,7 +16,7 @@ ours, worker = socket.socketpair()
 agent = Connection(ours.detach(), WORKER_MESSAGE_DECODER)
 limits = HangLimits(regular_s=60.0, other_s=60.0, forming_timeout_s=60.0)
 connection = AgentConnection(worker.detach(), HostName("a"), lambda: None, limits, polls_checkpoints=True)
-connection.report_world_left()  # any report
+connection.report_found(worker_protocol.report_world, None)  # any report
 connection.report_found(worker_protocol.report_checkpoint, None)  # of a look that began before
 connection.report_idle(step=3, holds_state=False, part=None, snapshot=None, copied=None, done=False, failure=None)
 reports = []

@@ -209,7 +209,7 @@ class Worker:
         if isinstance(order, FormWorld):
             self.generation, self.begun = order.generation, self.step
             if order.generation.change is WorldChange.REFORM:
-                self.apply(worker_protocol.report_world_left(self.protocol))
+                self.apply(worker_protocol.report_world(self.protocol, None))
         return order
 
     def end_preparing(self, *, is_seated: bool) -> None:
