@@ -22,6 +22,7 @@ LONGEST_FIRST = (
     "chaos_e2e",
     "step_e2e",
     "pipelined_e2e",
+    "pipelined_fewer_devices_e2e",
     "kill_matrix",
     "slow_hosts_e2e",
     "snapshots_e2e",
