@@ -52,8 +52,8 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
 def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
     """Return, for each host that is there, what its loss would make of the pipeline.
 
-    Hosts are taken for as fast as they have devices, so the speed after a cut is the same whichever of those with as
-    many is lost.
+    Hosts are taken for as fast as they have devices. The speed after a cut is approximate: it is estimated once for
+    all hosts with as many devices, though where a slower host stands in its replica depends on which of them is lost.
     """
     hosts = [host for team in layout.teams for host, _ in team if host not in layout.absent]
     if len(hosts) < 2:
