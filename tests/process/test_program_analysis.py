@@ -140,7 +140,8 @@ def test_memory_of_stages_is_what_their_programs_keep(linen_cost, again):
     program = make_abstract_program(MODELS["linen"](False), loss_of, tokens(LLAMA, 6))
 
     def loss(variables, batch, _):
-        return program.loss_fn(*variables, batch)
+        params, others = variables
+        return program.loss_fn(params, others, batch)
 
     variables = program.params, program.others
     cut = cut_model(loss, variables, program.batch, jax.eval_shape(lambda: jax.random.key(0)), remat=again)
