@@ -240,7 +240,10 @@ def name_type(hint: Any) -> str:  # noqa: ANN401 - any type hint
     if isinstance(hint, enum.EnumMeta):
         return ", ".join(f"`{member.value}`" for member in typing.cast("type[enum.Enum]", hint))
     if typing.get_origin(hint) is tuple:
-        return f"list of {name_type(typing.get_args(hint)[0])}"
+        places = typing.get_args(hint)
+        if places[-1] is not Ellipsis:  # one value for each place
+            return f"[{', '.join(map(name_type, places))}]"
+        return f"list of {name_type(places[0])}"
     if typing.get_origin(hint) is dict:
         key, value = typing.get_args(hint)
         return f"object of {name_type(value)} by {name_type(key)}"

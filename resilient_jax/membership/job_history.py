@@ -28,6 +28,7 @@ from resilient_jax.membership.failure_forecast import (
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
+from resilient_jax.membership.planned_axes import gives_up_axes
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.recovery_records import (
     KEEPING_ACTIONS,
@@ -76,7 +77,9 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
             history, memory = _note_losses(history, memory, causes, after, now)
     elif before.phase is GenerationPhase.BOUNDARY:
         gives_up = bool(list_absent(before)) and not list_absent(after) and before.members == after.members
-        memory = dataclasses.replace(memory, stalled_since_s=now, gives_up_stages=gives_up)
+        # What it takes to give axes up is the time of no change that a decision prices.
+        stalled_since_s = None if gives_up_axes(before) else now
+        memory = dataclasses.replace(memory, stalled_since_s=stalled_since_s, gives_up_stages=gives_up)
     elif after.phase is GenerationPhase.FORM and _has_waited(before, memory, now):
         memory = dataclasses.replace(memory, stalled_since_s=None)
     if after.phase is GenerationPhase.FORM and before.phase is not GenerationPhase.FORM:

@@ -68,8 +68,15 @@ def list_axes(decision: RecoveryDecision | None, formed: Generation) -> PlanAxes
 
 def keeps_axes(generation: Generation) -> bool:
     """Return whether the generation has the axes from before the loss that it began with, which are not the best."""
+    return _find_kept_in(generation) == generation.number
+
+
+def gives_up_axes(generation: Generation) -> bool:
+    """Return whether a planned change, of which this is the record, ends the axes that were kept until then."""
+    return _find_kept_in(generation) == generation.number - 1
+
+
+def _find_kept_in(generation: Generation) -> int | None:
+    """Return the number of the generation that the last decision kept axes for; None: it did something else."""
     decision = generation.decision
-    return decision is not None and (decision.action, decision.number) == (
-        RecoveryAction.KEEP_AXES,
-        generation.number,
-    )
+    return decision.number if decision is not None and decision.action is RecoveryAction.KEEP_AXES else None

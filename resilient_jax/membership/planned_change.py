@@ -50,8 +50,8 @@ def plan_change(
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
         admission = decide_admission(state, joining, now, config)
-        # While a stage or axes are kept, the record says so, and until when: others that are ready wait as long at
-        # most.
+        # While a stage or axes are kept, the record says so, and until when: hosts that are ready and do not join yet
+        # wait as long at most.
         if admission is not None and admission.action is RecoveryAction.JOIN:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
         elif admission is not None and not list_absent(generation) and not keeps_axes(generation):
@@ -142,5 +142,8 @@ def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
         why = "did not come back" if is_awaited else "is not awaited"
         return f"{join_names(overdue)} {why}: its stage is kept no longer, and layers are divided anew"
     if are_axes_overdue(state, now):
-        return "axes were kept long enough for a host that did not come back: the best ones for these hosts follow"
+        decision = state.generation.decision
+        awaited = join_names(decision.awaited) if decision is not None else ""
+        why = f", and {awaited} did not come back" if awaited else ""
+        return f"axes were kept long enough{why}: the best ones for these hosts follow"
     return None if has_service(state) else "the coordination service has ended"

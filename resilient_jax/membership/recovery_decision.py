@@ -15,8 +15,8 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_seat,
-    find_seat,
     has_service,
+    has_taken_seat,
     is_draining,
     is_on_its_way,
     join_names,
@@ -110,33 +110,50 @@ def decide_after_loss(
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
     """Return the hosts whose stages were kept long enough; none while the decision to wait for them lasts.
 
-    None of them is on its way, or has a seat.
+    None of them is on its way, or has a seat. A stage that is kept until its blocks are copied does not wait for a host
+    that is on its way: only one that can join now has it back.
     """
-    decision = state.generation.decision
-    is_awaited = (
-        decision is not None and decision.action is RecoveryAction.KEEP_STAGES and decision.wait_s > 0
+    generation = state.generation
+    decision, is_until_copied = generation.decision, False
+    if decision is not None and decision.action is RecoveryAction.KEEP_STAGES:
+        if decision.wait_s and not is_wait_over(state, now):
+            return ()
+        is_until_copied = not decision.wait_s
+    return tuple(
+        host
+        for host in list_absent(generation)
+        if not (_has_joined_world(state, host) or (not is_until_copied and _comes(state, host)))
     )
-    if is_awaited and not is_wait_over(state, now):
-        return ()
-    return tuple(host for host in list_absent(state.generation) if not _has_seat_or_comes(state, host))
 
 
 def are_axes_overdue(state: MembershipState, now: float) -> bool:
-    """Return whether axes that are not the best were kept long enough; not while a host that was awaited is coming."""
+    """Return whether axes that are not the best were kept long enough; not while a host that was awaited is coming.
+
+    One that is ready, but does not join yet, joins in the change to the best axes.
+    """
     decision = state.generation.decision
     return (
         decision is not None
         and keeps_axes(state.generation)
         and is_wait_over(state, now)
-        and not any(_has_seat_or_comes(state, host) for host in decision.awaited)
+        and not any(_comes(state, host) for host in decision.awaited)
     )
 
 
-def _has_seat_or_comes(state: MembershipState, host: HostName) -> bool:
+def _comes(state: MembershipState, host: HostName) -> bool:
+    """Return whether a host's worker has started, or has a seat to take, and cannot join yet."""
     status = state.hosts.get(host)
     if status is None or is_draining(state, host) or status.worker is None or not status.worker.is_alive:
         return False
-    return is_on_its_way(status) or find_seat(state.generation, status) is not None
+    return is_on_its_way(status) or awaits_seat(state.generation, status)
+
+
+def _has_joined_world(state: MembershipState, host: HostName) -> bool:
+    """Return whether a host's worker is in the seat that it was given, so that it can join at the next boundary."""
+    status = state.hosts.get(host)
+    if status is None or is_draining(state, host) or status.worker is None or not status.worker.is_alive:
+        return False
+    return has_taken_seat(state.generation, status) and not is_on_its_way(status)
 
 
 def decide_admission(

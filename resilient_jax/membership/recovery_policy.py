@@ -60,7 +60,7 @@ class Choice:
         reason: in a sentence.
         options: all of them, the chosen one first, then by score.
         next_failure_s: the expected time to the next failure.
-        wait_s: how long the action lasts, if it changes no members; else 0.
+        wait_s: how long is waited, or a stage or axes are kept, at most; 0: the action is carried out.
         num_awaited: for how many of the hosts that are expected back, the first ones.
     """
 
@@ -191,7 +191,7 @@ def make_choice(
         usual: the one from which it takes more than noise to change.
         options: all of them.
         prices: by which they were scored.
-        wait_s: how long the action lasts, if it changes no members; else 0.
+        wait_s: see `Choice`.
     """
     ordered = sorted(
         options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)

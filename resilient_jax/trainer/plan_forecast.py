@@ -2,7 +2,8 @@
 
 The leader decides after a loss whether the job goes on with the axes that it has or with the best ones for the hosts
 that are left. The speeds are those of the planner. What the best ones would make all wait for is measured: their
-search is done here, ahead; their programs are ready, or take as long as those of the first step did.
+programs are ready, or take as long as those of the first step did. Their search is done here, ahead, and on other hosts
+where programs are compiled ahead.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.planning.plan import Plan
@@ -17,6 +19,8 @@ from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
+LEAST_COMPILE_S: Final = 1.0
+"""Programs that are not ready take at least so long, also if those of the first step came from a cache."""
 NUM_REPORTING: Final = 2
 """The first hosts report: one is left if any host is lost."""
 
@@ -38,13 +42,19 @@ class PlanForecast:
         self._losses: tuple[tuple[PlanLoss, Plan], ...] = ()
         """Each with the best plan after it."""
 
-    def estimate(self) -> None:
-        """Search the best plans for the hosts that would be left. Thread-safe."""
+    def estimate(self, check: CancellationCheck) -> None:
+        """Search the best plans for the hosts that would be left. Thread-safe.
+
+        Args:
+            check: raises if the search is to end.
+        """
         world = self._world
         if len(world.hosts) > 1 and world.host in world.hosts[:NUM_REPORTING]:
-            groups = self._searcher.group_alike(world.hosts)
-            found = [one for hosts in groups if (one := self._estimate_loss(hosts)) is not None]
-            self._losses = tuple(found)
+            found = []
+            for hosts in self._searcher.group_alike(world.hosts):
+                check()
+                found.append(self._estimate_loss(hosts))
+            self._losses = tuple(one for one in found if one is not None)
 
     def report(self, compile_s: float) -> None:
         """Report the losses that are estimated. Thread-safe.
@@ -55,7 +65,9 @@ class PlanForecast:
         if not self._losses:
             return
         losses = (
-            msgspec.structs.replace(loss, prepare_s=0.0 if self._is_ready(plan) else compile_s)
+            msgspec.structs.replace(
+                loss, prepare_s=0.0 if self._is_ready(plan) else max(compile_s, LEAST_COMPILE_S)
+            )
             for loss, plan in self._losses
         )
         world = self._world

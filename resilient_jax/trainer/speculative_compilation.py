@@ -86,10 +86,9 @@ class SpeculativeCompiler:
 
     def _estimate_losses(self, check: CancellationCheck) -> bool:
         """Search the plans after a loss, and report them; return False: nothing is compiled."""
-        check()
         forecast = self._forecast
         if forecast is not None:
-            forecast.estimate()
+            forecast.estimate(check)
             self._report_forecast()
         return False
 
@@ -116,9 +115,8 @@ class SpeculativeCompiler:
         )
         likely = list_likely_hosts(world.hosts, self._planner.all_hosts)
         if current.plan is not self._planner.find_plan(world.hosts):
-            likely = itertools.chain(
-                [world.hosts], likely
-            )  # the leader decided for others than the best axes
+            # The leader decided for others than the best axes, which follow later.
+            likely = itertools.chain([world.hosts], likely)
         for hosts in likely:
             if world.host not in hosts:
                 continue

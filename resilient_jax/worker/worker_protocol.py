@@ -283,6 +283,7 @@ def try_take_order(
             overdue=None,
             trusted_step=None,
             corrupt_hosts=(),
+            plans=None,
             entered=form.generation.number,
         )
         return state, form, answers

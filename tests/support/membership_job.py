@@ -205,11 +205,14 @@ def training(*names: str, step: int = 5, **config) -> Job:
 
 def know(job: Job, **seconds: float) -> None:
     """Have the job know the times of changes, as a leader that has measured them."""
-    history = job.generation.history
+    memory = job.state.memory
+    history = memory.unwritten or job.generation.history
     for change, value in seconds.items():
         history = add_time(history, TimedChange(change), value)
     generation = msgspec.structs.replace(job.generation, history=history)
-    job.state = dataclasses.replace(job.state, generation=generation)
+    if memory.unwritten is not None:
+        memory = dataclasses.replace(memory, unwritten=history)
+    job.state = dataclasses.replace(job.state, generation=generation, memory=memory)
 
 
 def change_leader(job: Job) -> None:

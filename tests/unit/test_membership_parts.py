@@ -452,6 +452,17 @@ def test_the_stage_of_a_host_that_is_gone_is_kept_until_the_others_have_its_bloc
     assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acd"), ())
 
 
+def test_a_stage_that_is_kept_until_it_is_copied_waits_for_no_worker_that_starts():
+    job = lose_host()
+    job.form()
+    job.restart("b")
+    job.report("b", state=WorkerState.PREPARING)
+    job.train(16)
+    assert job.phase is GenerationPhase.PAUSE
+    stop_at_boundary(job, 17)
+    assert job.members == list("acd")
+
+
 def test_the_two_pauses_of_a_stage_that_is_given_up_are_measured_each_as_what_it_is():
     job = lose_host()
     job.form()

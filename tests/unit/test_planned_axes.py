@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from membership_job import Job, change_leader, stop_at_boundary, training
+from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
@@ -183,6 +183,54 @@ def test_axes_are_kept_so_long_and_then_the_best_ones_follow(is_new_leader):
     job.train(9)
     job.wait(2 * wait_s)
     assert job.phase is GenerationPhase.ACTIVE, "once"
+
+
+def test_a_host_that_is_back_waits_no_longer_than_axes_are_kept():
+    job = lose(30.0)
+    wait_s = decided(job).wait_s
+    job.form()
+    job.train(7)
+    know(job, grow=1e7)  # no join pays
+    job.restart("b")
+    job.take_seat("b")
+    job.wait(0.5 * wait_s)
+    assert (job.phase, decided(job).action) == (GenerationPhase.ACTIVE, RecoveryAction.KEEP_AXES)
+    job.wait(wait_s)
+    assert job.phase is GenerationPhase.PAUSE
+    stop_at_boundary(job, 8)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+def test_what_it_takes_to_give_axes_up_is_the_time_of_no_change():
+    job = training(*"abcd", spare_seats=8)
+    job.wait(10.0)
+    job.train(15)
+    job.report("a", plans=estimate(prepare_s=30.0))
+    job.worker("b", exit_code=-9)
+    job.acknowledge(*"acd", step=15, holds_state=True)
+    job.form()
+    job.train(16)
+    job.wait(2 * decided(job).wait_s)
+    stop_at_boundary(job, 17)
+    job.form()
+    job.wait(50.0)
+    job.train(18)
+    job.worker("d", exit_code=-9)  # with the next generation it is written
+    measured = [seconds for time in job.generation.history.times for seconds in time.recent_s]
+    assert all(seconds < 40.0 for seconds in measured), "of the loss alone"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "prepare_s", "why"),
+    [(True, 30.0, "enough, and b did not come back: the best"), (False, 1e6, "enough: the best")],
+)
+def test_why_kept_axes_are_given_up_says_who_did_not_come_back(restarts, prepare_s, why):
+    job = lose(prepare_s, restarts=restarts)
+    assert decided(job).action is RecoveryAction.KEEP_AXES
+    job.form()
+    job.train(7)
+    job.wait(2 * decided(job).wait_s)
+    assert why in job.generation.reason
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,9 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
     forecast, reported = make_forecast(topology, is_ready=is_ready)
     forecast.report(20.0)
     assert reported == [], "nothing is estimated yet"
-    forecast.estimate()
+    forecast.estimate(lambda: None)
     forecast.report(20.0)
+    forecast.report(0.0)
     ((loss,), searcher) = reported[0].losses, make_searcher(topology)
     hosts = searcher.all_hosts
     now, best = searcher.find_plan(hosts), searcher.find_plan(hosts[:-1])
@@ -144,6 +145,8 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
         list_plan_axes(best),
         0.0 if is_ready else 20.0,
     )
+    # Also where the first step found its programs in a cache: what is not ready takes time.
+    assert (reported[1].losses[0].prepare_s == 0) is is_ready
     assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
     assert 0 < loss.kept <= loss.best
 
