@@ -459,7 +459,9 @@ def test_the_time_for_copies_begins_when_the_order_to_pause_comes(member):
     planned = PlannedCopies(MEMBER, GENERATION, member.service)
     world = SimpleNamespace(hosts=(MEMBER,))
     worker: Any = SimpleNamespace(state=SimpleNamespace(units=()))
-    placement: Any = SimpleNamespace(world=world, block_costs=(1.0,), num_stages=1, stage_hosts=(MEMBER,))
+    placement: Any = SimpleNamespace(
+        world=world, block_costs=(1.0,), num_stages=1, stage_hosts=(MEMBER,), device_speeds={}
+    )
     _prepare(planned, pause, placement, worker)
     assert planned.pass_commit(member.step) is None
     assert planned.pass_commit(member.step + 1) == GENERATION + 1
