@@ -20,18 +20,20 @@ MAX_GROUPS: Final = 8
 
 
 def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus]) -> StageLoss | None:
-    """Return what the loss of a host makes of a pipeline, as its first members have estimated it; None: not known.
+    """Return what a loss makes of a pipeline, as its first members have estimated it; None: not known.
 
-    Of several hosts at once it is not. With hosts that take their places the model is cut anew in any case.
+    Of three hosts at once it is not. With hosts that take their places the model is cut anew in any case.
 
     Args:
         kept: the members that are left.
         joiners: hosts that join in this change.
     """
     losses = _find_losses(kept)
-    lost = [one for one in losses if one.host not in {status.host for status in kept}]
-    is_one = len(lost) == 1 and len(losses) == len(kept) + 1
-    return lost[0] if is_one and not joiners else None
+    left = {status.host for status in kept}
+    lost = {host for one in losses for host in one.hosts} - left
+    found = next((one for one in losses if set(one.hosts) == lost), None)
+    is_same_world = left.issubset(host for one in losses for host in one.hosts)
+    return found if is_same_world and not joiners else None
 
 
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:

@@ -139,8 +139,10 @@ def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
     if overdue := find_overdue(state, now):
         decision = state.generation.decision
         is_awaited = decision is not None and not set(overdue).isdisjoint(decision.awaited)
-        why = "did not come back" if is_awaited else "is not awaited"
-        return f"{join_names(overdue)} {why}: its stage is kept no longer, and layers are divided anew"
+        is_or_are = "is" if len(overdue) == 1 else "are"
+        why = "did not come back" if is_awaited else f"{is_or_are} not awaited"
+        stages = "its stage is" if len(overdue) == 1 else "their stages are"
+        return f"{join_names(overdue)} {why}: {stages} kept no longer, and layers are divided anew"
     if are_axes_overdue(state, now):
         decision = state.generation.decision
         awaited = join_names(decision.awaited) if decision is not None else ""

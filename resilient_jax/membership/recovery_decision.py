@@ -87,6 +87,7 @@ def decide_after_loss(
         places=places,
         ready=len(present),
         num_seated=len(joiners),
+        num_lost=len(stage.hosts) if stage is not None else len(lost),
         awaited=tuple(awaited.values()),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
@@ -95,13 +96,13 @@ def decide_after_loss(
         stage=stage,
         plan=planned[1] if planned is not None else None,
         has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
-        stage_return_s=awaited.get(stage.host) if stage is not None else None,
+        stage_return_s=awaited.get(stage.hosts[0]) if stage is not None and len(stage.hosts) == 1 else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        decision = _record(state, choice, (), [stage.host] if choice.wait_s else [], about=lost)
+        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=stage.hosts)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
     return note_axes(decision, *planned) if planned is not None else decision

@@ -40,20 +40,23 @@ class Loss:
         places: how many hosts the job has at most.
         ready: the hosts that can go on now.
         num_seated: how many of them were no members before.
+        num_lost: how many others were lost at one moment.
         awaited: of each host that is expected back the seconds until it is ready, ascending.
         is_in_place: whether those that are ready can go on in their world.
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
-        stage: what the loss makes of a pipeline, if one host was lost and that is known.
+        stage: what the loss makes of a pipeline, if one or two hosts were lost and that is known.
         plan: what the loss makes of planned axes, if one host was lost and that is known.
         has_new_axes: whether the best axes for the hosts that are left are others than the job has.
-        stage_return_s: until the host of `stage` is expected to be ready, in seconds; None: it is not awaited.
+        stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: it is not awaited, or
+            there are two, whose stages are kept until their blocks are copied.
     """
 
     places: int
     ready: int
     num_seated: int = 0
+    num_lost: int = 1
     awaited: tuple[float, ...] = ()
     is_in_place: bool = True
     can_join_in_place: bool = True
@@ -183,8 +186,8 @@ def price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[Recovery
 
 
 def _find_present_speed(loss: Loss) -> float:
-    """Return the speed before the loss of one host, as a part of that of all hosts."""
-    return (loss.ready + 1) / loss.places
+    """Return the speed before the loss, as a part of that of all hosts."""
+    return (loss.ready + loss.num_lost) / loss.places
 
 
 def find_reachable(loss: Loss) -> float:

@@ -199,7 +199,7 @@ def make_choice(
     first, *others = ordered
     course = _ACTION_TEXTS[chosen]
     if chosen is RecoveryAction.KEEP_STAGES and not wait_s:
-        course = "keeps the stage of the lost host until others have copies of its blocks"
+        course = "keeps the lost stages until others have copies of their blocks"
     reason = f"the job {course}: {first.num_hosts} hosts after {first.pause_s:.2g} s"
     if chosen in WAITING_ACTIONS:
         reason = f"the job {course}, for {wait_s:.2g} s at most"

@@ -1,4 +1,4 @@
-"""What the loss of each host would make of a pipeline, for the leader that has to choose when one is lost. Pure.
+"""What the loss of each host, or of two, would make of a pipeline, for the leader that has to choose then. Pure.
 
 Two ways to go on: the stage is kept for the host, and its replica computes nothing until it is back, so no block moves;
 or the model is cut anew over the hosts that are left, so all of them work, and blocks move, now and when it is back.
@@ -6,6 +6,7 @@ A third way, by which the peers of the lost stage compute its part of some micro
 as fast as the first at best (docs/benchmarks.md): the peers have that work either way.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -49,27 +50,33 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.device_speeds.get(host, 1.0)
 
 
-def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
-    """Return, for each host that is there, what its loss would make of the pipeline.
+def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[StageLoss, ...]:
+    """Return, for each host that is there, what its loss would make of the pipeline; then for each two, if wanted.
 
     Hosts are taken for as fast as they have devices. The speed after a cut is approximate: it is estimated once for
     all hosts with as many devices, though where a slower host stands in its replica depends on which of them is lost.
+
+    Args:
+        layout: the pipeline.
+        most_lost: how many hosts are lost at one moment at most, 1 or 2.
     """
     hosts = [host for team in layout.teams for host, _ in team if host not in layout.absent]
     if len(hosts) < 2:
         return ()
+    most_lost = min(most_lost, len(hosts) - 1)
     present_s = _price(layout, layout.teams, layout.quotas)
     num_microbatches = sum(layout.quotas)
     costs = [sum(block.values()) for block in layout.block_seconds]
     before = [host for team in layout.teams for host, _ in team]
 
-    def cut_without(lost: HostName) -> list[Team]:
-        left = assign_stages([host for host in hosts if host != lost], before, costs, layout.num_stages)
+    def cut_without(lost: Collection[HostName]) -> list[Team]:
+        left = assign_stages([host for host in hosts if host not in lost], before, costs, layout.num_stages)
         return make_teams(left, costs, layout.num_stages, layout.device_speeds)
 
-    cut_s: dict[float, float] = {}
-    moved_bytes: dict[tuple[int, int, bool, float], float] = {}
+    cut_s: dict[tuple[float, ...], float] = {}
+    moved_bytes: dict[tuple[object, ...], float] = {}
     complete_now = list_complete_teams(layout.teams, layout.absent)
+    team_of = {host: number for number, team in enumerate(layout.teams) for host, _ in team}
     places = {
         host: (len(team), place, number in complete_now, layout.find_speed(host))
         for number, team in enumerate(layout.teams)
@@ -78,8 +85,10 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
     held = _list_blocks(layout.teams)
     kept: dict[tuple[tuple[float, ...], ...], float] = {}
     losses = []
-    for lost in hosts:
-        absent = {*layout.absent, lost}
+    for lost in itertools.chain.from_iterable(
+        itertools.combinations(hosts, number) for number in range(1, most_lost + 1)
+    ):
+        absent = {*layout.absent, *lost}
         complete = tuple(
             sorted(
                 tuple(layout.find_speed(host) for host, _ in layout.teams[team])
@@ -89,21 +98,24 @@ def estimate_stage_losses(layout: StageLayout) -> tuple[StageLoss, ...]:
         if complete not in kept:  # replicas of as many hosts with as many devices are alike
             quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
             kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
-        if (speed := layout.find_speed(lost)) not in cut_s:
+        speeds = tuple(sorted(map(layout.find_speed, lost)))
+        if speeds not in cut_s:
             cut = cut_without(lost)
             quotas = share_in_complete_teams(cut, num_microbatches, speeds=layout.device_speeds)
-            cut_s[speed] = _price(layout, cut, quotas)
-        if places[lost] not in moved_bytes:  # so are hosts at the same place in them
-            moved_bytes[places[lost]] = max(
+            cut_s[speeds] = _price(layout, cut, quotas)
+        # So are hosts at the same place in them.
+        place = (*sorted(places[host] for host in lost), len({team_of[host] for host in lost}))
+        if place not in moved_bytes:
+            moved_bytes[place] = max(
                 sum(layout.block_bytes[block] for block in blocks - held[host])
                 for host, blocks in _list_blocks(cut_without(lost)).items()
             )
         losses.append(
             StageLoss(
-                host=lost,
+                hosts=lost,
                 kept=round(kept[complete], 4),
-                cut=round(present_s / cut_s[speed], 4),
-                move_s=round(moved_bytes[places[lost]] / layout.bytes_per_s, 4),
+                cut=round(present_s / cut_s[speeds], 4),
+                move_s=round(moved_bytes[place] / layout.bytes_per_s, 4),
             )
         )
     return tuple(losses)

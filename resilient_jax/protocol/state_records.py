@@ -21,16 +21,16 @@ class StateSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of one host would make of a pipeline. Speeds are parts of the present one.
+    """What the loss of hosts at one moment would make of a pipeline. Speeds are parts of the present one.
 
     Attributes:
-        host: the host.
-        kept: the speed with its stage kept: its replica computes nothing; 0: the others cannot do without it.
+        hosts: one or two.
+        kept: the speed with their stages kept: their replicas compute nothing; 0: the others cannot do without these.
         cut: the speed with the model cut anew over the hosts that are left.
         move_s: how long all wait for that until blocks have moved, in seconds.
     """
 
-    host: HostName
+    hosts: tuple[HostName, ...]
     kept: float
     cut: float
     move_s: float
@@ -43,8 +43,9 @@ class StatePart(msgspec.Struct, frozen=True):
         runs: the units that it has, as ranges (first, end), ascending.
         num_units: of the state; the same on every host.
         generation: in which this worker had it last.
-        losses: of the first two members: what the loss of each host of that generation would make of the pipeline.
-        order: of the same two: the hosts of its replicas in their order, with those whose stages are kept.
+        losses: of the first three members: what the loss of each host of that generation, or of two, would make of the
+            pipeline.
+        order: of the same three: the hosts of its replicas in their order, with those whose stages are kept.
     """
 
     runs: tuple[tuple[int, int], ...]

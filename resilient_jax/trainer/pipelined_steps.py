@@ -33,6 +33,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
+from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.block_prefetch import BlockPrefetch
@@ -128,8 +129,8 @@ class PipelinedSteps:
 
     # A generation.
 
-    def begin_generation(self, world: World) -> UnitPlacement:
-        """Return where the units are on the live hosts."""
+    def begin_generation(self, world: World, shape: ReplicaShape) -> UnitPlacement:
+        """Return where the units are on the live hosts, whose devices have the axes of `shape`."""
         worker = self._open_worker(world)
         units = self._units
         placement = UnitPlacement(
@@ -139,6 +140,7 @@ class PipelinedSteps:
             self._costs,
             self.options.num_stages,
             self._recipe.num_microbatches,
+            shape,
         )
         self._placement, self._num_exchanges = placement, 0
         self._has_agreed = self._has_resumed = False

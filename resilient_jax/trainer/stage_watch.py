@@ -46,6 +46,12 @@ WORK_NAME: Final = "pipeline"
 MAX_SIMULATED_TASKS: Final = 10_000
 """Of a step. An estimate prices three or four of them, a second on one core: so long the others wait, twice in a
 generation."""
+MAX_SIMULATED_TASKS_OF_TWO: Final = 5_000
+"""Of a step, if the loss of two hosts is priced, too: that takes as many steps again."""
+MAX_PAIRED_HOSTS: Final = 16
+"""Of which the loss of each two is estimated: the reports of three hosts have 136 losses then."""
+NUM_REPORTING: Final = 3
+"""The first hosts report: one is left if any two are lost."""
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -67,8 +73,9 @@ class StageWatch:
         bytes_per_s: at which a host gets blocks, as far as it is known.
 
     Attributes:
-        losses: what the loss of each host would make of the pipeline; of the first two hosts, from the second step on.
-        order: the hosts of the replicas in their order; of the same two, whatever the number of tasks.
+        losses: what the loss of each host, or of two, would make of the pipeline; of the first three hosts, from the
+            second step on.
+        order: the hosts of the replicas in their order; of the same three, whatever the number of tasks.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class StageWatch:
             else None
         )
         self.losses: tuple[StageLoss, ...] = ()
-        self.order = placement.stage_hosts if world.host in world.hosts[:2] else ()
+        self.order = placement.stage_hosts if world.host in world.hosts[:NUM_REPORTING] else ()
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
@@ -165,13 +172,14 @@ class StageWatch:
         return StageReport(timings, self._worker.timings.estimate())
 
     def _estimate_losses(self, measured: TaskSeconds) -> tuple[StageLoss, ...]:
-        """Return what the loss of each host would make of the pipeline, by what tasks were measured to take, or by
-        their operations; nothing for a step of so many tasks that the others would wait for the estimate.
+        """Return what the loss of each host, or of two, would make of the pipeline, by what tasks were measured to
+        take, or by their operations; nothing for a step of so many tasks that the others would wait for the estimate.
         """
         placement = self._placement
         num_tasks = sum(placement.quotas) * placement.num_stages * len(KINDS[self._schedule])
         if num_tasks > MAX_SIMULATED_TASKS:
             return ()
+        is_small = len(placement.world.hosts) <= MAX_PAIRED_HOSTS and num_tasks <= MAX_SIMULATED_TASKS_OF_TWO
         is_measured = all(measured.get(host) for host in placement.world.hosts)
         return estimate_stage_losses(
             StageLayout(
@@ -193,7 +201,8 @@ class StageWatch:
                 block_bytes=self._block_bytes,
                 bytes_per_s=self._bytes_per_s,
                 device_speeds=placement.device_speeds,
-            )
+            ),
+            most_lost=2 if is_small else 1,
         )
 
     def _estimate_slowdown(

@@ -5,6 +5,7 @@ others nothing (`sharding.holder_sharding`). On each holder it is sharded over t
 its stage take it (`sharding.stage_sharding`).
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -38,6 +39,7 @@ from resilient_jax.sharding.holder_sharding import (
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding, make_stage_mesh
 from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
@@ -61,7 +63,7 @@ class UnitPlacement:
         unit_holders: the hosts that are there, and have each unit.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
-        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
+        device_speeds: of hosts that use fewer devices than others, as parts of the speed of these.
         sharding: over the devices of this host.
     """
 
@@ -73,6 +75,7 @@ class UnitPlacement:
         block_costs: Sequence[float],
         num_stages: int,
         num_microbatches: int,
+        shape: ReplicaShape,
     ) -> None:
         """Divide the model among the hosts.
 
@@ -83,12 +86,12 @@ class UnitPlacement:
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.
             num_microbatches: of a step.
+            shape: has the axes of each host's devices.
         """
         self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
-        self._devices = _list_devices(world)
-        # Of a host that lost devices some may be left over, which its axes cannot use.
-        own = world.local_devices[: sharding.mesh.size]
-        self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, own))
+        self._devices = list_used_devices(world, shape)
+        self._has_unequal_axes = len({axes for _, axes in shape.axes_by_devices}) > 1
+        self.sharding = sharding.with_mesh(make_stage_mesh(sharding.mesh, self._devices[world.host]))
         self.device_speeds = find_device_speeds({host: len(own) for host, own in self._devices.items()})
         speeds = combine_speeds(world.step_services.layer_speeds, self.device_speeds)
         groups = (*world.step_services.earlier_stage_hosts, world.step_services.stage_hosts)
@@ -168,7 +171,7 @@ class UnitPlacement:
             return units, state.early_stopping
 
         units: dict[int, UnitState]
-        if self.device_speeds:
+        if self._has_unequal_axes:
             units, early_stopping = _init_by_unit(self._states, self.held, init, self.place_unit)
         else:
             # On a host's devices no array is ever larger than its shards.
@@ -306,12 +309,15 @@ class UnitPlacement:
         return self._meshes[hosts]
 
 
-def _list_devices(world: World) -> dict[HostName, list[Device]]:
-    """Return the devices of each host."""
+def list_used_devices(world: World, shape: ReplicaShape) -> dict[HostName, list[Device]]:
+    """Return the devices of each host that its axes use. Of one that lost devices some may be left over."""
     found: dict[HostName, list[Device]] = {host: [] for host in world.hosts}
     for device in world.devices:
         found[world.host_of_device(device)].append(device)
-    return found
+    return {
+        host: devices[: math.prod(size for _, size in shape.for_host(len(devices)).axes)]
+        for host, devices in found.items()
+    }
 
 
 def _init_by_unit(

@@ -89,7 +89,7 @@ def test_what_a_choice_after_a_loss_is_worth():
 
 def test_what_the_two_ways_of_a_pipeline_are_worth():
     loss = Loss(places=4, ready=3, awaited=(20.0,))
-    stage = StageLoss(host=HostName("d"), kept=0.5, cut=0.7, move_s=5.0)
+    stage = StageLoss(hosts=(HostName("d"),), kept=0.5, cut=0.7, move_s=5.0)
     outcome = dataclasses.replace(OUTCOME, stage=stage)
     usual = RecoveryAction.SHRINK
     copied = dataclasses.replace(outcome, num_awaited=0)

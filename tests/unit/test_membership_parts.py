@@ -377,7 +377,7 @@ def test_the_flag_is_gone_in_a_generation_with_another_origin():
 
 def estimate(job: Job, *, move_s: float = 100.0) -> StatePart:
     """Return what a reports: the loss of any host would make blocks move for so long."""
-    losses = tuple(StageLoss(host=HostName(name), kept=0.9, cut=0.95, move_s=move_s) for name in "abcd")
+    losses = tuple(StageLoss(hosts=(HostName(name),), kept=0.9, cut=0.95, move_s=move_s) for name in "abcd")
     part = say_order(PARTS["a"], job.generation.number, "abcd")
     return msgspec.structs.replace(part, losses=losses)
 
@@ -450,6 +450,42 @@ def test_the_stage_of_a_host_that_is_gone_is_kept_until_the_others_have_its_bloc
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 46)
     assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acd"), ())
+
+
+def test_the_stages_of_two_hosts_that_are_gone_are_kept_until_the_others_have_their_blocks():
+    job = sharded("abcdef", parity=2)
+    job.wait(10.0)
+    job.train(15)
+    pairs = ((HostName("b"), HostName("d")), (HostName("a"), HostName("c")))
+    singles = tuple((HostName(name),) for name in "abcdef")
+    losses = tuple(
+        StageLoss(hosts=hosts, kept=0.6 / len(hosts), cut=0.9 - 0.2 * len(hosts), move_s=50.0)
+        for hosts in (*singles, *pairs)
+    )
+    parts = {
+        name: say_order(FRONT if name in "ace" else BACK, job.generation.number, "abcdef")
+        for name in "abcdef"
+    }
+    for name in "abc":
+        parts[name] = msgspec.structs.replace(parts[name], losses=losses)
+    for name, part in parts.items():
+        job.report(name, part=part)
+    for name in "bd":
+        job.give(HostLeft(HostName(name)))
+    for name in "acef":
+        job.acknowledge(name, step=15, part=parts[name])
+    decision = job.generation.decision
+    assert decision is not None
+    assert (decision.action, decision.wait_s, decision.awaited) == (RecoveryAction.KEEP_STAGES, 0.0, ())
+    assert (job.members, job.generation.stage_hosts) == (list("acef"), tuple("abcdef"))
+    job.form()
+    job.train(16)
+    assert (job.phase, job.generation.reason) == (
+        GenerationPhase.PAUSE,
+        "b, d are not awaited: their stages are kept no longer, and layers are divided anew",
+    )
+    stop_at_boundary(job, 46)
+    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acef"), ())
 
 
 def test_a_stage_that_is_kept_until_it_is_copied_waits_for_no_worker_that_starts():

@@ -74,7 +74,7 @@ def test_a_lost_stage_is_priced_no_slower_than_a_job_runs_it(stages, replicas, q
         block_bytes=(1.0,) * stages,
         bytes_per_s=1.0,
     )
-    in_job = {loss.host: loss.kept for loss in estimate_stage_losses(layout)}
+    in_job = {loss.hosts[0]: loss.kept for loss in estimate_stage_losses(layout)}
     undisturbed = price_rerouted_s(stages, [quota] * replicas, [], 1.0)
     for stage in range(stages):
         priced = price_rerouted_s(stages, [quota] * replicas, [(0, stage)], 1.0)

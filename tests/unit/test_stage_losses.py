@@ -59,7 +59,7 @@ def play(routes: Routes) -> float:
 def test_speeds_and_moves_are_those_of_the_two_ways_to_go_on():
     layout = make_layout(4, 2, 16)
     lost, present_s = layout.teams[1][2][0], play(make_routes(layout.teams, layout.quotas))
-    (found,) = [one for one in estimate_stage_losses(layout) if one.host == lost]
+    (found,) = [one for one in estimate_stage_losses(layout) if one.hosts == (lost,)]
     assert found.kept == pytest.approx(present_s / play(make_routes(layout.teams, (32, 0))), abs=1e-3)
     before = [host for team in layout.teams for host, _ in team]
     left = [host for host in before if host != lost]
@@ -74,9 +74,40 @@ def test_speeds_and_moves_are_those_of_the_two_ways_to_go_on():
     assert found.move_s == max(len(has[host] - had[host]) for host in left)
 
 
+@pytest.mark.parametrize(
+    "second", [(0, 2), (1, 0), (2, 1)]
+)  # the same place, the same replica, another place
+def test_so_are_those_after_the_loss_of_two_hosts_at_one_moment(second: tuple[int, int]):
+    layout = make_layout(4, 3, 8)
+    lost = {layout.teams[1][2][0], layout.teams[second[0]][second[1]][0]}
+    losses = estimate_stage_losses(layout, most_lost=2)
+    assert len({one.hosts for one in losses}) == len(losses) == 12 + 66
+    (found,) = [one for one in losses if set(one.hosts) == lost]
+    present_s, broken = play(make_routes(layout.teams, layout.quotas)), {1, second[0]}
+    quotas = share_in_complete_teams(layout.teams, 24, lost)
+    assert [number for number, quota in enumerate(quotas) if not quota] == sorted(broken)
+    assert found.kept == pytest.approx(present_s / play(make_routes(layout.teams, quotas)), abs=1e-3)
+    before = [host for team in layout.teams for host, _ in team]
+    left = [host for host in before if host not in lost]
+    cut = make_teams(assign_stages(left, before, [1.0] * 32, 4), [1.0] * 32, 4)
+    assert found.cut == pytest.approx(
+        present_s / play(make_routes(cut, share_microbatches(cut, 24))), abs=1e-3
+    )
+    had, has = (
+        {host: {block for block, hosts in enumerate(find_holders(teams)) if host in hosts} for host in left}
+        for teams in (layout.teams, cut)
+    )
+    assert found.move_s == max(len(has[host] - had[host]) for host in left)
+
+
+def test_two_hosts_are_not_lost_where_nobody_would_be_left():
+    losses = estimate_stage_losses(make_layout(2, 1, 8), most_lost=2)
+    assert [len(one.hosts) for one in losses] == [1, 1]
+
+
 def test_a_second_loss_in_the_replica_that_computes_nothing_costs_no_speed():
     layout = make_layout(2, 2, 8, absent=("host-001",))
-    kept = {one.host: one.kept for one in estimate_stage_losses(layout)}
+    kept = {one.hosts[0]: one.kept for one in estimate_stage_losses(layout)}
     assert kept == {"host-000": 1.0, "host-002": 0.0, "host-003": 0.0}
 
 
@@ -152,26 +183,40 @@ def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:
     return found
 
 
-SLOW_TO_MOVE = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=50.0)
+SLOW_TO_MOVE = StageLoss(hosts=(HostName("a"),), kept=0.5, cut=0.6, move_s=50.0)
 
 
 def test_the_stage_of_a_host_that_nobody_awaits_is_kept_until_its_blocks_are_copied():
     choice = lose_for_good(SLOW_TO_MOVE)
     assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
-    assert "until others have copies of its blocks" in choice.reason
+    assert "until others have copies of their blocks" in choice.reason
     assert "for it" not in choice.reason
     cut = find_option(choice, RecoveryAction.SHRINK)
     assert (cut.why_not, cut.pause_s) == ("", pytest.approx(50.2))
 
 
+def test_the_stages_of_two_hosts_are_kept_until_their_blocks_are_copied_and_not_for_them():
+    stage = StageLoss(hosts=(HostName("a"), HostName("b")), kept=0.4, cut=0.5, move_s=50.0)
+    loss = Loss(places=6, ready=4, num_lost=2, awaited=(1.0, 2.0), stage=stage)
+    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
+    gone = dataclasses.replace(loss, awaited=())
+    found = find_option(
+        choose_after_loss(gone, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S)), choice.action
+    )
+    assert found.score == pytest.approx(score_phases(price_copied(stage, 1.0, PRIOR_S), HOUR_S)), (
+        "of the speed of all six"
+    )
+
+
 @pytest.mark.parametrize(("move_s", "kept"), [(0.3, 0.5), (50.0, 0.05), (50.0, 0.0)])
 def test_blocks_that_move_soon_or_for_which_the_others_lose_too_much_move_at_once(move_s: float, kept: float):
-    stage = StageLoss(host=HostName("a"), kept=kept, cut=0.6, move_s=move_s)
+    stage = StageLoss(hosts=(HostName("a"),), kept=kept, cut=0.6, move_s=move_s)
     assert lose_for_good(stage).action is RecoveryAction.SHRINK
 
 
 def test_what_is_not_copied_in_time_moves_in_the_pause_and_is_priced_so():
-    stage = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=COPY_TIMEOUT_S + 100.0)
+    stage = StageLoss(hosts=(HostName("a"),), kept=0.5, cut=0.6, move_s=COPY_TIMEOUT_S + 100.0)
     choice = lose_for_good(stage)
     divided_s = PRIOR_S[TimedChange.REDIVIDE] + 100.0
     trained_s = HOUR_S - PRIOR_S[TimedChange.KEEP_STAGES] - COPY_TIMEOUT_S - divided_s
@@ -186,18 +231,18 @@ def test_a_pause_that_was_measured_on_a_busy_machine_does_not_decide_between_two
     slow: dict[str, float],
 ):
     assert lose_for_good(SLOW_TO_MOVE, **slow).action is RecoveryAction.KEEP_STAGES
-    quick = StageLoss(host=HostName("a"), kept=0.5, cut=0.6, move_s=0.1)
+    quick = StageLoss(hosts=(HostName("a"),), kept=0.5, cut=0.6, move_s=0.1)
     assert lose_for_good(quick, **slow).action is RecoveryAction.SHRINK
 
 
 def test_no_speed_that_hosts_cannot_reach_hides_what_is_saved():
     """Of four hosts three have a quarter of the speed that is left: what lasts until the next failure saves nothing."""
-    stage = StageLoss(host=HostName("a"), kept=0.15, cut=0.2, move_s=20.0)
+    stage = StageLoss(hosts=(HostName("a"),), kept=0.15, cut=0.2, move_s=20.0)
     assert lose_for_good(stage).action is RecoveryAction.KEEP_STAGES
 
 
 def test_a_host_that_is_back_too_late_is_not_waited_for_while_its_blocks_are_copied():
-    stage = StageLoss(host=HostName("a"), kept=0.3, cut=0.9, move_s=50.0)
+    stage = StageLoss(hosts=(HostName("a"),), kept=0.3, cut=0.9, move_s=50.0)
     loss = Loss(places=4, ready=3, awaited=(200.0,), stage=stage, stage_return_s=200.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     copied = find_option(choice, RecoveryAction.KEEP_STAGES)
@@ -222,7 +267,7 @@ def test_a_host_that_cannot_come_back_into_its_world_is_not_waited_for():
 
 
 def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
-    stage = StageLoss(host=HostName("a"), kept=0.95, cut=1.0, move_s=85.0)
+    stage = StageLoss(hosts=(HostName("a"),), kept=0.95, cut=1.0, move_s=85.0)
     loss = Loss(places=7, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert choice.action is RecoveryAction.KEEP_STAGES
@@ -239,7 +284,7 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
     move_s: float, difference: float, returned_s: float, next_failure_s: float
 ):
     """The host is expected in a second, and comes back whenever it likes."""
-    stage = StageLoss(host=HostName("a"), kept=0.95 - difference, cut=0.95, move_s=move_s)
+    stage = StageLoss(hosts=(HostName("a"),), kept=0.95 - difference, cut=0.95, move_s=move_s)
     loss = Loss(places=32, ready=31, awaited=(1.0,), stage=stage, stage_return_s=1.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
@@ -255,8 +300,8 @@ def test_without_a_host_of_fewer_devices_more_speed_is_left_than_without_another
     layout = make_layout(4, 2, 16)
     lost, peer = layout.teams[1][2][0], layout.teams[0][2][0]
     layout = msgspec.structs.replace(layout, device_speeds={lost: 0.5})
-    found = {one.host: one for one in estimate_stage_losses(layout)}
+    found = {one.hosts[0]: one for one in estimate_stage_losses(layout)}
     assert found[lost].cut > found[peer].cut
     assert found[lost].kept > found[peer].kept, "its replica was the slower one"
-    alike = {one.host: one for one in estimate_stage_losses(make_layout(4, 2, 16))}
+    alike = {one.hosts[0]: one for one in estimate_stage_losses(make_layout(4, 2, 16))}
     assert found[lost].cut > alike[lost].cut

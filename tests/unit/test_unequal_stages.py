@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +45,19 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step import running_total
+from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.arrangement import Arranger
 from resilient_jax.trainer.fit_config import Parallelism
 from resilient_jax.trainer.pipeline_options import Pipeline
-from resilient_jax.trainer.stage_axes import StageAxes, explain_equal_axes, fit_stage_axes, reduce_stage_axes
+from resilient_jax.trainer.stage_axes import (
+    StageAxes,
+    explain_equal_axes,
+    fit_stage_axes,
+    make_replica_axes,
+    reduce_stage_axes,
+)
 from resilient_jax.trainer.trainer import Trainer
+from resilient_jax.trainer.unit_placement import list_used_devices
 
 A, B, C = map(HostName, "abc")
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -269,3 +279,13 @@ def test_a_host_with_half_the_devices_gets_half_the_blocks_and_its_replica_fewer
     assert speeds == {B: 0.5}
     assert make_teams([A, B, C], [1.0] * 10, 3, speeds) == [[(A, 4), (B, 2), (C, 4)]]
     assert share_microbatches([[(A, 10)], [(B, 10)]], 6, speeds) == [4, 2]
+
+
+def test_a_host_counts_the_devices_that_its_axes_use():
+    """Of seven devices 4 compute where 7 divides no microbatch; its share of layers and microbatches follows."""
+    found = {count: make_replica_axes(fit({"fsdp": 8}, count).sizes) for count in (8, 7)}
+    shape = ReplicaShape(per_host="devices", axes_by_devices=tuple(sorted(found.items())))
+    devices = [(host, number) for host, count in ((A, 8), (B, 7)) for number in range(count)]
+    world: Any = SimpleNamespace(hosts=(A, B), devices=devices, host_of_device=lambda device: device[0])
+    used = list_used_devices(world, shape)
+    assert used == {A: devices[:8], B: devices[8:12]}

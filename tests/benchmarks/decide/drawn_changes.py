@@ -132,7 +132,7 @@ def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome
 def _play_lost_stage(action: RecoveryAction, loss: Loss, outcome: Outcome, stage: StageLoss) -> float:
     """Return the work after the loss of a stage: `num_awaited` hosts are waited for if it is kept; 0: it is copied."""
     course, places, seconds = _Course(outcome.failed_s), loss.places, outcome.seconds
-    kept, cut = ((loss.ready + 1) / places * speed for speed in (stage.kept, stage.cut))
+    kept, cut = ((loss.ready + loss.num_lost) / places * speed for speed in (stage.kept, stage.cut))
     is_kept = action is RecoveryAction.KEEP_STAGES
     course.spend(seconds[TimedChange.KEEP_STAGES if is_kept else TimedChange.SHRINK])
     if not is_kept:
@@ -233,11 +233,11 @@ def _play_loss(chance: random.Random) -> _Played:
     places = chance.choice(PLACES)
     lost = min(chance.choice((1, 1, 1, 2, 4)), places - 1)
     stage = None
-    if lost == 1 and places >= 4 and chance.random() < PIPELINED:
-        cut = 1 - chance.uniform(1.0, 2.0) / places
+    if lost <= 2 and places >= 4 and chance.random() < PIPELINED:
+        cut = 1 - chance.uniform(1.0, 2.0) * lost / (places + lost)
         stage = StageLoss(
-            host=_name(0),
-            kept=max(cut - abs(chance.gauss(0, 0.05)), 0.5),
+            hosts=tuple(_name(number) for number in range(lost)),
+            kept=max(cut - abs(chance.gauss(0, 0.05 * lost)), 0.5 / lost),
             cut=cut,
             move_s=math.exp(chance.gauss(1.0, 1.5)),
         )
@@ -246,12 +246,13 @@ def _play_loss(chance: random.Random) -> _Played:
     loss = Loss(
         places=places,
         ready=places - lost,
+        num_lost=lost,
         awaited=tuple(expected for expected, _ in awaited),
         is_in_place=stage is not None or chance.random() < 0.5,
         can_join_in_place=stage is not None or chance.random() < 0.5,
         stage=stage,
         stage_return_s=min((expected for expected, _ in awaited), default=None)
-        if stage is not None
+        if stage is not None and lost == 1
         else None,
     )
     names = {_name(number) for number in range(lost - len(awaited), places)}
