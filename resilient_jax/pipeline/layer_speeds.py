@@ -26,8 +26,11 @@ from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, share_microbatches
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
+from resilient_jax.step.device_choice import DeviceChoice
 
 FindGrowth = Callable[[int], float]
+LeaveOut = Callable[[Finding], DeviceChoice | str]
+"""Returns which slow devices a host does without, with its speed then as a part of that of all; or why with none."""
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
 LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
@@ -63,6 +66,7 @@ def estimate_pipeline_slowdown(
     present: HostSpeeds,
     measured: TaskSeconds,
     *,
+    leave_out: LeaveOut = lambda found: "",
     find_growth: FindGrowth = lambda since_step: 1.0,
 ) -> Slowdown | None:
     """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
@@ -73,6 +77,7 @@ def estimate_pipeline_slowdown(
         findings: the hosts that are slow; one each.
         present: the speeds by which layers are divided.
         measured: what tasks take on every host.
+        leave_out: says what the slowest host would do without slow devices.
         find_growth: returns how many times as long steps take as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
@@ -106,13 +111,34 @@ def estimate_pipeline_slowdown(
         key=lambda host: (speeds.find_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
     )
     can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
-    return msgspec.structs.replace(
+    slowdown = msgspec.structs.replace(
         slowdown,
         host=slowest,
         replaced=speeds.find_healed(slowest),
         without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
-        devices=next((one.slow_devices for one in findings if one.host == slowest), ()),
-        why_all_devices="what a stage of a pipeline would do with fewer devices is not estimated",
+    )
+    (finding,) = (one for one in findings if one.host == slowest)
+    return _add_fewer_devices(slowdown, finding, leave_out(finding), speeds)
+
+
+def _add_fewer_devices(
+    slowdown: Slowdown, finding: Finding, choice: DeviceChoice | str, speeds: "_Speeds"
+) -> Slowdown:
+    """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
+
+    Args:
+        slowdown: without it.
+        finding: about the slowest host.
+        choice: of its devices; or why it keeps all of them.
+        speeds: of the pipeline.
+    """
+    slowdown = msgspec.structs.replace(
+        slowdown, devices=finding.slow_devices, slow_devices=finding.slow_devices
+    )
+    if isinstance(choice, str):
+        return msgspec.structs.replace(slowdown, why_all_devices=choice)
+    return msgspec.structs.replace(
+        slowdown, devices=choice.out, fewer_devices=speeds.find_healed(slowdown.host, share=choice.speed)
     )
 
 
@@ -139,9 +165,12 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
         """Return the speed with layers divided by `speeds`."""
         return self._find(self.shape, speeds, self.factors, self.links)
 
-    def find_healed(self, host: HostName, *, is_gone: bool = False) -> float:
-        """Return the speed with a sound host in the place of one, or without it."""
+    def find_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
+        """Return the speed with a sound host in the place of one, which has a share of the devices, or without it."""
         shape = self.shape
+        if share < 1:
+            shares = combine_speeds(shape.device_speeds, {host: share})
+            shape = msgspec.structs.replace(shape, device_speeds=shares)
         if is_gone:
             shape = msgspec.structs.replace(shape, hosts=tuple(one for one in shape.hosts if one != host))
         factors, links = (

@@ -49,6 +49,7 @@ from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_task
 from resilient_jax.pipeline_schedule.tasks import KINDS, Task
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.contributions import FIRST_MICROBATCH
+from resilient_jax.step.device_throttle import DeviceThrottle
 
 CLOSE_TIMEOUT_S: Final = 5.0
 ReadStep = Callable[[int, int], tuple[Any, Any]]
@@ -68,6 +69,7 @@ class PipelineGeneration:
         holders: of each block; dead hosts may be among them.
         addresses: of the mailboxes of the living hosts.
         sharding: over the devices of this host, as that of the model without devices; None: its first device.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
     number: int
@@ -75,6 +77,7 @@ class PipelineGeneration:
     holders: tuple[frozenset[HostName], ...]
     addresses: Mapping[HostName, str]
     sharding: StageSharding | None = None
+    throttle: DeviceThrottle | None = None
 
     @property
     def living_holders(self) -> tuple[frozenset[HostName], ...]:
@@ -182,6 +185,7 @@ class PipelineWorker:
         """Have these hosts from now on; what has been done of a step is kept."""
         self._generation = generation
         sharding = generation.sharding or make_single_device_stage()
+        self._runner.throttle = generation.throttle
         self._runner.sharding = self._sums.sharding = sharding
         if self._is_on_host:
             self.state.place(sharding)

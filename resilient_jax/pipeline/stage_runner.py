@@ -5,6 +5,7 @@ cannot deadlock. A failure leaves what is finished in place; `run` goes on with 
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,6 +35,7 @@ from resilient_jax.pipeline_schedule.tasks import (
 )
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
+from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 ReadMicrobatch = Callable[[int], tuple[Any, Any]]
@@ -66,6 +68,7 @@ class StageRunner:
         done: the tasks that are finished in this step.
         timings: of the tasks that were run in this step.
         sharding: over this host's devices, of what comes from other hosts. By default all is on the first one.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class StageRunner:
         self._log = log
         self._sink = sink
         self.sharding = sharding or make_single_device_stage()
+        self.throttle: DeviceThrottle | None = None
         self._residuals: dict[tuple[int, Hop], list[tuple[Any, ...]]] = {}
         self._kept: dict[tuple[int, Hop], dict[int, Any]] = {}
         self._results: dict[tuple[int, int], dict[str, Any]] = {}
@@ -133,7 +137,7 @@ class StageRunner:
             started_s = time.monotonic()
             try:
                 with worker_activity.task(WorkerTask.COMPUTE):
-                    sent = self._execute(task, received, weights, read)
+                    sent = self._execute_at_speed(task, received, weights, read)
             except BaseException:
                 # A backward pass uses up what the forward pass has left, also where it fails.
                 self.done -= {Task(kind, task.microbatch, task.hop) for kind in TaskKind}
@@ -204,6 +208,20 @@ class StageRunner:
         # Of a dead receiver other tasks know nothing yet: those that need nothing of it go on.
         with contextlib.suppress(PeerUnreachable):
             mail.send(receiver.host, mail.make_boundary_key(boundary), data)
+
+    def _execute_at_speed(
+        self,
+        task: Task,
+        received: BoundaryValues | None,
+        weights: Mapping[int, Weights],
+        read: ReadMicrobatch,
+    ) -> BoundaryValues | None:
+        """Return what a task sends, later if a device of this host is slow. Arguments as of `_execute`."""
+        execute = functools.partial(self._execute, task, received, weights, read)
+        if self.throttle is None:
+            return execute()
+        devices = self.sharding.mesh.devices
+        return self.throttle.run(execute, () if devices is None else devices.flat)
 
     def _execute(
         self,

@@ -26,6 +26,18 @@ class DeviceChoice(NamedTuple):
     speed: float
 
 
+def explain_all_devices(slow: Collection[int], after_loss: DevicesAfterLoss) -> str:
+    """Return why a slow host keeps all of its devices, where none can be left out.
+
+    Args:
+        slow: the numbers of its devices that are slower than its other ones.
+        after_loss: what it does with the devices that are left.
+    """
+    if not slow:
+        return "no device of it is known to be slower than its other ones"
+    return f'devices_after_loss = "{after_loss}": it cannot do without a device'
+
+
 def choose_devices_to_leave_out(
     speeds: Sequence[tuple[int, float]], slow: Collection[int], after_loss: DevicesAfterLoss
 ) -> DeviceChoice | None:

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs, pair_hosts
 from resilient_jax.protocol.slow_hosts import Slowdown
@@ -34,7 +35,7 @@ WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
 """Of what one host tells: the timings of all steps since the last exchange, and what is to be measured."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
-SlowdownEstimate = Callable[[Sequence[Finding]], Slowdown | None]
+SlowdownEstimate = Callable[[Sequence[Finding], DevicesAfterLoss], Slowdown | None]
 """What hosts that are slow, one finding for each, cost a step."""
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
 

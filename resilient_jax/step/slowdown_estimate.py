@@ -18,7 +18,7 @@ from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import StepTiming
-from resilient_jax.step.device_choice import choose_devices_to_leave_out
+from resilient_jax.step.device_choice import choose_devices_to_leave_out, explain_all_devices
 from resilient_jax.step.quotas import apportion_microbatches
 
 CAUSED_BY_HOST: Final = frozenset(
@@ -117,16 +117,9 @@ def _add_fewer_devices(
     slowdown = msgspec.structs.replace(slowdown, slow_devices=found.slow_devices)
     choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
     if choice is None:
-        why = _explain_all_devices(found, after_loss)
+        why = explain_all_devices(found.slow_devices, after_loss)
         return msgspec.structs.replace(slowdown, devices=found.slow_devices, why_all_devices=why)
     return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=find_speed(choice.speed))
-
-
-def _explain_all_devices(finding: Finding, after_loss: DevicesAfterLoss) -> str:
-    """Return why a slow host keeps all of its devices, where none can be left out."""
-    if not finding.slow_devices:
-        return "no device of it is known to be slower than its other ones"
-    return f'devices_after_loss = "{after_loss}": it cannot do without a device'
 
 
 def _find_microbatch_s(told: Sequence[StepTiming]) -> float:

@@ -262,7 +262,9 @@ class FitLoop:
         )
         if config.parallelism.pipeline is not None:
             axes = self._arranger.fit_own_axes(world)
-            self._pipeline = PipelinedSteps(config, programs, self._data, axes, world.local_devices)
+            self._pipeline = PipelinedSteps(
+                config, programs, self._data, axes, world.local_devices, self._arranger.why_equal_stages
+            )
             _warn_of_lost_model(world, config, self._pipeline)
         if config.evaluation is not None:
             pipeline = self._pipeline

@@ -45,7 +45,7 @@ from resilient_jax.trainer.pipelined_loss import (
     estimate_block_costs,
     make_pipeline_config,
 )
-from resilient_jax.trainer.stage_axes import StageAxes
+from resilient_jax.trainer.stage_axes import FewerDevices, StageAxes
 from resilient_jax.trainer.stage_watch import StageWatch
 from resilient_jax.trainer.train_step import Recipe, TrainStep
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -81,6 +81,7 @@ class PipelinedSteps:
         data: Prefetcher,
         axes: StageAxes,
         devices: Sequence[Device],
+        why_equal_axes: str,
     ) -> None:
         """Cut the model, without an array.
 
@@ -90,6 +91,7 @@ class PipelinedSteps:
             data: of the training.
             axes: of the devices of this host.
             devices: of this host; only their number and kind count.
+            why_equal_axes: why all hosts must have as many devices, in words; "": they may differ.
 
         Raises:
             CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
@@ -99,6 +101,7 @@ class PipelinedSteps:
         self.options: Pipeline = options
         self._recipe = config.recipe
         self._balance_by_speed = config.parallelism.balance_by_speed
+        self._num_shared_examples, self._why_equal_axes = config.num_shared_examples, why_equal_axes
         self._data = data
         used = devices[: math.prod(axes.sizes.values())]
         self.cut, self.sharding = cut_training_loss(
@@ -159,6 +162,7 @@ class PipelinedSteps:
                 holders=placement.holders,
                 addresses=dict(zip(world.hosts, texts, strict=True)),
                 sharding=placement.sharding,
+                throttle=world.step_services.throttle,
             )
         )
         self._prefetch.begin_generation(placement, worker, units.abstract)
@@ -171,6 +175,11 @@ class PipelinedSteps:
             balance_by_speed=self._balance_by_speed,
             block_bytes=units.list_block_bytes(len(self._costs)),
             bytes_per_s=self._bytes_per_s,
+            fewer_devices=FewerDevices(
+                dict(shape.axes or shape.axes_by_devices[-1][1]),
+                self._num_shared_examples,
+                self._why_equal_axes,
+            ),
         )
         world.record_event(
             EventKind.PIPELINE_FORMED,

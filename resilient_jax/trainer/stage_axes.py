@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.errors import CallerError
+from resilient_jax.health.finding import Finding
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.candidate_table import find_divisors
@@ -28,6 +30,11 @@ from resilient_jax.sharding.stage_sharding import (
     StageSharding,
 )
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
+from resilient_jax.step.device_choice import (
+    DeviceChoice,
+    choose_devices_to_leave_out,
+    explain_all_devices,
+)
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.planner import TESTED_PLATFORM
@@ -119,6 +126,39 @@ def reduce_stage_axes(given: Mapping[str, int], num_devices: int, num_examples: 
                 found = {Axis.TENSOR.value: tensor, Axis.EXPERT.value: expert, sharing: shares}
                 return {axis: found.get(axis, 1) for axis in STAGE_AXES}
     return dict.fromkeys(STAGE_AXES, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FewerDevices:
+    """What the hosts of a pipeline do without some of their devices.
+
+    Attributes:
+        axes: of the devices of a host that has all, as `make_replica_axes` gives them.
+        num_examples: what shares of examples have to divide.
+        why_equal: why all hosts must have as many devices, in words; "": they may differ.
+    """
+
+    axes: Mapping[str, int]
+    num_examples: int
+    why_equal: str
+
+    def leave_out(self, after_loss: DevicesAfterLoss, found: Finding) -> DeviceChoice | str:
+        """Return which of its slow devices a host does best without; or why it keeps all.
+
+        Args:
+            after_loss: what a host does with the devices that are left.
+            found: about the host.
+        """
+        if self.why_equal:
+            return f"all hosts of this pipeline have as many devices: {self.why_equal}"
+        choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
+        if choice is None:
+            return explain_all_devices(found.slow_devices, after_loss)
+        # Of those that are left its axes may use fewer.
+        sizes = reduce_stage_axes(self.axes, len(choice.used), self.num_examples)
+        num_used = math.prod(sizes.values())
+        speed = choice.speed * num_used / len(choice.used)
+        return choice._replace(used=choice.used[:num_used], speed=speed)
 
 
 def explain_equal_axes(options: Pipeline, why_mesh_bound: str) -> str:

@@ -14,6 +14,7 @@ import jax
 import msgspec
 import numpy as np
 
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import Finding
@@ -38,6 +39,7 @@ from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.link_speed import find_exchange_bytes
 from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
+from resilient_jax.trainer.stage_axes import FewerDevices
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
 
@@ -71,6 +73,7 @@ class StageWatch:
         balance_by_speed: whether steps are divided by what tasks take; not while a stage is kept for an absent host.
         block_bytes: of each block the bytes of its state.
         bytes_per_s: at which a host gets blocks, as far as it is known.
+        fewer_devices: what hosts do without some of their devices.
 
     Attributes:
         losses: what the loss of each host, or of two, would make of the pipeline; of the first three hosts, from the
@@ -88,6 +91,7 @@ class StageWatch:
         balance_by_speed: bool,
         block_bytes: Sequence[float],
         bytes_per_s: float,
+        fewer_devices: FewerDevices,
     ) -> None:
         world = placement.world
         self._placement = placement
@@ -105,6 +109,7 @@ class StageWatch:
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
+        self._fewer_devices = fewer_devices
         self._num_steps = 0
         self._num_sums = 0
         """Of vectors, in the present step."""
@@ -206,7 +211,11 @@ class StageWatch:
         )
 
     def _estimate_slowdown(
-        self, measured: TaskSeconds, durations: StepDurations, findings: Sequence[Finding]
+        self,
+        measured: TaskSeconds,
+        durations: StepDurations,
+        findings: Sequence[Finding],
+        after_loss: DevicesAfterLoss,
     ) -> Slowdown | None:
         """Return what slow hosts cost, by what tasks were measured to take; None while a stage is kept."""
         placement = self._placement
@@ -228,6 +237,7 @@ class StageWatch:
             findings,
             speeds,
             measured,
+            leave_out=functools.partial(self._fewer_devices.leave_out, after_loss),
             find_growth=durations.find_growth,
         )
 

@@ -333,7 +333,7 @@ class HostHealth:
         with self._record.lock:
             findings = tuple(self._record.findings.reported.values())
         try:
-            found = estimate(findings)
+            found = estimate(findings, self._after_loss)
         except Exception:  # which nobody waits for
             logger.exception("it could not be estimated what slow hosts cost; training goes on")
             return

@@ -10,6 +10,7 @@ from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.plan_records import PlanAxes, PlanOutlook
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
+from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.worker import worker_protocol
@@ -32,6 +33,7 @@ class StepServices:
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
         plan_axes: the planned axes that every worker takes; empty: those of the best plan.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
     host: HostName
@@ -44,6 +46,7 @@ class StepServices:
     is_joining: bool = False
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
+    throttle: DeviceThrottle | None = None
 
     @property
     def wait_timeout_s(self) -> float:

@@ -111,6 +111,7 @@ class World:
             info.is_joining,
             info.earlier_stage_hosts,
             info.plan_axes,
+            reducer.throttle,
         )
 
     # Devices and meshes.

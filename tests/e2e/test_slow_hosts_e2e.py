@@ -14,6 +14,7 @@ from tiny_job import (
     act_on_slow_hosts,
     is_training,
 )
+from unequal_pipeline import UnequalPipelinedJob
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
@@ -35,6 +36,17 @@ DEVICE_FACTOR, QUARANTINE_S = 25.0, 25
 """How slow a device is, and how long its host does without it."""
 
 CONFIG = act_on_slow_hosts(CONFIG_WITHOUT_STANDBYS)
+
+
+def slow_down(device: int) -> FailPointOrder:
+    """Return the order that makes a device of the host slow."""
+    return FailPointOrder(
+        failpoint=FailPoint.ON_DEVICE,
+        step=ANY_STEP,
+        hosts=(SLOW,),
+        index=device,
+        action=SlowDeviceAction(factor=DEVICE_FACTOR),
+    )
 
 
 def is_decision(action: RecoveryAction, event: Event) -> bool:
@@ -89,14 +101,7 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         before = tiny.wait_training(2)
         assert before.generation is not None
         wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
-        slow = FailPointOrder(
-            failpoint=FailPoint.ON_DEVICE,
-            step=ANY_STEP,
-            hosts=(SLOW,),
-            index=1,
-            action=SlowDeviceAction(factor=DEVICE_FACTOR),
-        )
-        tiny.job.failpoints.set_order(slow)
+        tiny.job.failpoints.set_order(slow_down(device=1))
         decided = tiny.job.wait_event(
             "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), RECOVERY_S
         )
@@ -111,6 +116,28 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         kinds = [event.kind for event in tiny.job.read_events()]
         assert EventKind.HOST_QUARANTINED not in kinds, "the host stays a member"
         assert kinds.count(EventKind.DEVICE_QUARANTINED) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_stage_goes_on_without_its_slow_device(tmp_path: Path) -> None:
+    config = f'{CONFIG}devices_after_loss = "all"\n'
+    with UnequalPipelinedJob(tmp_path, 2, 1, axes={"fsdp": 2}, words=["pace=0"], config=config) as job:
+        before = job.wait_training(2)
+        assert before.generation is not None
+        job.job.wait_for("steps to learn from", lambda: job.step() >= LEARNED_STEPS or None, job.patience_s)
+        job.job.failpoints.set_order(slow_down(device=1))
+        decided = job.job.wait_event(
+            "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), job.patience_s
+        )
+        assert f"{SLOW} is slow (" in str(decided.detail["reason"])
+        assert "because of its device 1" in str(decided.detail["reason"])
+        job.job.wait_event(
+            "a stage of one device",
+            lambda e: e.kind is EventKind.PIPELINE_FORMED and "(1 of 2 devices)" in str(e.detail["cut"]),
+            job.patience_s,
+        )
+        job.wait_training(2, before.generation.number)
+        job.finish()
 
 
 @pytest.mark.timeout(600)

@@ -16,6 +16,7 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import cut_by_speed, make_teams
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
+from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.step.slowdown_estimate import estimate_slowdown
 from resilient_jax.worker.host_health import HealthRecord, HostHealth
 from resilient_jax.worker.lasting_slowdown import LASTING_EXCHANGES
@@ -158,7 +159,7 @@ class Shown:
         self.slow, self.slowdown = found
 
     def take(self, found: Slowdown | None) -> None:
-        self.health.estimate_by(lambda _: found)
+        self.health.estimate_by(lambda *_: found)
         self.health._record.thread.submit(lambda: None).result(timeout=30)
 
 
@@ -236,6 +237,28 @@ def test_a_host_with_half_the_devices_is_as_fast_as_it_can_be():
     assert (found.host, found.speeds) == ("c", ((HostName("c"), 0.5),))
     assert found.kept < found.redivided < found.replaced == pytest.approx(1.0)
     assert estimate_pipeline_slowdown(NUMBER, shape, [], (), measured) is None
+
+
+def test_a_stage_without_its_slow_device_is_priced_as_one_of_fewer_devices():
+    """Of four devices one takes 2.5 times as long: all four are as fast as 1.6, the others as 3, or as 2 of them."""
+    shape, found = make_shape(stages=2, blocks=8), find("b", 2.5)
+    measured = measure(shape, b=2.5)
+
+    def leave(speed: float) -> Slowdown:
+        choice = DeviceChoice(out=(3,), used=(0, 1, 2), speed=speed)
+        estimated = estimate_pipeline_slowdown(
+            NUMBER, shape, [found], (), measured, leave_out=lambda one: choice
+        )
+        assert estimated is not None
+        assert (estimated.devices, estimated.why_all_devices) == ((3,), "")
+        return estimated
+
+    three, two, four = leave(0.75), leave(0.5), leave(1.0)
+    assert three.kept < two.fewer_devices < three.fewer_devices < three.replaced
+    assert four.fewer_devices == pytest.approx(four.replaced)
+    refused = estimate_pipeline_slowdown(NUMBER, shape, [found], (), measured, leave_out=lambda one: "why")
+    assert refused is not None
+    assert (refused.fewer_devices, refused.why_all_devices) == (0.0, "why")
 
 
 def test_layers_that_are_divided_by_speed_are_left_while_the_host_is_slow():

@@ -21,6 +21,7 @@ from standalone_world import make_world
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.errors import CallerError
+from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums, place_unit
 from resilient_jax.pipeline.block_sums import BlockSums
@@ -46,10 +47,12 @@ from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step import running_total
 from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.trainer.arrangement import Arranger
 from resilient_jax.trainer.fit_config import Parallelism
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.stage_axes import (
+    FewerDevices,
     StageAxes,
     explain_equal_axes,
     fit_stage_axes,
@@ -289,3 +292,30 @@ def test_a_host_counts_the_devices_that_its_axes_use():
     world: Any = SimpleNamespace(hosts=(A, B), devices=devices, host_of_device=lambda device: device[0])
     used = list_used_devices(world, shape)
     assert used == {A: devices[:8], B: devices[8:12]}
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "why_equal", "expected"),
+    [(12, "", (0, 1, 2)), (8, "", (0, 1)), (12, "the optimizer is Muon", "Muon"), (1, "", (0,))],
+)
+def test_without_a_slow_device_a_host_uses_those_that_its_axes_can(
+    num_examples: int, why_equal: str, expected
+):
+    speeds = ((0, 1.0), (1, 1.0), (2, 1.0), (3, 0.2))
+    found = Finding(
+        host=A,
+        kind=FindingKind.COMPUTE,
+        factor=5.0,
+        since_step=5,
+        evidence="",
+        slow_devices=(3,),
+        device_speeds=speeds,
+    )
+    fewer = FewerDevices({"data": 4, "expert": 1, "tensor": 1}, num_examples, why_equal)
+    choice = fewer.leave_out("all", found)
+    if why_equal:
+        assert isinstance(choice, str)
+        assert expected in choice
+        return
+    assert isinstance(choice, DeviceChoice)
+    assert (choice.out, choice.used, choice.speed) == ((3,), expected, len(expected) / 4)
