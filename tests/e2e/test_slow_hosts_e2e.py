@@ -34,18 +34,20 @@ LEARNED_STEPS = 66
 SLOW, SPARE = "host-1", "host-3"
 DEVICE_FACTOR, QUARANTINE_S = 25.0, 25
 """How slow a device is, and how long its host does without it."""
+STAGE_FACTOR = 5.0
+"""The same of a stage's device: all of what its host does in a step takes so long."""
 
 CONFIG = act_on_slow_hosts(CONFIG_WITHOUT_STANDBYS)
 
 
-def slow_down(device: int) -> FailPointOrder:
-    """Return the order that makes a device of the host slow."""
+def slow_down(device: int, factor: float) -> FailPointOrder:
+    """Return the order that makes a device of the host so many times slower."""
     return FailPointOrder(
         failpoint=FailPoint.ON_DEVICE,
         step=ANY_STEP,
         hosts=(SLOW,),
         index=device,
-        action=SlowDeviceAction(factor=DEVICE_FACTOR),
+        action=SlowDeviceAction(factor=factor),
     )
 
 
@@ -101,7 +103,7 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         before = tiny.wait_training(2)
         assert before.generation is not None
         wait_until("steps to learn from", lambda: tiny.step() >= LEARNED_STEPS, RECOVERY_S)
-        tiny.job.failpoints.set_order(slow_down(device=1))
+        tiny.job.failpoints.set_order(slow_down(1, DEVICE_FACTOR))
         decided = tiny.job.wait_event(
             "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), RECOVERY_S
         )
@@ -125,7 +127,7 @@ def test_a_stage_goes_on_without_its_slow_device(tmp_path: Path) -> None:
         before = job.wait_training(2)
         assert before.generation is not None
         job.job.wait_for("steps to learn from", lambda: job.step() >= LEARNED_STEPS or None, job.patience_s)
-        job.job.failpoints.set_order(slow_down(device=1))
+        job.job.failpoints.set_order(slow_down(1, STAGE_FACTOR))
         decided = job.job.wait_event(
             "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), job.patience_s
         )
