@@ -1,7 +1,7 @@
-"""The planned axes of a job at a change of members: what a loss would make, and the axes that follow. Pure.
+"""The planned axes of a job at a change of members: what losses would make, and the axes that follow. Pure.
 
 Each worker could choose the axes by itself. The leader does, because it knows what a change takes, and when the lost
-host is expected back; every worker obeys the record.
+hosts are expected back; every worker obeys the record.
 """
 
 from collections.abc import Collection
@@ -15,30 +15,37 @@ from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDeci
 
 
 def find_plan_loss(
-    kept: Collection[HostStatus], joiners: Collection[HostStatus], lost: Collection[HostName]
+    kept: Collection[HostStatus], joiners: Collection[HostStatus]
 ) -> tuple[PlanOutlook, PlanLoss] | None:
-    """Return what workers have estimated of the loss of a host; None: not known, as of several hosts at once.
+    """Return what workers have estimated of the loss of the hosts that are gone; None: not known.
 
-    Of two workers whose programs are not equally ready the later one counts, because all wait for it.
+    These are all that were in the newest generation that a member has entered, however they were lost. Of two workers
+    whose programs are not equally ready the later one counts, because all wait for it.
 
     Args:
         kept: the members that are left.
         joiners: hosts that join in this change.
-        lost: the members that were lost in this change.
     """
-    if len(lost) != 1 or joiners:
+    if joiners:
         return None
-    (host,) = lost
     reports = [status.worker.report for status in kept if status.worker is not None]
     newest = max((report.entered for report in reports), default=0)
+    left = {status.host for status in kept}
     found = [
         (plans, loss)
         for plans in (report.plans for report in reports)
-        if plans is not None and (plans.generation, plans.num_hosts) == (newest, len(kept) + 1)
+        if plans is not None and plans.generation == newest
         for loss in plans.losses
-        if host in loss.hosts
+        if loss.groups == _list_lost_groups(plans, left)
     ]
     return max(found, key=lambda one: one[1].prepare_s, default=None)
+
+
+def _list_lost_groups(plans: PlanOutlook, left: Collection[HostName]) -> tuple[int, ...]:
+    """Return the groups of the hosts that are gone, one for each; none if others than estimated are left."""
+    if not set(left) <= {host for group in plans.groups for host in group}:
+        return ()
+    return tuple(index for index, group in enumerate(plans.groups) for host in group if host not in left)
 
 
 def note_axes(decision: RecoveryDecision, outlook: PlanOutlook, loss: PlanLoss) -> RecoveryDecision:

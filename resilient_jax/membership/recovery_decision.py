@@ -82,12 +82,12 @@ def decide_after_loss(
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     stage = find_stage_loss(kept, joiners)
     lost = [one.host for one in generation.history.away if one.number == generation.number]
-    planned = find_plan_loss(kept, joiners, lost)
+    planned = find_plan_loss(kept, joiners)
     loss = Loss(
         places=places,
         ready=len(present),
         num_seated=len(joiners),
-        num_lost=len(stage.hosts) if stage is not None else len(lost),
+        num_lost=len(stage.hosts if stage is not None else planned[1].groups if planned is not None else lost),
         awaited=tuple(awaited.values()),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,

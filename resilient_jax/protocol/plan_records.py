@@ -1,4 +1,4 @@
-"""What the loss of a host would make of a job whose trainer runs planned axes, as its first workers report it."""
+"""What losses of hosts would make of a job whose trainer runs planned axes, as its first workers report it."""
 
 import msgspec
 
@@ -9,10 +9,10 @@ PlanAxes = tuple[tuple[str, int], ...]
 
 
 class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of one of these hosts, which are alike, would make. Speeds are parts of the present one.
+    """What the loss of these hosts at once would make. Speeds are parts of the present one.
 
     Attributes:
-        hosts: of which one is lost.
+        groups: of each lost host the index of its group in `PlanOutlook.groups`, ascending.
         kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that are left.
         best: the estimated speed with the best axes for the hosts that are left.
         best_axes: those axes.
@@ -20,7 +20,7 @@ class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
             0: they are ready.
     """
 
-    hosts: tuple[HostName, ...]
+    groups: tuple[int, ...]
     kept: float
     best: float
     best_axes: PlanAxes
@@ -28,16 +28,16 @@ class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of any one host would make of the present generation.
+    """What the loss of one host, or of two at once, would make of the present generation.
 
     Attributes:
         generation: the generation.
-        num_hosts: of the generation.
         axes: that it has.
-        losses: by groups of hosts that are alike. Of hosts in none of them it is not known.
+        groups: its hosts. Which one of a group is lost makes no difference.
+        losses: that are estimated; of others it is not known what they would make.
     """
 
     generation: GenerationNumber
-    num_hosts: int
     axes: PlanAxes
+    groups: tuple[tuple[HostName, ...], ...]
     losses: tuple[PlanLoss, ...] = ()

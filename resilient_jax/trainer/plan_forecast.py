@@ -1,4 +1,4 @@
-"""What the loss of a host would make of planned axes: estimated while training continues, and reported to the leader.
+"""What losses of hosts would make of planned axes: estimated while training continues, and reported to the leader.
 
 The leader decides after a loss whether the job goes on with the axes that it has or with the best ones for the hosts
 that are left. The speeds are those of the planner. What the best ones would make all wait for is measured: their
@@ -6,7 +6,9 @@ programs are ready, or take as long as those of the first step did. Their search
 where programs are compiled ahead.
 """
 
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -19,10 +21,14 @@ from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
+logger = logging.getLogger(__name__)
+
 LEAST_COMPILE_S: Final = 1.0
 """Programs that are not ready take at least so long, also if those of the first step came from a cache."""
-NUM_REPORTING: Final = 2
-"""The first hosts report: one is left if any host is lost."""
+NUM_REPORTING: Final = 3
+"""The first hosts report: one is left if any two hosts are lost."""
+MAX_LOSSES: Final = 32
+"""So many losses are estimated, each by two searches; enough for all of six groups of hosts."""
 
 
 class PlanForecast:
@@ -39,6 +45,7 @@ class PlanForecast:
         self, searcher: PlanSearcher, world: World, plan: Plan, is_ready: Callable[[Plan], bool]
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
+        self._groups: tuple[tuple[HostName, ...], ...] = ()
         self._losses: tuple[tuple[PlanLoss, Plan], ...] = ()
         """Each with the best plan after it."""
 
@@ -50,10 +57,15 @@ class PlanForecast:
         """
         world = self._world
         if len(world.hosts) > 1 and world.host in world.hosts[:NUM_REPORTING]:
+            self._groups = tuple(self._searcher.group_alike(world.hosts))
+            likely = list_losses([len(group) for group in self._groups])
+            if len(likely) > MAX_LOSSES:
+                # After another one each host takes the best plan, and the decision says why.
+                logger.info("planner: estimates %d of %d kinds of losses of hosts", MAX_LOSSES, len(likely))
             found = []
-            for hosts in self._searcher.group_alike(world.hosts):
+            for lost in likely[:MAX_LOSSES]:
                 check()
-                found.append(self._estimate_loss(hosts))
+                found.append(self._estimate_loss(lost))
             self._losses = tuple(one for one in found if one is not None)
 
     def report(self, compile_s: float) -> None:
@@ -74,14 +86,16 @@ class PlanForecast:
         world.step_services.report_plans(
             PlanOutlook(
                 generation=world.generation,
-                num_hosts=len(world.hosts),
                 axes=list_plan_axes(self._plan),
+                groups=self._groups,
                 losses=tuple(losses),
             )
         )
 
-    def _estimate_loss(self, alike: tuple[HostName, ...]) -> tuple[PlanLoss, Plan] | None:
-        left = tuple(host for host in self._world.hosts if host != alike[-1])
+    def _estimate_loss(self, lost: tuple[int, ...]) -> tuple[PlanLoss, Plan] | None:
+        # Of two hosts of one group the last two.
+        gone = {self._groups[index][-1 - lost[:place].count(index)] for place, index in enumerate(lost)}
+        left = tuple(host for host in self._world.hosts if host not in gone)
         try:
             best = self._searcher.find_plan(left)
         except CallerError:  # such a world is refused, with the reason, when it forms
@@ -91,9 +105,35 @@ class PlanForecast:
         # v = t_now / t_then: a step has the same examples.
         kept_s = self._searcher.estimate_step_s(left, self._plan)
         loss = PlanLoss(
-            hosts=alike,
+            groups=lost,
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
             best=self._plan.step_time_s / best.step_time_s,
             best_axes=list_plan_axes(best),
         )
         return loss, best
+
+
+def list_losses(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the losses of one host, and of two at once, after which hosts are left: the likeliest first.
+
+    Args:
+        sizes: of the groups of hosts.
+
+    Returns:
+        Of each loss the indices of the groups that lose a host, ascending.
+
+    >>> list_losses([2, 1])
+    [(0,), (1,), (0, 1), (0, 0)]
+    """
+    ones = [((index,), size) for index, size in enumerate(sizes)]
+    pairs = [
+        # n (n - 1) / 2 pairs are within a group, n m of two groups.
+        ((one, other), sizes[one] * (sizes[one] - 1) // 2 if one == other else sizes[one] * sizes[other])
+        for one, other in itertools.combinations_with_replacement(range(len(sizes)), 2)
+    ]
+    losses = []
+    for number, found in enumerate((ones, pairs), 1):
+        if sum(sizes) > number:
+            likely = sorted(found, key=lambda loss: -loss[1])
+            losses.extend(groups for groups, count in likely if count)
+    return losses

@@ -8,6 +8,7 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
+from resilient_jax.membership.planned_axes import find_plan_loss
 from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
 from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S, choose_after_loss
 from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
@@ -21,26 +22,44 @@ KEPT, BEST = 0.7, 0.75
 """Speeds of three hosts of four."""
 
 
+BEST_OF_TWO = 0.6
+"""Of two hosts of four."""
+
+
 def estimate(
-    *, prepare_s: float, kept: float = KEPT, best_axes=BEST_AXES, generation: int = 1, names=NAMES
+    *,
+    prepare_s: float,
+    kept: float = KEPT,
+    best_axes=BEST_AXES,
+    generation: int = 1,
+    most_lost: int = 2,
 ) -> PlanOutlook:
-    loss = PlanLoss(hosts=names, kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s)
+    losses = (
+        PlanLoss(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
+        PlanLoss(groups=(0, 0), kept=kept - 0.2, best=BEST_OF_TWO, best_axes=best_axes, prepare_s=prepare_s),
+    )
     return PlanOutlook(
-        generation=GenerationNumber(generation), num_hosts=len(names), axes=AXES, losses=(loss,)
+        generation=GenerationNumber(generation), axes=AXES, groups=(NAMES,), losses=losses[:most_lost]
     )
 
 
-def play(seconds: float, pause_s: float, speed: float, return_s: float | None, join_s: float) -> float:
-    """Return what is trained in that time, moment by moment: a host that is back joins, and all have full speed."""
+def play(
+    seconds: float, pause_s: float, speed: float, returns_s: list[float], join_s: float, num_lost: int
+) -> float:
+    """Return what is trained in that time, moment by moment: hosts of four that are back join, with the best axes."""
     moments, trained = 4000, 0.0
+    busy_until_s, left = pause_s, list(returns_s)
     for moment in range(moments):
         now_s = (moment + 0.5) * seconds / moments
-        # The join begins when the host is back, but not before the pause is over.
-        join_begins_s = max(return_s, pause_s) if return_s is not None else float("inf")
-        if now_s >= join_begins_s + join_s:
-            trained += 1.0
-        elif pause_s <= now_s < join_begins_s:
-            trained += speed
+        if now_s < busy_until_s:
+            continue
+        if left and left[0] <= now_s:
+            # Whoever is back in the pause joins after it.
+            begins_s = max(left.pop(0), busy_until_s)
+            busy_until_s, speed = begins_s + join_s, (4 - num_lost + len(returns_s) - len(left)) / 4
+            if now_s < busy_until_s:
+                continue
+        trained += speed
     return trained * seconds / moments
 
 
@@ -49,28 +68,39 @@ def play(seconds: float, pause_s: float, speed: float, return_s: float | None, j
     kept=st.floats(0.1, 0.75),
     form_s=st.floats(0.1, 5.0),
     place_s=st.floats(0.1, 5.0),
-    return_s=st.none() | st.floats(1.0, 60.0),
+    # Far enough from each other to be no group, which would be waited for together.
+    returns_s=st.lists(st.sampled_from((1.0, 8.0, 20.0, 50.0)), max_size=2, unique=True).map(sorted),
     next_failure_s=st.floats(20.0, 2000.0),
+    num_lost=st.sampled_from((1, 2)),
 )
 def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
-    prepare_s, kept, form_s, place_s, return_s, next_failure_s
+    prepare_s, kept, form_s, place_s, returns_s, next_failure_s, num_lost
 ):
+    returns_s = returns_s[:num_lost]
+    best = (4 - num_lost) / 4
+    kept = min(kept, best)
     seconds = {**PRIOR_S, TimedChange.SHRINK: form_s, TimedChange.NEW_AXES: place_s}
-    plan = PlanLoss(hosts=NAMES, kept=kept, best=0.75, best_axes=BEST_AXES, prepare_s=prepare_s)
+    # All four hosts trained before the loss, so parts of the present speed are parts of that of all.
+    plan = PlanLoss(groups=(0,) * num_lost, kept=kept, best=best, best_axes=BEST_AXES, prepare_s=prepare_s)
     loss = Loss(
         places=4,
-        ready=3,
-        awaited=(return_s,) if return_s is not None else (),
+        ready=4 - num_lost,
+        awaited=tuple(returns_s),
         plan=plan,
         has_new_axes=True,
+        num_lost=num_lost,
     )
     choice = choose_after_loss(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
     join_s = seconds[TimedChange.GROW]
-    trained = {
-        RecoveryAction.SHRINK: play(next_failure_s, max(form_s, place_s) + prepare_s, 0.75, return_s, join_s),
-        RecoveryAction.KEEP_AXES: play(next_failure_s, form_s, kept, return_s, join_s),
+    pauses_s = {
+        RecoveryAction.SHRINK: (max(form_s, place_s) + prepare_s, best),
+        RecoveryAction.KEEP_AXES: (form_s, kept),
     }
-    best_speed = 1.0 if return_s is not None else 0.75
+    trained = {
+        action: play(next_failure_s, pause_s, speed, returns_s, join_s, num_lost)
+        for action, (pause_s, speed) in pauses_s.items()
+    }
+    best_speed = (4 - num_lost + len(returns_s)) / 4
     lost = {action: next_failure_s * best_speed - found for action, found in trained.items()}
     saved_s = (lost[RecoveryAction.SHRINK] - lost[RecoveryAction.KEEP_AXES]) / best_speed
     margin_s = max(HYSTERESIS * lost[RecoveryAction.SHRINK] / best_speed, MIN_SAVED_S)
@@ -119,6 +149,37 @@ def test_where_programs_are_ready_the_best_axes_follow(restarts):
     assert (decided(job).action, job.generation.plan_axes) == (RecoveryAction.SHRINK, BEST_AXES)
 
 
+@pytest.mark.parametrize("names", ["bc", "bd", "ab"])
+def test_after_the_loss_of_two_hosts_at_once_axes_are_kept_by_the_same_rules(names):
+    job = lose(30.0, 30.0, names=names)
+    decision = decided(job)
+    assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, tuple(names))
+    assert job.generation.plan_axes == AXES
+    assert decision.wait_s == pytest.approx(30.4 / (BEST_OF_TWO - KEPT + 0.2))
+    assert (decided(lose(0.0, 0.0, names=names)).action) is RecoveryAction.SHRINK
+
+
+def test_the_entry_is_that_of_the_groups_which_lost_a_host():
+    groups = tuple(tuple(map(HostName, names)) for names in ("ac", "bd"))
+    job = training(*"abcd", spare_seats=8)
+    losses = tuple(
+        PlanLoss(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
+        for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1)], 1)
+    )
+    plans = PlanOutlook(generation=GenerationNumber(1), axes=AXES, groups=groups, losses=losses)
+    for name in "abc":
+        job.report(name, plans=plans)
+    statuses = {status.host: status for status in job.state.hosts.values()}
+    for gone, axis in {"a": 1, "d": 2, "ac": 3, "ab": 4, "cd": 4, "bd": 5}.items():
+        kept = [status for host, status in statuses.items() if host not in gone]
+        found = find_plan_loss(kept, ())
+        assert found is not None
+        assert found[1].best_axes == (("fsdp", axis),)
+        assert find_plan_loss(kept, [statuses[HostName(gone[0])]]) is None, "another one has its place"
+    assert find_plan_loss(list(statuses.values()), ()) is None
+    assert find_plan_loss([statuses[HostName("a")]], ()) is None, "three are estimated by nobody"
+
+
 def test_the_later_one_of_two_workers_counts():
     assert decided(lose(0.0, 30.0)).action is RecoveryAction.KEEP_AXES
 
@@ -126,7 +187,7 @@ def test_the_later_one_of_two_workers_counts():
 @pytest.mark.parametrize(
     ("changes", "why_not"),
     [
-        ({"names": "bc"}, "no planned axes are known for the hosts that are left"),
+        ({"names": "bc", "most_lost": 1}, "no planned axes are known for the hosts that are left"),
         ({"generation": 0}, "no planned axes are known for the hosts that are left"),
         ({"kept": 0.0}, "its axes do not fit the hosts that are left"),
         ({"best_axes": AXES}, "the best axes are those that the job has"),

@@ -1,6 +1,8 @@
 """Whether a trainer's hosts may have axes of their own, and what a plan says where they may not."""
 
 import dataclasses
+import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,9 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.topology import NumberFormat, Peak
+from resilient_jax.trainer import plan_forecast
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
-from resilient_jax.trainer.plan_forecast import PlanForecast
+from resilient_jax.trainer.plan_forecast import PlanForecast, list_losses
 from resilient_jax.trainer.planner import allows_axes_by_host
 
 PROFILE = small_profile()
@@ -134,21 +137,60 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
     forecast.estimate(lambda: None)
     forecast.report(20.0)
     forecast.report(0.0)
-    ((loss,), searcher) = reported[0].losses, make_searcher(topology)
+    searcher = make_searcher(topology)
     hosts = searcher.all_hosts
-    now, best = searcher.find_plan(hosts), searcher.find_plan(hosts[:-1])
+    now = searcher.find_plan(hosts)
     assert isinstance(now, Plan)
-    assert isinstance(best, Plan)
-    assert (reported[0].num_hosts, reported[0].axes) == (8, list_plan_axes(now))
-    assert (loss.hosts, loss.best_axes, loss.prepare_s) == (
-        hosts,
-        list_plan_axes(best),
-        0.0 if is_ready else 20.0,
+    assert (reported[0].groups, reported[0].axes) == ((hosts,), list_plan_axes(now))
+    assert [loss.groups for loss in reported[0].losses] == [(0,), (0, 0)]
+    for loss, again in zip(reported[0].losses, reported[1].losses, strict=True):
+        best = searcher.find_plan(hosts[: -len(loss.groups)])
+        assert isinstance(best, Plan)
+        assert (loss.best_axes, loss.prepare_s) == (list_plan_axes(best), 0.0 if is_ready else 20.0)
+        # Also where the first step found its programs in a cache: what is not ready takes time.
+        assert (again.prepare_s == 0) is is_ready
+        assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
+        assert 0 < loss.kept <= loss.best
+
+
+def test_losses_of_two_hosts_are_estimated_by_the_groups_that_lose_one():
+    topology = hosts_with([4] * 4)
+    for host in topology.hosts[2:]:
+        topology = topology.slowed(host.name, 0.6)
+    forecast, reported = make_forecast(topology)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    searcher = make_searcher(topology)
+    now = searcher.find_plan(searcher.all_hosts)
+    assert isinstance(now, Plan)
+    found = {loss.groups: loss for loss in reported[0].losses}
+    places = {host: index for index, group in enumerate(reported[0].groups) for host in group}
+    for num_lost in (1, 2):
+        for lost in itertools.combinations(searcher.all_hosts, num_lost):
+            left = tuple(host for host in searcher.all_hosts if host not in lost)
+            best = searcher.find_plan(left)
+            assert isinstance(best, Plan)
+            loss = found[tuple(sorted(places[host] for host in lost))]
+            assert loss.best == pytest.approx(now.step_time_s / best.step_time_s), "whichever of the groups"
+    assert len({loss.best for loss in found.values()}) == len(found) == 5
+
+
+def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypatch):
+    sizes = [1, 5, 2, 1]
+    losses = list_losses(sizes)
+    hosts = [index for index, size in enumerate(sizes) for _ in range(size)]
+    counts = Counter(
+        tuple(sorted(lost)) for number in (1, 2) for lost in itertools.combinations(hosts, number)
     )
-    # Also where the first step found its programs in a cache: what is not ready takes time.
-    assert (reported[1].losses[0].prepare_s == 0) is is_ready
-    assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
-    assert 0 < loss.kept <= loss.best
+    assert set(losses) == set(counts)
+    assert losses == sorted(losses, key=lambda loss: (len(loss), -counts[loss]))
+    assert list_losses([1]) == []
+    assert list_losses([1, 1]) == [(0,), (1,)]
+    monkeypatch.setattr(plan_forecast, "MAX_LOSSES", 1)
+    forecast, reported = make_forecast(hosts_with([4] * 3))
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    assert [loss.groups for loss in reported[0].losses] == [(0,)]
 
 
 def test_hosts_whose_loss_leaves_other_devices_are_other_groups():
