@@ -1,4 +1,4 @@
-"""What losses of hosts would make of a job whose trainer runs planned axes, as its first workers report it."""
+"""What losses and joins of hosts would make of a job with planned axes, as its first workers report it."""
 
 import msgspec
 
@@ -8,13 +8,13 @@ PlanAxes = tuple[tuple[str, int], ...]
 """The axes of a replica's devices inside a host with their sizes, outermost first; empty: none are prescribed."""
 
 
-class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of these hosts at once would make. Speeds are parts of the present one.
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What it would make if these hosts were lost at once, or joined. Speeds are parts of the present one.
 
     Attributes:
-        groups: of each lost host the index of its group in `PlanOutlook.groups`, ascending.
-        kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that are left.
-        best: the estimated speed with the best axes for the hosts that are left.
+        groups: of each of the hosts the index of its group in `PlanOutlook.groups`, or `absent`, ascending.
+        kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that would train.
+        best: the estimated speed with the best axes for them.
         best_axes: those axes.
         prepare_s: how long all wait for the programs of the best axes, in seconds, as compilations took in this job;
             0: they are ready.
@@ -28,16 +28,20 @@ class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of one host, or of two at once, would make of the present generation.
+    """What it would make of the present generation if one host or two at once were lost, or joined.
 
     Attributes:
         generation: the generation.
         axes: that it has.
         groups: its hosts. Which one of a group is lost makes no difference.
+        absent: the other hosts of the topology in such groups.
         losses: that are estimated; of others it is not known what they would make.
+        joins: the same of hosts that are absent.
     """
 
     generation: GenerationNumber
     axes: PlanAxes
     groups: tuple[tuple[HostName, ...], ...]
-    losses: tuple[PlanLoss, ...] = ()
+    absent: tuple[tuple[HostName, ...], ...] = ()
+    losses: tuple[PlanChange, ...] = ()
+    joins: tuple[PlanChange, ...] = ()

@@ -1,7 +1,7 @@
-"""What losses of hosts would make of planned axes: estimated while training continues, and reported to the leader.
+"""What losses and joins of hosts would make of planned axes: estimated while training continues, and reported.
 
-The leader decides after a loss whether the job goes on with the axes that it has or with the best ones for the hosts
-that are left. The speeds are those of the planner. What the best ones would make all wait for is measured: their
+The leader decides at a change whether the job goes on with the axes that it has or with the best ones for the hosts
+that train then. The speeds are those of the planner. What the best ones would make all wait for is measured: their
 programs are ready, or take as long as those of the first step did. Their search is done here, ahead, and on other hosts
 where programs are compiled ahead.
 """
@@ -17,7 +17,7 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.planning.plan import Plan
-from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
@@ -27,12 +27,14 @@ LEAST_COMPILE_S: Final = 1.0
 """Programs that are not ready take at least so long, also if those of the first step came from a cache."""
 NUM_REPORTING: Final = 3
 """The first hosts report: one is left if any two hosts are lost."""
-MAX_LOSSES: Final = 32
-"""So many losses are estimated, each by two searches; enough for all of six groups of hosts."""
+MAX_CHANGES: Final = 32
+"""So many losses are estimated, and so many joins, each by two searches; enough for all of six groups of hosts."""
+HostGroups = tuple[tuple[HostName, ...], ...]
+"""In each of them it makes no difference to a plan which host is lost, or joins."""
 
 
 class PlanForecast:
-    """The losses of one generation.
+    """The losses and joins of one generation.
 
     Args:
         searcher: of the job's plans.
@@ -45,84 +47,119 @@ class PlanForecast:
         self, searcher: PlanSearcher, world: World, plan: Plan, is_ready: Callable[[Plan], bool]
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
-        self._groups: tuple[tuple[HostName, ...], ...] = ()
-        self._losses: tuple[tuple[PlanLoss, Plan], ...] = ()
+        self._present: HostGroups = ()
+        self._absent: HostGroups = ()
+        self._losses: tuple[tuple[PlanChange, Plan], ...] = ()
+        self._joins: tuple[tuple[PlanChange, Plan], ...] = ()
         """Each with the best plan after it."""
 
     def estimate(self, check: CancellationCheck) -> None:
-        """Search the best plans for the hosts that would be left. Thread-safe.
+        """Search the best plans for the hosts that would be left, and for those with others. Thread-safe.
 
         Args:
             check: raises if the search is to end.
         """
-        world = self._world
-        if len(world.hosts) > 1 and world.host in world.hosts[:NUM_REPORTING]:
-            self._groups = tuple(self._searcher.group_alike(world.hosts))
-            likely = list_losses([len(group) for group in self._groups])
-            if len(likely) > MAX_LOSSES:
-                # After another one each host takes the best plan, and the decision says why.
-                logger.info("planner: estimates %d of %d kinds of losses of hosts", MAX_LOSSES, len(likely))
-            found = []
-            for lost in likely[:MAX_LOSSES]:
-                check()
-                found.append(self._estimate_loss(lost))
-            self._losses = tuple(one for one in found if one is not None)
+        world, searcher = self._world, self._searcher
+        if world.host not in world.hosts[:NUM_REPORTING]:
+            return
+        self._present = tuple(searcher.group_alike(world.hosts))
+        self._losses = self._estimate_changes(
+            self._present,
+            most=len(world.hosts) - 1,
+            change=lambda lost: tuple(host for host in world.hosts if host not in lost),
+            check=check,
+        )
+        absent = tuple(host for host in searcher.all_hosts if host not in world.hosts)
+        self._absent = tuple(searcher.group_alike(absent))
+        self._joins = self._estimate_changes(
+            self._absent, most=len(absent), change=lambda joining: (*world.hosts, *joining), check=check
+        )
 
     def report(self, compile_s: float) -> None:
-        """Report the losses that are estimated. Thread-safe.
+        """Report what is estimated. Thread-safe.
 
         Args:
             compile_s: how long the programs of a step take in this job, if none of them is ready, in seconds.
         """
-        if not self._losses:
+        if not (self._losses or self._joins):
             return
-        losses = (
-            msgspec.structs.replace(
-                loss, prepare_s=0.0 if self._is_ready(plan) else max(compile_s, LEAST_COMPILE_S)
+        world, compile_s = self._world, max(compile_s, LEAST_COMPILE_S)
+
+        def price(found: tuple[tuple[PlanChange, Plan], ...]) -> tuple[PlanChange, ...]:
+            return tuple(
+                msgspec.structs.replace(change, prepare_s=0.0 if self._is_ready(plan) else compile_s)
+                for change, plan in found
             )
-            for loss, plan in self._losses
-        )
-        world = self._world
+
         world.step_services.report_plans(
             PlanOutlook(
                 generation=world.generation,
                 axes=list_plan_axes(self._plan),
-                groups=self._groups,
-                losses=tuple(losses),
+                groups=self._present,
+                absent=self._absent,
+                losses=price(self._losses),
+                joins=price(self._joins),
             )
         )
 
-    def _estimate_loss(self, lost: tuple[int, ...]) -> tuple[PlanLoss, Plan] | None:
-        # Of two hosts of one group the last two.
-        gone = {self._groups[index][-1 - lost[:place].count(index)] for place, index in enumerate(lost)}
-        left = tuple(host for host in self._world.hosts if host not in gone)
+    def _estimate_changes(
+        self,
+        groups: HostGroups,
+        *,
+        most: int,
+        change: Callable[[list[HostName]], tuple[HostName, ...]],
+        check: CancellationCheck,
+    ) -> tuple[tuple[PlanChange, Plan], ...]:
+        """Return the likeliest changes, with the plans after them.
+
+        Args:
+            groups: of the hosts that are lost or join.
+            most: how many of them can be.
+            change: returns the hosts that train after a loss or join of these.
+            check: raises if the search is to end.
+        """
+        likely = [one for one in list_likely_groups([len(group) for group in groups]) if len(one) <= most]
+        if len(likely) > MAX_CHANGES:
+            # After another one each host takes the best plan, and the decision says why.
+            logger.info("planner: estimates %d of %d kinds of changes of hosts", MAX_CHANGES, len(likely))
+        found = []
+        for chosen in likely[:MAX_CHANGES]:
+            check()
+            # Of two hosts of one group the last two.
+            hosts = [groups[index][-1 - chosen[:place].count(index)] for place, index in enumerate(chosen)]
+            found.append(self._estimate_change(chosen, change(hosts)))
+        return tuple(one for one in found if one is not None)
+
+    def _estimate_change(
+        self, groups: tuple[int, ...], hosts: tuple[HostName, ...]
+    ) -> tuple[PlanChange, Plan] | None:
         try:
-            best = self._searcher.find_plan(left)
+            best = self._searcher.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return None
         if not isinstance(best, Plan):
             return None
         # v = t_now / t_then: a step has the same examples.
-        kept_s = self._searcher.estimate_step_s(left, self._plan)
-        loss = PlanLoss(
-            groups=lost,
+        kept_s = self._searcher.estimate_step_s(hosts, self._plan)
+        change = PlanChange(
+            groups=groups,
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
             best=self._plan.step_time_s / best.step_time_s,
             best_axes=list_plan_axes(best),
         )
-        return loss, best
+        return change, best
 
 
-def list_losses(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the losses of one host, and of two at once, after which hosts are left: the likeliest first.
+def list_likely_groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return from which groups one host may be, or two: the likeliest first.
 
     Args:
-        sizes: of the groups of hosts.
+        sizes: of the groups.
 
     Returns:
-        Of each loss the indices of the groups that lose a host, ascending.
+        The indices of their groups, ascending.
 
-    >>> list_losses([2, 1])
+    >>> list_likely_groups([2, 1])
     [(0,), (1,), (0, 1), (0, 0)]
     """
     ones = [((index,), size) for index, size in enumerate(sizes)]
@@ -131,9 +168,6 @@ def list_losses(sizes: Sequence[int]) -> list[tuple[int, ...]]:
         ((one, other), sizes[one] * (sizes[one] - 1) // 2 if one == other else sizes[one] * sizes[other])
         for one, other in itertools.combinations_with_replacement(range(len(sizes)), 2)
     ]
-    losses = []
-    for number, found in enumerate((ones, pairs), 1):
-        if sum(sizes) > number:
-            likely = sorted(found, key=lambda loss: -loss[1])
-            losses.extend(groups for groups, count in likely if count)
-    return losses
+    return [
+        groups for found in (ones, pairs) for groups, count in sorted(found, key=lambda one: -one[1]) if count
+    ]

@@ -23,7 +23,7 @@ from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
-from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
+from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.plan_forecast import PlanForecast
 from resilient_jax.trainer.train_step import TrainStep
@@ -91,6 +91,27 @@ class SpeculativeCompiler:
             forecast.estimate(check)
             self._report_forecast()
         return False
+
+    def prepare_join(self, world: World, best: Arrangement) -> None:
+        """Compile for the axes that the others train with, in the rehearsal of a host that joins them.
+
+        The leader may keep these, because the others' programs for the best axes are not ready.
+
+        Args:
+            world: of the rehearsal.
+            best: the arrangement for all hosts that is rehearsed.
+        """
+        axes = world.step_services.plan_axes
+        if not axes:
+            present = self._planner.find_plan(tuple(host for host in world.hosts if host != world.host))
+            axes = list_plan_axes(present) if isinstance(present, Plan) else ()
+        kept = self._planner.find_plan_with_axes(world.hosts, axes) if axes else None
+        if kept is None:
+            return
+        devices, params = world.local_devices, self._programs.abstract_state.variables.params
+        then = self._planner.make_arrangement(kept, devices, params)
+        if _make_key(then) != _make_key(best):
+            compile_step(self._programs, then, devices, self._example, self._job, lambda: None)
 
     def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
         """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after a loss.

@@ -36,7 +36,8 @@ class GenerationInfo:
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
-        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
+        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, that the others have.
+            Empty: each finds the best plan.
         is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
             has left.
         events: what this worker recorded on its way into this generation, oldest first.

@@ -156,6 +156,7 @@ def _rehearse(
         # As the leader decides when this host is a member: a stage that is kept for it stays where it is.
         stage_hosts=generation.stage_hosts if is_kept else (),
         earlier_stage_hosts=() if is_kept else (*generation.earlier_stage_hosts, present),
+        plan_axes=generation.plan_axes,
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)

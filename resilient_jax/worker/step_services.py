@@ -32,7 +32,8 @@ class StepServices:
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
-        plan_axes: the planned axes that every worker takes; empty: those of the best plan.
+        plan_axes: the planned axes that every worker takes; in a rehearsal, that the others have. Empty: those of the
+            best plan.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 

@@ -1,4 +1,6 @@
-"""The planned axes after a loss: by brute force, by the machine, whoever leads, and as workers estimate them."""
+"""The planned axes after a loss or a join: by brute force, by the machine, whoever leads, and as they are read."""
+
+import dataclasses
 
 import msgspec
 import pytest
@@ -9,10 +11,15 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.planned_axes import find_plan_loss
-from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
-from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S, choose_after_loss
-from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices
+from resilient_jax.membership.recovery_policy import (
+    HYSTERESIS,
+    MIN_SAVED_S,
+    choose_admission,
+    choose_after_loss,
+)
+from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
+from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 
 AXES = (("fsdp", 2), ("expert", 1), ("tensor", 1))
@@ -35,8 +42,10 @@ def estimate(
     most_lost: int = 2,
 ) -> PlanOutlook:
     losses = (
-        PlanLoss(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
-        PlanLoss(groups=(0, 0), kept=kept - 0.2, best=BEST_OF_TWO, best_axes=best_axes, prepare_s=prepare_s),
+        PlanChange(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
+        PlanChange(
+            groups=(0, 0), kept=kept - 0.2, best=BEST_OF_TWO, best_axes=best_axes, prepare_s=prepare_s
+        ),
     )
     return PlanOutlook(
         generation=GenerationNumber(generation), axes=AXES, groups=(NAMES,), losses=losses[:most_lost]
@@ -81,7 +90,7 @@ def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
     kept = min(kept, best)
     seconds = {**PRIOR_S, TimedChange.SHRINK: form_s, TimedChange.NEW_AXES: place_s}
     # All four hosts trained before the loss, so parts of the present speed are parts of that of all.
-    plan = PlanLoss(groups=(0,) * num_lost, kept=kept, best=best, best_axes=BEST_AXES, prepare_s=prepare_s)
+    plan = PlanChange(groups=(0,) * num_lost, kept=kept, best=best, best_axes=BEST_AXES, prepare_s=prepare_s)
     loss = Loss(
         places=4,
         ready=4 - num_lost,
@@ -163,7 +172,7 @@ def test_the_entry_is_that_of_the_groups_which_lost_a_host():
     groups = tuple(tuple(map(HostName, names)) for names in ("ac", "bd"))
     job = training(*"abcd", spare_seats=8)
     losses = tuple(
-        PlanLoss(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
+        PlanChange(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
         for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1)], 1)
     )
     plans = PlanOutlook(generation=GenerationNumber(1), axes=AXES, groups=groups, losses=losses)
@@ -187,9 +196,9 @@ def test_the_later_one_of_two_workers_counts():
 @pytest.mark.parametrize(
     ("changes", "why_not"),
     [
-        ({"names": "bc", "most_lost": 1}, "no planned axes are known for the hosts that are left"),
-        ({"generation": 0}, "no planned axes are known for the hosts that are left"),
-        ({"kept": 0.0}, "its axes do not fit the hosts that are left"),
+        ({"names": "bc", "most_lost": 1}, "no planned axes are known for the hosts that would train"),
+        ({"generation": 0}, "no planned axes are known for the hosts that would train"),
+        ({"kept": 0.0}, "its axes do not fit the hosts that would train"),
         ({"best_axes": AXES}, "the best axes are those that the job has"),
     ],
 )
@@ -310,3 +319,160 @@ def test_a_change_is_measured_by_its_axes(prepare_s, measured):
     job.worker("d", exit_code=-9)  # with the next generation it is written
     times = {time.change: time.typical_s for time in job.generation.history.times}
     assert times == ({measured: pytest.approx(2.0)} if measured is not None else {})
+
+
+def foresee_join(prepare_s: float, *, kept: float = 1.27, best_axes=BEST_AXES, groups=((0,),)) -> PlanOutlook:
+    """Return what workers of three hosts estimate of the join of d."""
+    joins = tuple(
+        PlanChange(groups=joining, kept=kept, best=1.3, best_axes=best_axes, prepare_s=prepare_s)
+        for joining in groups
+    )
+    names = tuple(map(HostName, "abc"))
+    return PlanOutlook(
+        generation=GenerationNumber(1), axes=AXES, groups=(names,), absent=((HostName("d"),),), joins=joins
+    )
+
+
+def join(plans: PlanOutlook | None, *, failures: int = 0, is_new_leader: bool = False, **changes) -> Job:
+    """Return a job of three hosts that d joins; with so many failures it expects the next one soon."""
+    job = training(*"abc", spare_seats=8)
+    job.config = dataclasses.replace(job.config, num_hosts=4)
+    job.state = job.state
+    history = msgspec.structs.replace(job.generation.history, failures=failures, observed_s=1000.0)
+    job.state = dataclasses.replace(
+        job.state, generation=msgspec.structs.replace(job.generation, history=history)
+    )
+    for name in "abc":
+        job.report(name, plans=plans)
+    if is_new_leader:
+        change_leader(job)
+    job.report("d", state=WorkerState.IDLE)
+    if changes:
+        job.change("d", **changes)
+    job.take_seat("d")
+    assert job.phase is GenerationPhase.PAUSE
+    return job
+
+
+@pytest.mark.parametrize("is_new_leader", [False, True])
+def test_the_axes_of_a_join_are_in_the_record_that_all_obey(is_new_leader):
+    job = join(foresee_join(0.0), is_new_leader=is_new_leader)
+    assert (decided(job).action, decided(job).has_new_axes) == (RecoveryAction.JOIN, True)
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), BEST_AXES)
+
+
+@pytest.mark.parametrize("plans", [None, foresee_join(0.0, groups=())])
+def test_where_a_join_is_not_foreseen_each_worker_takes_the_best_plan(plans):
+    job = join(plans)
+    (kept,) = [option for option in decided(job).options if option.action is RecoveryAction.KEEP_AXES]
+    assert kept.why_not == "no planned axes are known for the hosts that would train"
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+def test_a_host_with_fewer_devices_than_its_own_is_not_foreseen():
+    job = join(foresee_join(0.0), devices="2 of 3 devices")
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+def test_where_another_host_leaves_before_the_join_its_axes_are_not_those_that_were_decided():
+    job = join(foresee_join(0.0))
+    job.change("c", is_draining=True)
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abd"), ())
+
+
+FAILURES = 100
+"""In 1000 s: the next one is expected in less than a minute."""
+
+
+def test_hosts_join_with_the_axes_that_the_job_has_where_other_programs_take_longer_than_they_give_back():
+    job = join(foresee_join(4.0), failures=FAILURES)
+    decision = decided(job)
+    assert (decision.action, decision.joining) == (RecoveryAction.KEEP_AXES, ("d",))
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), AXES)
+    job.form()
+    job.train(7)
+    # They are given up when they have cost as much, or at the time of the next failure.
+    assert decision.wait_s == pytest.approx(min(4.0 / (1 - 1.27 / 1.3), decision.next_failure_s))
+    job.wait(0.9 * decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE
+    job.wait(0.2 * decision.wait_s)
+    assert job.phase is GenerationPhase.PAUSE
+    assert "enough: the best" in job.generation.reason
+    stop_at_boundary(job, 8)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    job.form()
+    job.train(9)
+    job.wait(2 * decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE, "once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why_not"),
+    [
+        ({"kept": 0.0}, "its axes do not fit the hosts that would train"),
+        ({"best_axes": AXES}, "the best axes are those that the job has"),
+    ],
+)
+def test_why_hosts_do_not_join_with_the_axes_that_the_job_has(changes, why_not):
+    decision = decided(join(foresee_join(4.0, **changes), failures=FAILURES))
+    assert decision.action is RecoveryAction.JOIN
+    (kept,) = [option for option in decision.options if option.action is RecoveryAction.KEEP_AXES]
+    assert kept.why_not == why_not
+
+
+@pytest.mark.parametrize("prepare_s", [0.0, 4.0])
+def test_the_time_of_a_join_is_measured_where_no_programs_were_waited_for(prepare_s):
+    job = training(*"abc", spare_seats=8)
+    job.config = dataclasses.replace(job.config, num_hosts=4)
+    job.state = job.state
+    job.wait(10.0)
+    job.train(15)
+    for name in "abc":
+        job.report(name, plans=foresee_join(prepare_s))
+    job.report("d", state=WorkerState.IDLE)
+    job.take_seat("d")
+    stop_at_boundary(job, 16)
+    assert job.generation.plan_axes == BEST_AXES
+    job.form()
+    job.wait(3.0)
+    job.train(17)
+    job.worker("d", exit_code=-9)  # with the next generation it is written
+    times = {time.change for time in job.generation.history.times}
+    assert times == ({TimedChange.GROW} if not prepare_s else set())
+
+
+@given(
+    prepare_s=st.floats(0.0, 30.0),
+    kept=st.floats(0.5, 1.0),
+    join_s=st.floats(0.1, 5.0),
+    returns_s=st.lists(st.sampled_from((6.0, 20.0)), max_size=1),
+    next_failure_s=st.floats(20.0, 500.0),
+)
+def test_the_axes_of_a_join_are_the_better_ones_played_moment_by_moment(
+    prepare_s, kept, join_s, returns_s, next_failure_s
+):
+    """Of four hosts two train, one is ready, and the last may come back."""
+    plan = PlanChange(groups=(0,), kept=1.5 * kept, best=1.5, best_axes=BEST_AXES, prepare_s=prepare_s)
+    admission = Admission(
+        places=4, training=2, joining=1, awaited=tuple(returns_s), plan=plan, has_new_axes=True
+    )
+    seconds = {**PRIOR_S, TimedChange.GROW: join_s}
+    choice = choose_admission(admission, Prices(seconds=seconds, next_failure_s=next_failure_s))
+    trained = {
+        RecoveryAction.JOIN: play(next_failure_s, join_s + prepare_s, 0.75, returns_s, join_s, 1),
+        RecoveryAction.KEEP_AXES: play(next_failure_s, join_s, 0.75 * kept, returns_s, join_s, 1),
+        RecoveryAction.POSTPONE: 0.5 * next_failure_s,
+    }
+    if choice.action is RecoveryAction.GATHER:
+        return
+    best_speed = (3 + len(returns_s)) / 4
+    lost = {action: next_failure_s - found / best_speed for action, found in trained.items()}
+    saved_s = lost[choice.action] - min(lost.values())
+    # Within the moments: no other choice saves as much as it takes to make it.
+    margin_s = max(HYSTERESIS * lost[RecoveryAction.JOIN], MIN_SAVED_S)
+    assert saved_s <= (margin_s if choice.action is RecoveryAction.JOIN else 0) + 0.005 * next_failure_s

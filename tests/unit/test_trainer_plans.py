@@ -20,9 +20,9 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.topology import NumberFormat, Peak
-from resilient_jax.trainer import plan_forecast
+from resilient_jax.trainer import plan_forecast, speculative_compilation
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
-from resilient_jax.trainer.plan_forecast import PlanForecast, list_losses
+from resilient_jax.trainer.plan_forecast import PlanForecast, list_likely_groups
 from resilient_jax.trainer.planner import allows_axes_by_host
 
 PROFILE = small_profile()
@@ -112,11 +112,13 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
     assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
 
 
-def make_forecast(topology, *, is_ready=False) -> tuple[PlanForecast, list[PlanOutlook]]:
-    """Return the forecast of a generation of all hosts, and what it will have reported."""
+def make_forecast(
+    topology, *, is_ready=False, num_hosts: int | None = None
+) -> tuple[PlanForecast, list[PlanOutlook]]:
+    """Return the forecast of a generation of all hosts, or the first ones, and what it will have reported."""
     reported: list[PlanOutlook] = []
     searcher = make_searcher(topology)
-    hosts = searcher.all_hosts
+    hosts = searcher.all_hosts[:num_hosts]
     world: Any = SimpleNamespace(
         hosts=hosts,
         host=hosts[0],
@@ -175,18 +177,72 @@ def test_losses_of_two_hosts_are_estimated_by_the_groups_that_lose_one():
     assert len({loss.best for loss in found.values()}) == len(found) == 5
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_what_a_join_makes_of_the_axes_is_estimated_for_the_hosts_that_are_absent(is_ready):
+    topology = hosts_with([2] * 8)
+    forecast, reported = make_forecast(topology, num_hosts=5, is_ready=is_ready)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    searcher = make_searcher(topology)
+    hosts = searcher.all_hosts
+    now = searcher.find_plan(hosts[:5])
+    assert isinstance(now, Plan)
+    assert (reported[0].groups, reported[0].absent) == ((hosts[:5],), (hosts[5:],))
+    assert [join.groups for join in reported[0].joins] == [(0,), (0, 0)]
+    for join in reported[0].joins:
+        best = searcher.find_plan(hosts[: 5 + len(join.groups)])
+        assert isinstance(best, Plan)
+        assert (join.best_axes, join.prepare_s) == (list_plan_axes(best), 0.0 if is_ready else 20.0)
+        assert join.best == pytest.approx(now.step_time_s / best.step_time_s)
+        assert 0 < join.kept <= join.best
+
+
+def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_too(monkeypatch):
+    searcher = make_searcher(hosts_with([2] * 4))
+    hosts = searcher.all_hosts
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        speculative_compilation, "compile_step", lambda _, then, *__: compiled.append(then.replica_shape)
+    )
+    placement = SimpleNamespace(with_abstract_mesh=lambda: "of two devices")
+
+    def arrange(plan, *_):
+        return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement)
+
+    monkeypatch.setattr(searcher, "make_arrangement", arrange)
+    programs: Any = SimpleNamespace(
+        abstract_state=SimpleNamespace(variables=SimpleNamespace(params=None)), abstract_sums=None
+    )
+    config: Any = SimpleNamespace(
+        planner=rj.Planner(topology="unread"),
+        recipe=SimpleNamespace(num_microbatches=24),
+        parallelism=SimpleNamespace(reduction="exact"),
+    )
+    compiler = speculative_compilation.SpeculativeCompiler(searcher, config, programs, None)
+    best = searcher.find_plan(hosts)
+    present = searcher.find_plan(hosts[:-1])
+    assert isinstance(best, Plan)
+    assert isinstance(present, Plan)
+    for decided in ((), *((("fsdp", fsdp), ("expert", 1), ("tensor", 1)) for fsdp in (1, 2))):
+        services = SimpleNamespace(plan_axes=decided)
+        world: Any = SimpleNamespace(hosts=hosts, host=hosts[-1], local_devices=[], step_services=services)
+        compiled.clear()
+        compiler.prepare_join(world, arrange(best))
+        axes = decided or list_plan_axes(present)
+        assert compiled == ([] if axes == list_plan_axes(best) else [axes])
+
+
 def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypatch):
     sizes = [1, 5, 2, 1]
-    losses = list_losses(sizes)
+    losses = list_likely_groups(sizes)
     hosts = [index for index, size in enumerate(sizes) for _ in range(size)]
     counts = Counter(
         tuple(sorted(lost)) for number in (1, 2) for lost in itertools.combinations(hosts, number)
     )
     assert set(losses) == set(counts)
     assert losses == sorted(losses, key=lambda loss: (len(loss), -counts[loss]))
-    assert list_losses([1]) == []
-    assert list_losses([1, 1]) == [(0,), (1,)]
-    monkeypatch.setattr(plan_forecast, "MAX_LOSSES", 1)
+    assert list_likely_groups([1, 1]) == [(0,), (1,), (0, 1)]
+    monkeypatch.setattr(plan_forecast, "MAX_CHANGES", 1)
     forecast, reported = make_forecast(hosts_with([4] * 3))
     forecast.estimate(lambda: None)
     forecast.report(20.0)
