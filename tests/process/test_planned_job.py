@@ -223,6 +223,15 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
                 )
             )
             wait_joining(job, "host-3", DEADLINE_S)
+        job.wait_report(
+            "the axes of four hosts, as the leader decided",
+            lambda report: (
+                report.generation is not None
+                and len(report.generation.members) == 4
+                and dict(report.generation.plan_axes).get("fsdp") == 2
+            ),
+            DEADLINE_S,
+        )
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events = job.read_events()
     assert "replica 4 x fsdp 2" in {e.detail["plan"] for e in events if e.kind is EventKind.PLAN_CHOSEN}
