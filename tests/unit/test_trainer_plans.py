@@ -206,7 +206,7 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_too(monkey
     )
     placement = SimpleNamespace(with_abstract_mesh=lambda: "of two devices")
 
-    def arrange(plan, *_):
+    def arrange(plan, *_) -> Any:
         return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement)
 
     monkeypatch.setattr(searcher, "make_arrangement", arrange)
