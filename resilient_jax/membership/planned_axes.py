@@ -33,8 +33,14 @@ def find_plan_loss(
         for plans in _list_outlooks(kept)
         if not left.difference(*plans.groups)
         for loss in plans.losses
-        if loss.groups == _list_groups(plans.groups, set().union(*plans.groups) - left)
+        if loss.groups == _list_groups(plans.groups, list_lost(plans, kept))
     )
+
+
+def list_lost(plans: PlanOutlook, kept: Collection[HostStatus]) -> list[HostName]:
+    """Return the hosts of an estimate that are not left."""
+    left = {status.host for status in kept}
+    return [host for group in plans.groups for host in group if host not in left]
 
 
 def find_plan_join(

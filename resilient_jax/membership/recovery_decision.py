@@ -28,7 +28,13 @@ from resilient_jax.membership.failure_forecast import (
     list_expected,
 )
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
-from resilient_jax.membership.planned_axes import find_plan_join, find_plan_loss, keeps_axes, note_axes
+from resilient_jax.membership.planned_axes import (
+    find_plan_join,
+    find_plan_loss,
+    keeps_axes,
+    list_lost,
+    note_axes,
+)
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.spare_hosts import count_places, list_staying
@@ -81,13 +87,18 @@ def decide_after_loss(
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     stage = find_stage_loss(kept, joiners)
-    lost = [one.host for one in generation.history.away if one.number == generation.number]
     planned = find_plan_loss(kept, joiners)
+    lost = [one.host for one in generation.history.away if one.number == generation.number]
+    # What was estimated is of all that are gone, also if they were lost one after the other.
+    if stage is not None:
+        lost = list(stage.hosts)
+    elif planned is not None:
+        lost = list_lost(planned[0], kept)
     loss = Loss(
         places=places,
         ready=len(present),
         num_seated=len(joiners),
-        num_lost=len(stage.hosts if stage is not None else planned[1].groups if planned is not None else lost),
+        num_lost=len(lost),
         awaited=tuple(awaited.values()),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
@@ -102,7 +113,7 @@ def decide_after_loss(
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=stage.hosts)
+        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
     return note_axes(decision, *planned) if planned is not None else decision

@@ -163,6 +163,7 @@ def test_after_the_loss_of_two_hosts_at_once_axes_are_kept_by_the_same_rules(nam
     job = lose(30.0, 30.0, names=names)
     decision = decided(job)
     assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, tuple(names))
+    assert all(f"{name}: its worker ended" in decision.reason for name in names), "one after the other"
     assert job.generation.plan_axes == AXES
     assert decision.wait_s == pytest.approx(30.4 / (BEST_OF_TWO - KEPT + 0.2))
     assert (decided(lose(0.0, 0.0, names=names)).action) is RecoveryAction.SHRINK
