@@ -197,7 +197,7 @@ def test_what_a_join_makes_of_the_axes_is_estimated_for_the_hosts_that_are_absen
         assert 0 < join.kept <= join.best
 
 
-def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_too(monkeypatch):
+def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_where_they_may_be_kept(monkeypatch):
     searcher = make_searcher(hosts_with([2] * 4))
     hosts = searcher.all_hosts
     compiled: list[Any] = []
@@ -207,7 +207,7 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_too(monkey
     placement = SimpleNamespace(with_abstract_mesh=lambda: "of two devices")
 
     def arrange(plan, *_) -> Any:
-        return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement)
+        return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement, plan=plan)
 
     monkeypatch.setattr(searcher, "make_arrangement", arrange)
     programs: Any = SimpleNamespace(
@@ -224,12 +224,19 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_too(monkey
     assert isinstance(best, Plan)
     assert isinstance(present, Plan)
     for decided in ((), *((("fsdp", fsdp), ("expert", 1), ("tensor", 1)) for fsdp in (1, 2))):
-        services = SimpleNamespace(plan_axes=decided)
-        world: Any = SimpleNamespace(hosts=hosts, host=hosts[-1], local_devices=[], step_services=services)
-        compiled.clear()
-        compiler.prepare_join(world, arrange(best))
         axes = decided or list_plan_axes(present)
-        assert compiled == ([] if axes == list_plan_axes(best) else [axes])
+        kept = searcher.find_plan_with_axes(hosts, axes)
+        assert kept is not None
+        slower = 1 - best.step_time_s / kept.step_time_s
+        for gain_s in (599.0, 601.0):
+            compiled.clear()
+            services = SimpleNamespace(plan_axes=decided, next_failure_s=gain_s / slower if slower else 1e9)
+            world: Any = SimpleNamespace(
+                hosts=hosts, host=hosts[-1], local_devices=[], step_services=services
+            )
+            compiler.prepare_join(world, arrange(best))
+            is_needed = axes != list_plan_axes(best) and gain_s < speculative_compilation.MAX_COMPILE_S
+            assert compiled == ([axes] if is_needed else [])
 
 
 def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypatch):
