@@ -28,7 +28,7 @@ from resilient_jax.membership.failure_forecast import (
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
-from resilient_jax.membership.planned_axes import gives_up_axes
+from resilient_jax.membership.planned_axes import find_decided_number, gives_up_axes
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.recovery_records import (
     KEEPING_ACTIONS,
@@ -221,11 +221,13 @@ def _find_timed_change(generation: Generation, memory: LeaderMemory) -> TimedCha
     decision = generation.decision
     if generation.slowness.divided_in == generation.number or memory.gives_up_stages:
         return TimedChange.REDIVIDE
-    if decision is not None and decision.number == generation.number:
+    if decision is not None and find_decided_number(decision) == generation.number:
         if decision.action is RecoveryAction.KEEP_STAGES:
             return TimedChange.KEEP_STAGES
-        if decision.has_new_axes:
-            return None if decision.prepare_s else TimedChange.NEW_AXES
+        if decision.prepare_s:
+            return None
+        if decision.has_new_axes and decision.action is RecoveryAction.SHRINK:
+            return TimedChange.NEW_AXES
     return _TIMED[generation.change]
 
 

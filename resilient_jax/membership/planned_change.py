@@ -26,7 +26,7 @@ from resilient_jax.membership.recovery_decision import are_axes_overdue, decide_
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
-from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.recovery_records import JOINING_ACTIONS
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
 
@@ -52,7 +52,7 @@ def plan_change(
         admission = decide_admission(state, joining, now, config)
         # While a stage or axes are kept, the record says so, and until when: hosts that are ready and do not join yet
         # wait as long at most.
-        if admission is not None and admission.action is RecoveryAction.JOIN:
+        if admission is not None and admission.action in JOINING_ACTIONS:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
         elif admission is not None and not list_absent(generation) and not keeps_axes(generation):
             return msgspec.structs.replace(generation, decision=admission)

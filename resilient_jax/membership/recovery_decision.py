@@ -28,7 +28,13 @@ from resilient_jax.membership.failure_forecast import (
     list_expected,
 )
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
-from resilient_jax.membership.planned_axes import find_plan_loss, keeps_axes, note_axes
+from resilient_jax.membership.planned_axes import (
+    find_plan_join,
+    find_plan_loss,
+    keeps_axes,
+    list_lost,
+    note_axes,
+)
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.spare_hosts import count_places, list_staying
@@ -81,13 +87,18 @@ def decide_after_loss(
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     stage = find_stage_loss(kept, joiners)
+    planned = find_plan_loss(kept, joiners)
     lost = [one.host for one in generation.history.away if one.number == generation.number]
-    planned = find_plan_loss(kept, joiners, lost)
+    # What was estimated is of all that are gone, also if they were lost one after the other.
+    if stage is not None:
+        lost = list(stage.hosts)
+    elif planned is not None:
+        lost = list_lost(planned[0], kept)
     loss = Loss(
         places=places,
         ready=len(present),
         num_seated=len(joiners),
-        num_lost=len(stage.hosts) if stage is not None else len(lost),
+        num_lost=len(lost),
         awaited=tuple(awaited.values()),
         is_in_place=can_change_in_place(state, kept, joiners),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
@@ -102,7 +113,7 @@ def decide_after_loss(
     names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=stage.hosts)
+        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
     return note_axes(decision, *planned) if planned is not None else decision
@@ -189,20 +200,26 @@ def decide_admission(
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
+    in_place = can_change_in_place(state, staying, joining)
+    # In a new world no programs are ready, whichever axes it has.
+    planned = find_plan_join(staying, joining) if in_place else None
     admission = Admission(
         places=places,
         training=len(staying),
         joining=len(joining),
         awaited=tuple(awaited.values()),
-        can_join_in_place=can_change_in_place(state, staying, joining),
+        can_join_in_place=in_place,
         is_last_copy=not generation.losses_left,
         has_stage=not set(names).isdisjoint(list_absent(generation)),
         before=before,
+        plan=planned[1] if planned is not None else None,
+        has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
     )
     hosts = {*(status.host for status in staying), *names}
     choice = choose_admission(admission, price_job(generation.history, hosts, names))
     again = (host for host in names if count_host_losses(generation.history, host) > 1)
-    return _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
+    decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
+    return note_axes(decision, *planned) if planned is not None else decision
 
 
 def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecision | None:

@@ -14,7 +14,7 @@ from resilient_jax.membership.failure_forecast import estimate_rate
 from resilient_jax.membership.return_groups import ReturnGroup, group_returns, list_phases
 from resilient_jax.membership.stage_prices import find_stage_break_even_s, price_copied, price_cut, price_kept
 from resilient_jax.planning.recovery_score import Phase, score_phases
-from resilient_jax.protocol.plan_records import PlanLoss
+from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 
@@ -47,7 +47,7 @@ class Loss:
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
         stage: what the loss makes of a pipeline, if one or two hosts were lost and that is known.
-        plan: what the loss makes of planned axes, if one host was lost and that is known.
+        plan: what the loss makes of planned axes, if that is known.
         has_new_axes: whether the best axes for the hosts that are left are others than the job has.
         stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: it is not awaited, or
             there are two, whose stages are kept until their blocks are copied.
@@ -63,7 +63,7 @@ class Loss:
     needs_restore: bool = False
     may_wait: bool = True
     stage: StageLoss | None = None
-    plan: PlanLoss | None = None
+    plan: PlanChange | None = None
     has_new_axes: bool = False
     stage_return_s: float | None = None
 
@@ -81,6 +81,8 @@ class Admission:
         is_last_copy: whether the next loss may be that of the state.
         has_stage: whether the stage of one that is ready was kept for it.
         before: what was chosen for the same hosts before; None: nothing.
+        plan: what the join makes of planned axes, if that is known.
+        has_new_axes: whether the best axes with the hosts that join are others than the job has.
     """
 
     places: int
@@ -91,6 +93,8 @@ class Admission:
     is_last_copy: bool = False
     has_stage: bool = False
     before: RecoveryAction | None = None
+    plan: PlanChange | None = None
+    has_new_axes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +231,16 @@ def find_break_even_s(loss: Loss, prices: Prices) -> float:
     return min(max(longer_s, 0.0) / slower, most_s) if slower > 0 else most_s
 
 
+def find_join_break_even_s(admission: Admission, prices: Prices) -> float:
+    """Return the same of axes that are kept although hosts join."""
+    assert admission.plan is not None, "else nothing is kept"
+    present = min(admission.training + admission.joining, admission.places) / admission.places
+    # T = (longer pause) / (speed lost)
+    slower = present * (1 - admission.plan.kept / admission.plan.best)
+    most_s = prices.next_failure_s
+    return min(admission.plan.prepare_s / slower, most_s) if slower > 0 else most_s
+
+
 def price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
     """Return the option of a wait for the first groups of hosts that come back."""
     groups = group_returns(loss.awaited)
@@ -284,14 +298,38 @@ def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
 
 
 def _explain_axes_refusal(usual: RecoveryAction, loss: Loss) -> str:
-    """Return why the axes that the job has cannot be kept; empty if they can."""
-    if loss.plan is None:
-        return "no planned axes are known for the hosts that are left"
-    if usual is not RecoveryAction.SHRINK:
+    """Return why the axes that the job has cannot be kept after a loss; empty if they can."""
+    if loss.plan is not None and usual is not RecoveryAction.SHRINK:
         return "other hosts are ready, or these cannot go on in place"
-    if not loss.has_new_axes:
+    return explain_new_axes(loss)
+
+
+def explain_new_axes(change: Loss | Admission) -> str:
+    """Return why the axes that the job has cannot be kept by the hosts that would train; empty if they can."""
+    if change.plan is None:
+        return "no planned axes are known for the hosts that would train"
+    if not change.has_new_axes:
         return "the best axes are those that the job has"
-    return "" if loss.plan.kept else "its axes do not fit the hosts that are left"
+    return "" if change.plan.kept else "its axes do not fit the hosts that would train"
+
+
+def price_join(
+    action: RecoveryAction, admission: Admission, prices: Prices, why_not: str, risk_s: float
+) -> RecoveryOption:
+    """Return the option that hosts which are ready join now: with the best axes, or with those that the job has."""
+    places, join_s = admission.places, find_join_s(admission, prices)
+    ready = min(admission.training + admission.joining, places)
+    first = Phase(pause_s=join_s, speed=ready / places)
+    if admission.plan is not None and admission.has_new_axes:
+        # The planner's speeds are rough: they count in their proportion, and never against a join.
+        kept = first.speed * admission.plan.kept / admission.plan.best
+        is_kept = action is RecoveryAction.KEEP_AXES
+        first = Phase(
+            pause_s=join_s + (0.0 if is_kept else admission.plan.prepare_s),
+            speed=kept if is_kept else first.speed,
+        )
+    phases = list_phases(first, ready, group_returns(admission.awaited), join_s=join_s, places=places)
+    return make_option(action, phases, ready, prices, why_not, risk_s=risk_s)
 
 
 def price_gather(

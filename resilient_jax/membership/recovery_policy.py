@@ -4,8 +4,9 @@ The options and their prices are those of `recovery_options`; the best score win
 - after a loss: to go on at once, or to wait for hosts that are on their way back, which saves a second pause; where a
   pipeline has lost a stage, whether its blocks move at once; where other planned axes are best, whether to take them;
 - while others train: that hosts which are ready join now, or together with others that are on their way, or later,
-  because a join costs all hosts a pause. With many hosts it may cost more than it brings until the next failure, at
-  which they would join without a pause of their own; and a host that is lost again and again costs one each time.
+  because a join costs all hosts a pause; where other planned axes are best then, whether to take them. With many
+  hosts a join may cost more than it brings until the next failure, at which they would join without a pause of their
+  own; and a host that is lost again and again costs one each time.
 When hosts are back, and when the next failure comes, is expected by their own records (`failure_forecast`). Of several
 hosts the first ones are waited for, as far as that pays. What is chosen for slow hosts has a policy of its own.
 
@@ -23,18 +24,20 @@ from resilient_jax.membership.recovery_options import (
     Admission,
     Loss,
     Prices,
+    explain_new_axes,
     explain_refusal,
     find_break_even_s,
-    find_join_s,
+    find_join_break_even_s,
     find_reachable,
     find_usual,
     make_option,
     price_after_loss,
     price_gather,
+    price_join,
     price_kept_stage,
     price_wait,
 )
-from resilient_jax.membership.return_groups import PATIENCE, group_returns, list_phases
+from resilient_jax.membership.return_groups import PATIENCE, group_returns
 from resilient_jax.planning.recovery_score import Phase, describe_s
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
@@ -127,13 +130,11 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
 
 def choose_admission(admission: Admission, prices: Prices) -> Choice:
     """Return whether hosts that are ready join now, with others, or later."""
-    places, join_s = admission.places, find_join_s(admission, prices)
+    places = admission.places
     ready = min(admission.training + admission.joining, places)
     # What losses of the hosts that join would cost the others: they would not have them without these.
     risk_s = prices.joiner_losses * prices.seconds[TimedChange.SHRINK]
     groups = group_returns(admission.awaited)
-    first = Phase(pause_s=join_s, speed=ready / places)
-    now = list_phases(first, ready, groups, join_s=join_s, places=places)
     before = Phase(pause_s=0.0, speed=admission.training / places)
     refusal = "the stage of a host that is ready was kept for it" if admission.has_stage else ""
     refusal = "the next loss may be that of the state" if admission.is_last_copy else refusal
@@ -145,7 +146,8 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     options = {
         option.action: option
         for option in (
-            make_option(RecoveryAction.JOIN, now, ready, prices, risk_s=risk_s),
+            price_join(RecoveryAction.JOIN, admission, prices, "", risk_s),
+            price_join(RecoveryAction.KEEP_AXES, admission, prices, explain_new_axes(admission), risk_s),
             gather or price_gather(admission, prices, 0, refusal or "no other host is on its way", risk_s),
             make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
         )
@@ -157,6 +159,8 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     chosen = choose_option(options, usual, prices, reachable)
     gathers_s = PATIENCE * last.return_s if last is not None else 0.0
     wait_s = {RecoveryAction.GATHER: gathers_s, RecoveryAction.POSTPONE: RECONSIDER_S}.get(chosen, 0.0)
+    if chosen is RecoveryAction.KEEP_AXES:
+        wait_s = find_join_break_even_s(admission, prices)
     choice = make_choice(chosen, usual, tuple(options.values()), prices, wait_s)
     gathers_for = last if chosen is RecoveryAction.GATHER else None
     return dataclasses.replace(choice, num_awaited=gathers_for.count if gathers_for is not None else 0)

@@ -1,4 +1,4 @@
-"""What the loss of a host would make of a job whose trainer runs planned axes, as its first workers report it."""
+"""What losses and joins of hosts would make of a job with planned axes, as its first workers report it."""
 
 import msgspec
 
@@ -8,19 +8,19 @@ PlanAxes = tuple[tuple[str, int], ...]
 """The axes of a replica's devices inside a host with their sizes, outermost first; empty: none are prescribed."""
 
 
-class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of one of these hosts, which are alike, would make. Speeds are parts of the present one.
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What it would make if these hosts were lost at once, or joined. Speeds are parts of the present one.
 
     Attributes:
-        hosts: of which one is lost.
-        kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that are left.
-        best: the estimated speed with the best axes for the hosts that are left.
+        groups: of each of the hosts the index of its group in `PlanOutlook.groups`, or `absent`, ascending.
+        kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that would train.
+        best: the estimated speed with the best axes for them.
         best_axes: those axes.
         prepare_s: how long all wait for the programs of the best axes, in seconds, as compilations took in this job;
             0: they are ready.
     """
 
-    hosts: tuple[HostName, ...]
+    groups: tuple[int, ...]
     kept: float
     best: float
     best_axes: PlanAxes
@@ -28,16 +28,20 @@ class PlanLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of any one host would make of the present generation.
+    """What it would make of the present generation if one host or two at once were lost, or joined.
 
     Attributes:
         generation: the generation.
-        num_hosts: of the generation.
         axes: that it has.
-        losses: by groups of hosts that are alike. Of hosts in none of them it is not known.
+        groups: its hosts. Which one of a group is lost makes no difference.
+        absent: the other hosts of the topology in such groups.
+        losses: that are estimated; of others it is not known what they would make.
+        joins: the same of hosts that are absent.
     """
 
     generation: GenerationNumber
-    num_hosts: int
     axes: PlanAxes
-    losses: tuple[PlanLoss, ...] = ()
+    groups: tuple[tuple[HostName, ...], ...]
+    absent: tuple[tuple[HostName, ...], ...] = ()
+    losses: tuple[PlanChange, ...] = ()
+    joins: tuple[PlanChange, ...] = ()

@@ -295,7 +295,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         entered: the generation in which it has trained last, or trains.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
         slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
-        plans: of the first two workers: what the loss of a host would make of planned axes; None: not known.
+        plans: of the first three workers: what losses of hosts would make of planned axes; None: not known.
     """
 
     state: WorkerState = WorkerState.STARTING

@@ -20,7 +20,7 @@ class RecoveryAction(enum.StrEnum):
     nothing until the host is back, or others have copies of its blocks."""
     KEEP_AXES = "keep_axes"
     """Go on in place with the axes that the job has, for which nothing is compiled, and not with those of the best plan
-    for the hosts that are left."""
+    for the hosts that are left; or have hosts that are ready join so."""
     REPLACE = "replace"
     """Go on in place, with spares, standbys or other hosts in their seats in the places of those that were lost."""
     REFORM = "reform"
@@ -51,6 +51,8 @@ class RecoveryAction(enum.StrEnum):
 
 WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
 """The actions that change no members, and are looked at again."""
+JOINING_ACTIONS = frozenset({RecoveryAction.JOIN, RecoveryAction.KEEP_AXES})
+"""The actions with which hosts that are ready join others that train."""
 KEEPING_ACTIONS = frozenset({RecoveryAction.KEEP_STAGES, RecoveryAction.KEEP_AXES})
 """The actions with which a job has less than the best speed of its hosts, until others are back or a wait is over."""
 
@@ -94,7 +96,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
         devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
         stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
-        plan_axes: of `SHRINK` and `KEEP_AXES`, where the trainer runs planned axes: those of the next generation.
+        plan_axes: of `SHRINK`, `JOIN` and `KEEP_AXES`, in a job with planned axes: those of the next generation.
         has_new_axes: whether these are others than before.
         prepare_s: of those: how long their programs were expected to take, in seconds; 0: they were ready.
     """

@@ -115,7 +115,8 @@ class Arranger:
             )
         self.plan_searcher.note_devices(world)
         plan = self.plan_searcher.find_plan(world.hosts)
-        axes = world.step_services.plan_axes
+        # A host that joins finds in its rehearsal which axes the others have now.
+        axes = () if world.is_rehearsal else world.step_services.plan_axes
         if axes and not (isinstance(plan, Plan) and list_plan_axes(plan) == axes):
             # As the leader decided. With other devices than it knew of they may not fit: then on all hosts alike.
             plan = self.plan_searcher.find_plan_with_axes(world.hosts, axes) or plan

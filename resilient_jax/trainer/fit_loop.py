@@ -150,6 +150,8 @@ class FitLoop:
     def _train(self, world: World) -> None:
         config = self._config
         generation, state = self.open_generation(world)
+        if self._compiler is not None and world.step_services.is_joining:
+            self._compiler.prepare_join(world, generation.layout.arrangement)
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)

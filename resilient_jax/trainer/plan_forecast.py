@@ -1,12 +1,14 @@
-"""What the loss of a host would make of planned axes: estimated while training continues, and reported to the leader.
+"""What losses and joins of hosts would make of planned axes: estimated while training continues, and reported.
 
-The leader decides after a loss whether the job goes on with the axes that it has or with the best ones for the hosts
-that are left. The speeds are those of the planner. What the best ones would make all wait for is measured: their
+The leader decides at a change whether the job goes on with the axes that it has or with the best ones for the hosts
+that train then. The speeds are those of the planner. What the best ones would make all wait for is measured: their
 programs are ready, or take as long as those of the first step did. Their search is done here, ahead, and on other hosts
 where programs are compiled ahead.
 """
 
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -15,18 +17,24 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.planning.plan import Plan
-from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
+logger = logging.getLogger(__name__)
+
 LEAST_COMPILE_S: Final = 1.0
 """Programs that are not ready take at least so long, also if those of the first step came from a cache."""
-NUM_REPORTING: Final = 2
-"""The first hosts report: one is left if any host is lost."""
+NUM_REPORTING: Final = 3
+"""The first hosts report: one is left if any two hosts are lost."""
+MAX_CHANGES: Final = 32
+"""So many losses are estimated, and so many joins, each by two searches; enough for all of six groups of hosts."""
+HostGroups = tuple[tuple[HostName, ...], ...]
+"""In each of them it makes no difference to a plan which host is lost, or joins."""
 
 
 class PlanForecast:
-    """The losses of one generation.
+    """The losses and joins of one generation.
 
     Args:
         searcher: of the job's plans.
@@ -39,61 +47,127 @@ class PlanForecast:
         self, searcher: PlanSearcher, world: World, plan: Plan, is_ready: Callable[[Plan], bool]
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
-        self._losses: tuple[tuple[PlanLoss, Plan], ...] = ()
+        self._present: HostGroups = ()
+        self._absent: HostGroups = ()
+        self._losses: tuple[tuple[PlanChange, Plan], ...] = ()
+        self._joins: tuple[tuple[PlanChange, Plan], ...] = ()
         """Each with the best plan after it."""
 
     def estimate(self, check: CancellationCheck) -> None:
-        """Search the best plans for the hosts that would be left. Thread-safe.
+        """Search the best plans for the hosts that would be left, and for those with others. Thread-safe.
 
         Args:
             check: raises if the search is to end.
         """
-        world = self._world
-        if len(world.hosts) > 1 and world.host in world.hosts[:NUM_REPORTING]:
-            found = []
-            for hosts in self._searcher.group_alike(world.hosts):
-                check()
-                found.append(self._estimate_loss(hosts))
-            self._losses = tuple(one for one in found if one is not None)
+        world, searcher = self._world, self._searcher
+        if world.host not in world.hosts[:NUM_REPORTING]:
+            return
+        self._present = tuple(searcher.group_alike(world.hosts))
+        self._losses = self._estimate_changes(
+            self._present,
+            most=len(world.hosts) - 1,
+            change=lambda lost: tuple(host for host in world.hosts if host not in lost),
+            check=check,
+        )
+        absent = tuple(host for host in searcher.all_hosts if host not in world.hosts)
+        self._absent = tuple(searcher.group_alike(absent))
+        self._joins = self._estimate_changes(
+            self._absent, most=len(absent), change=lambda joining: (*world.hosts, *joining), check=check
+        )
 
     def report(self, compile_s: float) -> None:
-        """Report the losses that are estimated. Thread-safe.
+        """Report what is estimated. Thread-safe.
 
         Args:
             compile_s: how long the programs of a step take in this job, if none of them is ready, in seconds.
         """
-        if not self._losses:
+        if not (self._losses or self._joins):
             return
-        losses = (
-            msgspec.structs.replace(
-                loss, prepare_s=0.0 if self._is_ready(plan) else max(compile_s, LEAST_COMPILE_S)
+        world, compile_s = self._world, max(compile_s, LEAST_COMPILE_S)
+
+        def price(found: tuple[tuple[PlanChange, Plan], ...]) -> tuple[PlanChange, ...]:
+            return tuple(
+                msgspec.structs.replace(change, prepare_s=0.0 if self._is_ready(plan) else compile_s)
+                for change, plan in found
             )
-            for loss, plan in self._losses
-        )
-        world = self._world
+
         world.step_services.report_plans(
             PlanOutlook(
                 generation=world.generation,
-                num_hosts=len(world.hosts),
                 axes=list_plan_axes(self._plan),
-                losses=tuple(losses),
+                groups=self._present,
+                absent=self._absent,
+                losses=price(self._losses),
+                joins=price(self._joins),
             )
         )
 
-    def _estimate_loss(self, alike: tuple[HostName, ...]) -> tuple[PlanLoss, Plan] | None:
-        left = tuple(host for host in self._world.hosts if host != alike[-1])
+    def _estimate_changes(
+        self,
+        groups: HostGroups,
+        *,
+        most: int,
+        change: Callable[[list[HostName]], tuple[HostName, ...]],
+        check: CancellationCheck,
+    ) -> tuple[tuple[PlanChange, Plan], ...]:
+        """Return the likeliest changes, with the plans after them.
+
+        Args:
+            groups: of the hosts that are lost or join.
+            most: how many of them can be.
+            change: returns the hosts that train after a loss or join of these.
+            check: raises if the search is to end.
+        """
+        likely = [one for one in list_likely_groups([len(group) for group in groups]) if len(one) <= most]
+        if len(likely) > MAX_CHANGES:
+            # After another one each host takes the best plan, and the decision says why.
+            logger.info("planner: estimates %d of %d kinds of changes of hosts", MAX_CHANGES, len(likely))
+        found = []
+        for chosen in likely[:MAX_CHANGES]:
+            check()
+            # Of two hosts of one group the last two.
+            hosts = [groups[index][-1 - chosen[:place].count(index)] for place, index in enumerate(chosen)]
+            found.append(self._estimate_change(chosen, change(hosts)))
+        return tuple(one for one in found if one is not None)
+
+    def _estimate_change(
+        self, groups: tuple[int, ...], hosts: tuple[HostName, ...]
+    ) -> tuple[PlanChange, Plan] | None:
         try:
-            best = self._searcher.find_plan(left)
+            best = self._searcher.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return None
         if not isinstance(best, Plan):
             return None
         # v = t_now / t_then: a step has the same examples.
-        kept_s = self._searcher.estimate_step_s(left, self._plan)
-        loss = PlanLoss(
-            hosts=alike,
+        kept_s = self._searcher.estimate_step_s(hosts, self._plan)
+        change = PlanChange(
+            groups=groups,
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
             best=self._plan.step_time_s / best.step_time_s,
             best_axes=list_plan_axes(best),
         )
-        return loss, best
+        return change, best
+
+
+def list_likely_groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return from which groups one host may be, or two: the likeliest first.
+
+    Args:
+        sizes: of the groups.
+
+    Returns:
+        The indices of their groups, ascending.
+
+    >>> list_likely_groups([2, 1])
+    [(0,), (1,), (0, 1), (0, 0)]
+    """
+    ones = [((index,), size) for index, size in enumerate(sizes)]
+    pairs = [
+        # n (n - 1) / 2 pairs are within a group, n m of two groups.
+        ((one, other), sizes[one] * (sizes[one] - 1) // 2 if one == other else sizes[one] * sizes[other])
+        for one, other in itertools.combinations_with_replacement(range(len(sizes)), 2)
+    ]
+    return [
+        groups for found in (ones, pairs) for groups, count in sorted(found, key=lambda one: -one[1]) if count
+    ]

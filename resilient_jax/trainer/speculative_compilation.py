@@ -23,7 +23,7 @@ from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
-from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
+from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.plan_forecast import PlanForecast
 from resilient_jax.trainer.train_step import TrainStep
@@ -33,6 +33,8 @@ Tree = Any
 """A pytree."""
 MAX_HOSTS_FOR_ALL_PAIRS: Final = 8
 """Up to so many hosts every pair is a case; beyond, neighbors only, because only the number of hosts left matters."""
+MAX_COMPILE_S: Final = 600.0
+"""Programs are assumed to take no longer: the leader takes axes that give back more until the next failure."""
 
 Key = tuple[object, ...]
 
@@ -84,16 +86,44 @@ class SpeculativeCompiler:
             lambda plan: _make_key(self._planner.make_arrangement(plan, devices, params)) in known,
         )
 
-    def _estimate_losses(self, check: CancellationCheck) -> bool:
-        """Search the plans after a loss, and report them; return False: nothing is compiled."""
+    def _estimate_changes(self, check: CancellationCheck) -> bool:
+        """Search the plans after losses and joins, and report them; return False: nothing is compiled."""
         forecast = self._forecast
         if forecast is not None:
             forecast.estimate(check)
             self._report_forecast()
         return False
 
+    def prepare_join(self, world: World, best: Arrangement) -> None:
+        """Compile for the axes that the others train with, in the rehearsal of a host that joins them.
+
+        The leader may keep these, because the others' programs for the best axes are not ready, and cost more than such
+        axes give back. Where they give back much nothing is compiled, and the host is ready sooner.
+
+        Args:
+            world: of the rehearsal.
+            best: the arrangement for all hosts that is rehearsed.
+        """
+        axes = world.step_services.plan_axes
+        if not axes:
+            present = self._planner.find_plan(tuple(host for host in world.hosts if host != world.host))
+            axes = list_plan_axes(present) if isinstance(present, Plan) else ()
+        kept = self._planner.find_plan_with_axes(world.hosts, axes) if axes else None
+        if kept is None or best.plan is None:
+            return
+        # What they give back: D (1 - v / v_best) = D (1 - t_best / t), in s.
+        if (
+            world.step_services.next_failure_s * (1 - best.plan.step_time_s / kept.step_time_s)
+            > MAX_COMPILE_S
+        ):
+            return
+        devices, params = world.local_devices, self._programs.abstract_state.variables.params
+        then = self._planner.make_arrangement(kept, devices, params)
+        if _make_key(then) != _make_key(best):
+            compile_step(self._programs, then, devices, self._example, self._job, lambda: None)
+
     def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
-        """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after a loss.
+        """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after changes.
 
         Args:
             world: of this generation.
@@ -102,7 +132,7 @@ class SpeculativeCompiler:
         # Of this generation only: programs that were compiled for another one are gone.
         known: set[Key] = {_make_key(current)}
         self._forecast = self._make_forecast(world, current, known)
-        yield CompilationJob("plans after a loss", self._estimate_losses)
+        yield CompilationJob("plans after a change", self._estimate_changes)
         if not self._is_on:
             return
         reduction = AccumulationCall(

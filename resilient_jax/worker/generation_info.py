@@ -1,6 +1,7 @@
 """The facts of one generation as this worker sees them, and meshes over its devices."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -36,9 +37,11 @@ class GenerationInfo:
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
-        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
+        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, that the others have.
+            Empty: each finds the best plan.
         is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
             has left.
+        next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
         events: what this worker recorded on its way into this generation, oldest first.
     """
 
@@ -54,6 +57,7 @@ class GenerationInfo:
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
     is_joining: bool = False
+    next_failure_s: float = math.inf
     events: tuple[Event, ...] = ()
 
     @property

@@ -29,6 +29,7 @@ from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
+from resilient_jax.membership.failure_forecast import estimate_rate
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.step.reducer import Reducer
@@ -156,6 +157,8 @@ def _rehearse(
         # As the leader decides when this host is a member: a stage that is kept for it stays where it is.
         stage_hosts=generation.stage_hosts if is_kept else (),
         earlier_stage_hosts=() if is_kept else (*generation.earlier_stage_hosts, present),
+        plan_axes=generation.plan_axes,
+        next_failure_s=1 / estimate_rate(generation.history, hosts),
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)

@@ -1,6 +1,7 @@
 """What a step that is not made by `World.accumulate_microbatches` needs of the worker, such as that of a pipeline."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -32,8 +33,10 @@ class StepServices:
         layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
-        plan_axes: the planned axes that every worker takes; empty: those of the best plan.
+        plan_axes: the planned axes that every worker takes; in a rehearsal, that the others have. Empty: those of the
+            best plan.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
+        next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
     """
 
     host: HostName
@@ -47,6 +50,7 @@ class StepServices:
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
     throttle: DeviceThrottle | None = None
+    next_failure_s: float = math.inf
 
     @property
     def wait_timeout_s(self) -> float:

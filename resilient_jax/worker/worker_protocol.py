@@ -439,7 +439,7 @@ def report_slow_hosts(
 
 
 def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:
-    """The loss of a host would make this of planned axes, as this worker has estimated, one of the first two."""
+    """Losses of hosts would make this of planned axes, as this worker has estimated, one of the first three."""
     return _report(state, plans=plans) if plans != state.report.plans else (state, ())
 
 

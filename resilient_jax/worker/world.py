@@ -112,6 +112,7 @@ class World:
             info.earlier_stage_hosts,
             info.plan_axes,
             reducer.throttle,
+            info.next_failure_s,
         )
 
     # Devices and meshes.

@@ -151,22 +151,24 @@ away, less the pause."""
 
 
 @pytest.mark.parametrize(
-    ("words", "action", "plan"),
+    ("victims", "words", "action", "plan"),
     [
-        (["--no-compile-ahead"], "keep_axes", "replica 3 x fsdp 2"),
-        ([], "shrink", "replica 6"),
+        (["host-1"], ["--no-compile-ahead"], "keep_axes", "replica 3 x fsdp 2"),
+        (["host-1", "host-3"], ["--no-compile-ahead"], "keep_axes", "replica 2 x fsdp 2"),
+        (["host-1"], [], "shrink", "replica 6"),
     ],
 )
 def test_the_leader_keeps_axes_where_programs_of_better_ones_are_slow_and_not_ready(
-    tmp_path, words, action, plan
+    tmp_path, victims, words, action, plan
 ):
-    survivors = ["host-0", "host-2", "host-3"]
+    survivors = [f"host-{index}" for index in range(4) if f"host-{index}" not in victims]
     with launch(tmp_path, "--trace-s", str(TRACE_S), *words) as job:
-        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
-        job.wait_held(["host-1"], DEADLINE_S)
+        job.hold(FailPoint.BEFORE_REDUCE, victims, 3)
+        # None of them answers before it is killed, so they are lost in one change.
+        job.wait_held(victims, DEADLINE_S)
         if not words:
             wait_compiled_ahead(job, survivors, [OVER_THREE], DEADLINE_S)
-        killed_s = job.kill(JobComponent.WORKER, "host-1")
+        killed_s = min([job.kill(JobComponent.WORKER, victim) for victim in victims])
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         later = [event for event in job.read_events() if event.monotonic_s > killed_s]
@@ -221,6 +223,15 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
                 )
             )
             wait_joining(job, "host-3", DEADLINE_S)
+        job.wait_report(
+            "the axes of four hosts, as the leader decided",
+            lambda report: (
+                report.generation is not None
+                and len(report.generation.members) == 4
+                and dict(report.generation.plan_axes).get("fsdp") == 2
+            ),
+            DEADLINE_S,
+        )
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         events = job.read_events()
     assert "replica 4 x fsdp 2" in {e.detail["plan"] for e in events if e.kind is EventKind.PLAN_CHOSEN}

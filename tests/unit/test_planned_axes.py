@@ -1,4 +1,6 @@
-"""The planned axes after a loss: by brute force, by the machine, whoever leads, and as workers estimate them."""
+"""The planned axes after a loss or a join: by brute force, by the machine, whoever leads, and as they are read."""
+
+import dataclasses
 
 import msgspec
 import pytest
@@ -8,10 +10,16 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
-from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S, choose_after_loss
-from resilient_jax.protocol.plan_records import PlanLoss, PlanOutlook
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.membership.planned_axes import find_plan_loss
+from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices
+from resilient_jax.membership.recovery_policy import (
+    HYSTERESIS,
+    MIN_SAVED_S,
+    choose_admission,
+    choose_after_loss,
+)
+from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
+from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 
 AXES = (("fsdp", 2), ("expert", 1), ("tensor", 1))
@@ -21,26 +29,46 @@ KEPT, BEST = 0.7, 0.75
 """Speeds of three hosts of four."""
 
 
+BEST_OF_TWO = 0.6
+"""Of two hosts of four."""
+
+
 def estimate(
-    *, prepare_s: float, kept: float = KEPT, best_axes=BEST_AXES, generation: int = 1, names=NAMES
+    *,
+    prepare_s: float,
+    kept: float = KEPT,
+    best_axes=BEST_AXES,
+    generation: int = 1,
+    most_lost: int = 2,
 ) -> PlanOutlook:
-    loss = PlanLoss(hosts=names, kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s)
+    losses = (
+        PlanChange(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
+        PlanChange(
+            groups=(0, 0), kept=kept - 0.2, best=BEST_OF_TWO, best_axes=best_axes, prepare_s=prepare_s
+        ),
+    )
     return PlanOutlook(
-        generation=GenerationNumber(generation), num_hosts=len(names), axes=AXES, losses=(loss,)
+        generation=GenerationNumber(generation), axes=AXES, groups=(NAMES,), losses=losses[:most_lost]
     )
 
 
-def play(seconds: float, pause_s: float, speed: float, return_s: float | None, join_s: float) -> float:
-    """Return what is trained in that time, moment by moment: a host that is back joins, and all have full speed."""
+def play(
+    seconds: float, pause_s: float, speed: float, returns_s: list[float], join_s: float, num_lost: int
+) -> float:
+    """Return what is trained in that time, moment by moment: hosts of four that are back join, with the best axes."""
     moments, trained = 4000, 0.0
+    busy_until_s, left = pause_s, list(returns_s)
     for moment in range(moments):
         now_s = (moment + 0.5) * seconds / moments
-        # The join begins when the host is back, but not before the pause is over.
-        join_begins_s = max(return_s, pause_s) if return_s is not None else float("inf")
-        if now_s >= join_begins_s + join_s:
-            trained += 1.0
-        elif pause_s <= now_s < join_begins_s:
-            trained += speed
+        if now_s < busy_until_s:
+            continue
+        if left and left[0] <= now_s:
+            # Whoever is back in the pause joins after it.
+            begins_s = max(left.pop(0), busy_until_s)
+            busy_until_s, speed = begins_s + join_s, (4 - num_lost + len(returns_s) - len(left)) / 4
+            if now_s < busy_until_s:
+                continue
+        trained += speed
     return trained * seconds / moments
 
 
@@ -49,28 +77,39 @@ def play(seconds: float, pause_s: float, speed: float, return_s: float | None, j
     kept=st.floats(0.1, 0.75),
     form_s=st.floats(0.1, 5.0),
     place_s=st.floats(0.1, 5.0),
-    return_s=st.none() | st.floats(1.0, 60.0),
+    # Far enough from each other to be no group, which would be waited for together.
+    returns_s=st.lists(st.sampled_from((1.0, 8.0, 20.0, 50.0)), max_size=2, unique=True).map(sorted),
     next_failure_s=st.floats(20.0, 2000.0),
+    num_lost=st.sampled_from((1, 2)),
 )
 def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
-    prepare_s, kept, form_s, place_s, return_s, next_failure_s
+    prepare_s, kept, form_s, place_s, returns_s, next_failure_s, num_lost
 ):
+    returns_s = returns_s[:num_lost]
+    best = (4 - num_lost) / 4
+    kept = min(kept, best)
     seconds = {**PRIOR_S, TimedChange.SHRINK: form_s, TimedChange.NEW_AXES: place_s}
-    plan = PlanLoss(hosts=NAMES, kept=kept, best=0.75, best_axes=BEST_AXES, prepare_s=prepare_s)
+    # All four hosts trained before the loss, so parts of the present speed are parts of that of all.
+    plan = PlanChange(groups=(0,) * num_lost, kept=kept, best=best, best_axes=BEST_AXES, prepare_s=prepare_s)
     loss = Loss(
         places=4,
-        ready=3,
-        awaited=(return_s,) if return_s is not None else (),
+        ready=4 - num_lost,
+        awaited=tuple(returns_s),
         plan=plan,
         has_new_axes=True,
+        num_lost=num_lost,
     )
     choice = choose_after_loss(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
     join_s = seconds[TimedChange.GROW]
-    trained = {
-        RecoveryAction.SHRINK: play(next_failure_s, max(form_s, place_s) + prepare_s, 0.75, return_s, join_s),
-        RecoveryAction.KEEP_AXES: play(next_failure_s, form_s, kept, return_s, join_s),
+    pauses_s = {
+        RecoveryAction.SHRINK: (max(form_s, place_s) + prepare_s, best),
+        RecoveryAction.KEEP_AXES: (form_s, kept),
     }
-    best_speed = 1.0 if return_s is not None else 0.75
+    trained = {
+        action: play(next_failure_s, pause_s, speed, returns_s, join_s, num_lost)
+        for action, (pause_s, speed) in pauses_s.items()
+    }
+    best_speed = (4 - num_lost + len(returns_s)) / 4
     lost = {action: next_failure_s * best_speed - found for action, found in trained.items()}
     saved_s = (lost[RecoveryAction.SHRINK] - lost[RecoveryAction.KEEP_AXES]) / best_speed
     margin_s = max(HYSTERESIS * lost[RecoveryAction.SHRINK] / best_speed, MIN_SAVED_S)
@@ -119,6 +158,38 @@ def test_where_programs_are_ready_the_best_axes_follow(restarts):
     assert (decided(job).action, job.generation.plan_axes) == (RecoveryAction.SHRINK, BEST_AXES)
 
 
+@pytest.mark.parametrize("names", ["bc", "bd", "ab"])
+def test_after_the_loss_of_two_hosts_at_once_axes_are_kept_by_the_same_rules(names):
+    job = lose(30.0, 30.0, names=names)
+    decision = decided(job)
+    assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, tuple(names))
+    assert all(f"{name}: its worker ended" in decision.reason for name in names), "one after the other"
+    assert job.generation.plan_axes == AXES
+    assert decision.wait_s == pytest.approx(30.4 / (BEST_OF_TWO - KEPT + 0.2))
+    assert (decided(lose(0.0, 0.0, names=names)).action) is RecoveryAction.SHRINK
+
+
+def test_the_entry_is_that_of_the_groups_which_lost_a_host():
+    groups = tuple(tuple(map(HostName, names)) for names in ("ac", "bd"))
+    job = training(*"abcd", spare_seats=8)
+    losses = tuple(
+        PlanChange(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
+        for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1)], 1)
+    )
+    plans = PlanOutlook(generation=GenerationNumber(1), axes=AXES, groups=groups, losses=losses)
+    for name in "abc":
+        job.report(name, plans=plans)
+    statuses = {status.host: status for status in job.state.hosts.values()}
+    for gone, axis in {"a": 1, "d": 2, "ac": 3, "ab": 4, "cd": 4, "bd": 5}.items():
+        kept = [status for host, status in statuses.items() if host not in gone]
+        found = find_plan_loss(kept, ())
+        assert found is not None
+        assert found[1].best_axes == (("fsdp", axis),)
+        assert find_plan_loss(kept, [statuses[HostName(gone[0])]]) is None, "another one has its place"
+    assert find_plan_loss(list(statuses.values()), ()) is None
+    assert find_plan_loss([statuses[HostName("a")]], ()) is None, "three are estimated by nobody"
+
+
 def test_the_later_one_of_two_workers_counts():
     assert decided(lose(0.0, 30.0)).action is RecoveryAction.KEEP_AXES
 
@@ -126,9 +197,9 @@ def test_the_later_one_of_two_workers_counts():
 @pytest.mark.parametrize(
     ("changes", "why_not"),
     [
-        ({"names": "bc"}, "no planned axes are known for the hosts that are left"),
-        ({"generation": 0}, "no planned axes are known for the hosts that are left"),
-        ({"kept": 0.0}, "its axes do not fit the hosts that are left"),
+        ({"names": "bc", "most_lost": 1}, "no planned axes are known for the hosts that would train"),
+        ({"generation": 0}, "no planned axes are known for the hosts that would train"),
+        ({"kept": 0.0}, "its axes do not fit the hosts that would train"),
         ({"best_axes": AXES}, "the best axes are those that the job has"),
     ],
 )
@@ -249,3 +320,160 @@ def test_a_change_is_measured_by_its_axes(prepare_s, measured):
     job.worker("d", exit_code=-9)  # with the next generation it is written
     times = {time.change: time.typical_s for time in job.generation.history.times}
     assert times == ({measured: pytest.approx(2.0)} if measured is not None else {})
+
+
+def foresee_join(prepare_s: float, *, kept: float = 1.27, best_axes=BEST_AXES, groups=((0,),)) -> PlanOutlook:
+    """Return what workers of three hosts estimate of the join of d."""
+    joins = tuple(
+        PlanChange(groups=joining, kept=kept, best=1.3, best_axes=best_axes, prepare_s=prepare_s)
+        for joining in groups
+    )
+    names = tuple(map(HostName, "abc"))
+    return PlanOutlook(
+        generation=GenerationNumber(1), axes=AXES, groups=(names,), absent=((HostName("d"),),), joins=joins
+    )
+
+
+def join(plans: PlanOutlook | None, *, failures: int = 0, is_new_leader: bool = False, **changes) -> Job:
+    """Return a job of three hosts that d joins; with so many failures it expects the next one soon."""
+    job = training(*"abc", spare_seats=8)
+    job.config = dataclasses.replace(job.config, num_hosts=4)
+    job.state = job.state
+    history = msgspec.structs.replace(job.generation.history, failures=failures, observed_s=1000.0)
+    job.state = dataclasses.replace(
+        job.state, generation=msgspec.structs.replace(job.generation, history=history)
+    )
+    for name in "abc":
+        job.report(name, plans=plans)
+    if is_new_leader:
+        change_leader(job)
+    job.report("d", state=WorkerState.IDLE)
+    if changes:
+        job.change("d", **changes)
+    job.take_seat("d")
+    assert job.phase is GenerationPhase.PAUSE
+    return job
+
+
+@pytest.mark.parametrize("is_new_leader", [False, True])
+def test_the_axes_of_a_join_are_in_the_record_that_all_obey(is_new_leader):
+    job = join(foresee_join(0.0), is_new_leader=is_new_leader)
+    assert (decided(job).action, decided(job).has_new_axes) == (RecoveryAction.JOIN, True)
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), BEST_AXES)
+
+
+@pytest.mark.parametrize("plans", [None, foresee_join(0.0, groups=())])
+def test_where_a_join_is_not_foreseen_each_worker_takes_the_best_plan(plans):
+    job = join(plans)
+    (kept,) = [option for option in decided(job).options if option.action is RecoveryAction.KEEP_AXES]
+    assert kept.why_not == "no planned axes are known for the hosts that would train"
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+def test_a_host_with_fewer_devices_than_its_own_is_not_foreseen():
+    job = join(foresee_join(0.0), devices="2 of 3 devices")
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+
+
+def test_where_another_host_leaves_before_the_join_its_axes_are_not_those_that_were_decided():
+    job = join(foresee_join(0.0))
+    job.change("c", is_draining=True)
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abd"), ())
+
+
+FAILURES = 100
+"""In 1000 s: the next one is expected in less than a minute."""
+
+
+def test_hosts_join_with_the_axes_that_the_job_has_where_other_programs_take_longer_than_they_give_back():
+    job = join(foresee_join(4.0), failures=FAILURES)
+    decision = decided(job)
+    assert (decision.action, decision.joining) == (RecoveryAction.KEEP_AXES, ("d",))
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), AXES)
+    job.form()
+    job.train(7)
+    # They are given up when they have cost as much, or at the time of the next failure.
+    assert decision.wait_s == pytest.approx(min(4.0 / (1 - 1.27 / 1.3), decision.next_failure_s))
+    job.wait(0.9 * decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE
+    job.wait(0.2 * decision.wait_s)
+    assert job.phase is GenerationPhase.PAUSE
+    assert "enough: the best" in job.generation.reason
+    stop_at_boundary(job, 8)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    job.form()
+    job.train(9)
+    job.wait(2 * decision.wait_s)
+    assert job.phase is GenerationPhase.ACTIVE, "once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why_not"),
+    [
+        ({"kept": 0.0}, "its axes do not fit the hosts that would train"),
+        ({"best_axes": AXES}, "the best axes are those that the job has"),
+    ],
+)
+def test_why_hosts_do_not_join_with_the_axes_that_the_job_has(changes, why_not):
+    decision = decided(join(foresee_join(4.0, **changes), failures=FAILURES))
+    assert decision.action is RecoveryAction.JOIN
+    (kept,) = [option for option in decision.options if option.action is RecoveryAction.KEEP_AXES]
+    assert kept.why_not == why_not
+
+
+@pytest.mark.parametrize("prepare_s", [0.0, 4.0])
+def test_the_time_of_a_join_is_measured_where_no_programs_were_waited_for(prepare_s):
+    job = training(*"abc", spare_seats=8)
+    job.config = dataclasses.replace(job.config, num_hosts=4)
+    job.state = job.state
+    job.wait(10.0)
+    job.train(15)
+    for name in "abc":
+        job.report(name, plans=foresee_join(prepare_s))
+    job.report("d", state=WorkerState.IDLE)
+    job.take_seat("d")
+    stop_at_boundary(job, 16)
+    assert job.generation.plan_axes == BEST_AXES
+    job.form()
+    job.wait(3.0)
+    job.train(17)
+    job.worker("d", exit_code=-9)  # with the next generation it is written
+    times = {time.change for time in job.generation.history.times}
+    assert times == ({TimedChange.GROW} if not prepare_s else set())
+
+
+@given(
+    prepare_s=st.floats(0.0, 30.0),
+    kept=st.floats(0.5, 1.0),
+    join_s=st.floats(0.1, 5.0),
+    returns_s=st.lists(st.sampled_from((6.0, 20.0)), max_size=1),
+    next_failure_s=st.floats(20.0, 500.0),
+)
+def test_the_axes_of_a_join_are_the_better_ones_played_moment_by_moment(
+    prepare_s, kept, join_s, returns_s, next_failure_s
+):
+    """Of four hosts two train, one is ready, and the last may come back."""
+    plan = PlanChange(groups=(0,), kept=1.5 * kept, best=1.5, best_axes=BEST_AXES, prepare_s=prepare_s)
+    admission = Admission(
+        places=4, training=2, joining=1, awaited=tuple(returns_s), plan=plan, has_new_axes=True
+    )
+    seconds = {**PRIOR_S, TimedChange.GROW: join_s}
+    choice = choose_admission(admission, Prices(seconds=seconds, next_failure_s=next_failure_s))
+    trained = {
+        RecoveryAction.JOIN: play(next_failure_s, join_s + prepare_s, 0.75, returns_s, join_s, 1),
+        RecoveryAction.KEEP_AXES: play(next_failure_s, join_s, 0.75 * kept, returns_s, join_s, 1),
+        RecoveryAction.POSTPONE: 0.5 * next_failure_s,
+    }
+    if choice.action is RecoveryAction.GATHER:
+        return
+    best_speed = (3 + len(returns_s)) / 4
+    lost = {action: next_failure_s - found / best_speed for action, found in trained.items()}
+    saved_s = lost[choice.action] - min(lost.values())
+    # Within the moments: no other choice saves as much as it takes to make it.
+    margin_s = max(HYSTERESIS * lost[RecoveryAction.JOIN], MIN_SAVED_S)
+    assert saved_s <= (margin_s if choice.action is RecoveryAction.JOIN else 0) + 0.005 * next_failure_s

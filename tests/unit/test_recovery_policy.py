@@ -24,6 +24,7 @@ from resilient_jax.planning.recovery_score import (
     estimate_failure_rate,
     score_phases,
 )
+from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryAction, TimedChange
 
 NUMBER = GenerationNumber(2)
@@ -74,6 +75,17 @@ def draw_loss(draw) -> Loss:
     )
 
 
+PLANS = st.builds(
+    lambda best, kept, prepare_s: PlanChange(
+        groups=(0,), kept=kept * best, best=best, best_axes=(), prepare_s=prepare_s
+    ),
+    best=st.floats(0.1, 2.0),
+    kept=st.floats(0.0, 1.0),
+    prepare_s=st.floats(0.0, 100.0),
+)
+"""What the join of a host makes of planned axes."""
+
+
 @st.composite
 def draw_admission(draw) -> Admission:
     places = draw(st.integers(2, 4096))
@@ -87,6 +99,8 @@ def draw_admission(draw) -> Admission:
         can_join_in_place=draw(st.booleans()),
         is_last_copy=draw(st.booleans()),
         before=draw(st.sampled_from((None, RecoveryAction.POSTPONE))),
+        plan=draw(st.none() | PLANS),
+        has_new_axes=draw(st.booleans()),
     )
 
 
@@ -158,7 +172,8 @@ def test_a_faster_transition_never_loses(loss, prices, faster):
 def test_a_longer_time_to_the_next_failure_favors_a_join_over_its_postponing(admission, prices, longer):
     admission = dataclasses.replace(admission, awaited=())
     # A job whose pauses outlast the time between two failures trains in no case.
-    shortest_s = sum(prices.seconds.values())
+    prepare_s = admission.plan.prepare_s if admission.plan is not None else 0.0
+    shortest_s = sum(prices.seconds.values()) + prepare_s
     prices = dataclasses.replace(prices, next_failure_s=shortest_s + prices.next_failure_s)
     if choose_admission(admission, prices).action is not RecoveryAction.JOIN:
         return

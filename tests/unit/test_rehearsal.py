@@ -19,6 +19,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.failures import RehearsalFailed
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.recovery_records import JobHistory
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
@@ -309,3 +310,21 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
         [],
     )
     assert seen == [tuple(hosts)]
+
+
+def test_a_rehearsal_knows_the_axes_of_the_others_and_when_the_next_failure_is_expected():
+    axes = (("fsdp", 2),)
+    history = JobHistory(observed_s=3600.0, failures=9)
+    generation = msgspec.structs.replace(ORDER.generation, plan_axes=axes, history=history)
+    order = msgspec.structs.replace(ORDER, generation=generation)
+    seen: list[tuple[object, float]] = []
+    rehearse(
+        lambda world: seen.append((world.step_services.plan_axes, world.step_services.next_failure_s)),
+        order,
+        StandaloneControl("b"),
+        lambda: None,
+        make_local_opener(),
+        [],
+    )
+    # Nine failures in an hour, of which an hour counts as the prior.
+    assert seen == [(axes, pytest.approx(800.0, rel=0.01))]

@@ -1,6 +1,8 @@
 """Whether a trainer's hosts may have axes of their own, and what a plan says where they may not."""
 
 import dataclasses
+import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,9 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.topology import NumberFormat, Peak
+from resilient_jax.trainer import plan_forecast, speculative_compilation
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
-from resilient_jax.trainer.plan_forecast import PlanForecast
+from resilient_jax.trainer.plan_forecast import PlanForecast, list_likely_groups
 from resilient_jax.trainer.planner import allows_axes_by_host
 
 PROFILE = small_profile()
@@ -109,11 +112,13 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
     assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
 
 
-def make_forecast(topology, *, is_ready=False) -> tuple[PlanForecast, list[PlanOutlook]]:
-    """Return the forecast of a generation of all hosts, and what it will have reported."""
+def make_forecast(
+    topology, *, is_ready=False, num_hosts: int | None = None
+) -> tuple[PlanForecast, list[PlanOutlook]]:
+    """Return the forecast of a generation of all hosts, or the first ones, and what it will have reported."""
     reported: list[PlanOutlook] = []
     searcher = make_searcher(topology)
-    hosts = searcher.all_hosts
+    hosts = searcher.all_hosts[:num_hosts]
     world: Any = SimpleNamespace(
         hosts=hosts,
         host=hosts[0],
@@ -134,21 +139,121 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
     forecast.estimate(lambda: None)
     forecast.report(20.0)
     forecast.report(0.0)
-    ((loss,), searcher) = reported[0].losses, make_searcher(topology)
+    searcher = make_searcher(topology)
     hosts = searcher.all_hosts
-    now, best = searcher.find_plan(hosts), searcher.find_plan(hosts[:-1])
+    now = searcher.find_plan(hosts)
     assert isinstance(now, Plan)
-    assert isinstance(best, Plan)
-    assert (reported[0].num_hosts, reported[0].axes) == (8, list_plan_axes(now))
-    assert (loss.hosts, loss.best_axes, loss.prepare_s) == (
-        hosts,
-        list_plan_axes(best),
-        0.0 if is_ready else 20.0,
+    assert (reported[0].groups, reported[0].axes) == ((hosts,), list_plan_axes(now))
+    assert [loss.groups for loss in reported[0].losses] == [(0,), (0, 0)]
+    for loss, again in zip(reported[0].losses, reported[1].losses, strict=True):
+        best = searcher.find_plan(hosts[: -len(loss.groups)])
+        assert isinstance(best, Plan)
+        assert (loss.best_axes, loss.prepare_s) == (list_plan_axes(best), 0.0 if is_ready else 20.0)
+        # Also where the first step found its programs in a cache: what is not ready takes time.
+        assert (again.prepare_s == 0) is is_ready
+        assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
+        assert 0 < loss.kept <= loss.best
+
+
+def test_losses_of_two_hosts_are_estimated_by_the_groups_that_lose_one():
+    topology = hosts_with([4] * 4)
+    for host in topology.hosts[2:]:
+        topology = topology.slowed(host.name, 0.6)
+    forecast, reported = make_forecast(topology)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    searcher = make_searcher(topology)
+    now = searcher.find_plan(searcher.all_hosts)
+    assert isinstance(now, Plan)
+    found = {loss.groups: loss for loss in reported[0].losses}
+    places = {host: index for index, group in enumerate(reported[0].groups) for host in group}
+    for num_lost in (1, 2):
+        for lost in itertools.combinations(searcher.all_hosts, num_lost):
+            left = tuple(host for host in searcher.all_hosts if host not in lost)
+            best = searcher.find_plan(left)
+            assert isinstance(best, Plan)
+            loss = found[tuple(sorted(places[host] for host in lost))]
+            assert loss.best == pytest.approx(now.step_time_s / best.step_time_s), "whichever of the groups"
+    assert len({loss.best for loss in found.values()}) == len(found) == 5
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_what_a_join_makes_of_the_axes_is_estimated_for_the_hosts_that_are_absent(is_ready):
+    topology = hosts_with([2] * 8)
+    forecast, reported = make_forecast(topology, num_hosts=5, is_ready=is_ready)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    searcher = make_searcher(topology)
+    hosts = searcher.all_hosts
+    now = searcher.find_plan(hosts[:5])
+    assert isinstance(now, Plan)
+    assert (reported[0].groups, reported[0].absent) == ((hosts[:5],), (hosts[5:],))
+    assert [join.groups for join in reported[0].joins] == [(0,), (0, 0)]
+    for join in reported[0].joins:
+        best = searcher.find_plan(hosts[: 5 + len(join.groups)])
+        assert isinstance(best, Plan)
+        assert (join.best_axes, join.prepare_s) == (list_plan_axes(best), 0.0 if is_ready else 20.0)
+        assert join.best == pytest.approx(now.step_time_s / best.step_time_s)
+        assert 0 < join.kept <= join.best
+
+
+def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_where_they_may_be_kept(monkeypatch):
+    searcher = make_searcher(hosts_with([2] * 4))
+    hosts = searcher.all_hosts
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        speculative_compilation, "compile_step", lambda _, then, *__: compiled.append(then.replica_shape)
     )
-    # Also where the first step found its programs in a cache: what is not ready takes time.
-    assert (reported[1].losses[0].prepare_s == 0) is is_ready
-    assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
-    assert 0 < loss.kept <= loss.best
+    placement = SimpleNamespace(with_abstract_mesh=lambda: "of two devices")
+
+    def arrange(plan, *_) -> Any:
+        return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement, plan=plan)
+
+    monkeypatch.setattr(searcher, "make_arrangement", arrange)
+    programs: Any = SimpleNamespace(
+        abstract_state=SimpleNamespace(variables=SimpleNamespace(params=None)), abstract_sums=None
+    )
+    config: Any = SimpleNamespace(
+        planner=rj.Planner(topology="unread"),
+        recipe=SimpleNamespace(num_microbatches=24),
+        parallelism=SimpleNamespace(reduction="exact"),
+    )
+    compiler = speculative_compilation.SpeculativeCompiler(searcher, config, programs, None)
+    best = searcher.find_plan(hosts)
+    present = searcher.find_plan(hosts[:-1])
+    assert isinstance(best, Plan)
+    assert isinstance(present, Plan)
+    for decided in ((), *((("fsdp", fsdp), ("expert", 1), ("tensor", 1)) for fsdp in (1, 2))):
+        axes = decided or list_plan_axes(present)
+        kept = searcher.find_plan_with_axes(hosts, axes)
+        assert kept is not None
+        slower = 1 - best.step_time_s / kept.step_time_s
+        for gain_s in (599.0, 601.0):
+            compiled.clear()
+            services = SimpleNamespace(plan_axes=decided, next_failure_s=gain_s / slower if slower else 1e9)
+            world: Any = SimpleNamespace(
+                hosts=hosts, host=hosts[-1], local_devices=[], step_services=services
+            )
+            compiler.prepare_join(world, arrange(best))
+            is_needed = axes != list_plan_axes(best) and gain_s < speculative_compilation.MAX_COMPILE_S
+            assert compiled == ([axes] if is_needed else [])
+
+
+def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypatch):
+    sizes = [1, 5, 2, 1]
+    losses = list_likely_groups(sizes)
+    hosts = [index for index, size in enumerate(sizes) for _ in range(size)]
+    counts = Counter(
+        tuple(sorted(lost)) for number in (1, 2) for lost in itertools.combinations(hosts, number)
+    )
+    assert set(losses) == set(counts)
+    assert losses == sorted(losses, key=lambda loss: (len(loss), -counts[loss]))
+    assert list_likely_groups([1, 1]) == [(0,), (1,), (0, 1)]
+    monkeypatch.setattr(plan_forecast, "MAX_CHANGES", 1)
+    forecast, reported = make_forecast(hosts_with([4] * 3))
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    assert [loss.groups for loss in reported[0].losses] == [(0,)]
 
 
 def test_hosts_whose_loss_leaves_other_devices_are_other_groups():
