@@ -23,7 +23,8 @@ bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a lin
 	for name in $(BENCHMARKS); do $(BIN)/python tests/benchmarks $$name || exit 1; done
 
 # Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
-# compute. A file shares what it set up, such as the job that its tests break; all e2e tests share a compilation cache.
+# compute. A file shares what it set up, such as the job that its tests break; all e2e tests share a compilation cache,
+# and the undisturbed runs that jobs are compared with.
 # The longest files come first (LONGEST_FIRST in each conftest.py), so that all cores end together.
 # Python keeps the bytecode it compiles, because a test starts many processes.
 test: export PYTHONDONTWRITEBYTECODE =

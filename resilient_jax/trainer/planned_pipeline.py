@@ -205,13 +205,13 @@ class PlannedPipeline:
             own = jax.tree.map(lambda array: array[index * size : (index + 1) * size], rows)
             return stage.sharding.place_values((own, (keys[index], np.uint32(index))))
 
-        self._begin_generation()
+        self._begin_generation(step, state)
         started_s = time.monotonic()
         running: dict[HostName, concurrent.futures.Future[CommitTable]] = {}
         for stage in self.stages:
             self._reads[stage.name] = functools.partial(read, stage)
             before = functools.partial(before_task, stage.name)
-            running[stage.name] = self._threads.submit(self._run_stage, stage, state, step, before, started_s)
+            running[stage.name] = self._threads.submit(self._run_stage, stage, step, before, started_s)
         concurrent.futures.wait(running.values())
         errors = [error for one in running.values() if (error := one.exception()) is not None]
         if errors:
@@ -225,12 +225,8 @@ class PlannedPipeline:
         """End the threads."""
         self._threads.shutdown()
 
-    def _run_stage(
-        self, stage: Stage, state: PipelinedState, step: int, before: BeforeTask, started_s: float
-    ) -> CommitTable:
+    def _run_stage(self, stage: Stage, step: int, before: BeforeTask, started_s: float) -> CommitTable:
         worker = self._workers[stage.name]
-        worker.replace_state(step, {number: _read(state.units[number], stage) for number in stage.units})
-
         try:
             worker.begin_step(self.routes, before)
             found = worker.timings.list_tasks()
@@ -241,12 +237,17 @@ class PlannedPipeline:
             worker.drop_step()
             raise
 
-    def _begin_generation(self) -> None:
-        """Begin anew, whatever became of the step before."""
+    def _begin_generation(self, step: int, state: PipelinedState) -> None:
+        """Begin anew, whatever became of the step before.
+
+        Stages read the state here, one after the other: JAX makes the list of an array's shards when it is first asked
+        for, and threads that ask at the same time find shards missing in it, or twice.
+        """
         self._failed.clear()
         self._generation += 1
         for stage in self.stages:
-            self._workers[stage.name].begin_generation(
+            worker = self._workers[stage.name]
+            worker.begin_generation(
                 PipelineGeneration(
                     number=self._generation,
                     hosts=tuple(sorted(self._workers)),
@@ -255,6 +256,7 @@ class PlannedPipeline:
                     sharding=stage.sharding,
                 )
             )
+            worker.replace_state(step, {number: _read(state.units[number], stage) for number in stage.units})
 
     def _join_stages(self, step: int) -> PipelinedState:
         """Return the state of all stages, whose arrays become those of the result."""

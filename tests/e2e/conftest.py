@@ -1,20 +1,25 @@
-"""One compilation cache for all jobs of a session, so that each program is compiled once; the longest files first."""
+"""What all jobs of a session share: a compilation cache, and the undisturbed runs that they are compared with.
+
+The longest files come first.
+"""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+import reference_runs
 from long_files import put_first
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the session's folder, which contains those of the pytest workers
     with pytest.MonkeyPatch.context() as patch:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            folder = tmp_path_factory.getbasetemp()
-            if "PYTEST_XDIST_WORKER" in os.environ:
-                folder = folder.parent  # the session's folder, which contains those of the pytest workers
             patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compile-cache"))
+        patch.setenv(reference_runs.FOLDER, str(folder / "reference-runs"))
         yield
 
 

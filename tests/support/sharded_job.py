@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, is_training
+from reference_runs import share_run
+from tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, digest_leaves, is_training, read_final
 
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
+ALONE_TIMEOUT_S = 200.0
 
 
 class ShardedJob(TinyJob):
@@ -76,39 +77,36 @@ class ShardedJob(TinyJob):
                 by_step.setdefault(row["step"], set()).add(row["digest"])
         total = max(by_step) + 1
         assert sorted(set(by_step) - {-1}) == list(range(total)), "a step is missing"
-        expected = {row["step"]: row["digest"] for row in self._undisturbed(total)}
+        alone = read_alone(total)
+        expected = {row["step"]: row["digest"] for row in alone}
         for step, digests in by_step.items():
             assert digests == {expected[step]}, f"step {step}: other bits"
+        for path in self.work.glob("final-*.npz"):
+            assert digest_leaves(read_final(path)) == expected[total - 1], (
+                f"{path}: other bits than after the last step"
+            )
         shares = [row["bytes_here"] for rows in self.logs().values() for row in rows if "bytes_here" in row]
-        whole = next(row["bytes_here"] for row in self._undisturbed(total) if "bytes_here" in row) / 2
+        whole = next(row["bytes_here"] for row in alone if "bytes_here" in row) / 2
         assert min(shares) < whole, "some host had less than everything"
 
-    def _undisturbed(self, total: int) -> list[dict]:
-        """Return the log of the same job on one undisturbed host."""
-        alone = self.work / "undisturbed"
-        if not alone.exists():
-            alone.mkdir()
-            (alone / "stop").write_text(str(total))
-            done = subprocess.run(
-                [sys.executable, str(SCRIPT), str(alone), "pace=0"],
-                timeout=200,
-                capture_output=True,
-                text=True,
-                env={
-                    **os.environ,
-                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                    "JAX_PLATFORMS": "cpu",
-                },
-            )
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        (log,) = alone.glob("steps-*.jsonl")
-        self._check_final(alone)
-        return [json.loads(line) for line in log.read_text().splitlines()]
 
-    def _check_final(self, alone: Path) -> None:
-        (expected_path,) = alone.glob("final-*.npz")
-        with np.load(expected_path) as expected:
-            for path in self.work.glob("final-*.npz"):
-                with np.load(path) as found:
-                    for name in expected:
-                        np.testing.assert_array_equal(found[name], expected[name])
+def read_alone(total: int) -> list[dict]:
+    """Return the log of the same job on one undisturbed host, of at least so many steps."""
+
+    def run(alone: Path, steps: int) -> None:
+        (alone / "stop").write_text(str(steps))
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(alone), "pace=0"],
+            timeout=ALONE_TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "JAX_PLATFORMS": "cpu",
+            },
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    (log,) = share_run((SCRIPT,), total, run).glob("steps-*.jsonl")
+    return [json.loads(line) for line in log.read_text().splitlines()]

@@ -304,9 +304,9 @@ class Host:
 
     @property
     def has_due_snapshots(self) -> bool:
-        return self.written is not None and are_snapshots_due(
-            self.orders.generation, self.written, self.status()
-        )
+        if self.written is None or self.written.snapshots == self.snapshots:
+            return False  # asked after every move; to make the status costs the most
+        return are_snapshots_due(self.orders.generation, self.written, self.status())
 
     def status(self) -> HostStatus:
         generation = self.orders.generation
@@ -1020,7 +1020,7 @@ class Cluster:
 
         A worker whose agent is suspended, and its lease gone, does not count: no process can order it to stop.
         """
-        training = collections.defaultdict(set)
+        training: list[tuple[Generation, set[tuple[HostName, Incarnation]]]] = []
         for host in self.hosts.values():
             worker = host.worker
             generation = worker.generation
@@ -1029,10 +1029,14 @@ class Cluster:
             if worker.protocol.is_interrupted:
                 continue
             if host.lease is not None or not host.registered:
-                training[generation].add((worker.host, worker.incarnation))
+                # Compared, by identity first: hashes of all members and their plans would cost the most here.
+                who = next((who for one, who in training if one is generation or one == generation), None)
+                if who is None:
+                    training.append((generation, who := set()))
+                who.add((worker.host, worker.incarnation))
         complete = [
             generation
-            for generation, who in training.items()
+            for generation, who in training
             if who == {(m.host, m.incarnation) for m in generation.members}
         ]
         assert len(complete) <= 1, f"train at once: {[g.number for g in complete]}"

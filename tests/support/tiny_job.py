@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
+from reference_runs import share_run
 
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
@@ -62,8 +63,6 @@ def act_on_slow_hosts(config: str) -> str:
 
 
 LOOK_PAUSE_S = 0.06
-SHARED_STEPS = 200
-"""Undisturbed runs have a multiple of so many steps, so that later tests can share them."""
 TAIL_BYTES = 8192
 """Read of the end of a log, for its last complete line: several times as long as a line."""
 EACH_DEVICE = "per_host=devices"
@@ -314,12 +313,12 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
             else:
                 assert row["digest"] == alone.rows[step]["digest"], f"step {step}: other bits on {row}"
     for path in work.glob("final-*.npz"):
-        found = _read_final(path)
+        found = read_final(path)
         if "fast" in words:
             for leaf, expected in zip(found, alone.final, strict=True):
                 np.testing.assert_allclose(leaf, expected, rtol=FAST_TOLERANCE, atol=FAST_TOLERANCE)
         else:
-            assert _digest(found) == alone.rows[total - 1]["digest"], (
+            assert digest_leaves(found) == alone.rows[total - 1]["digest"], (
                 f"{path}: other bits than after the last step"
             )
 
@@ -348,13 +347,13 @@ def _check_microbatches(work: Path, by_step: dict[int, list[dict]]) -> None:
         assert all(row["owners"] == by_generation[row["generation"]] for row in rows), f"step {step}: {rows}"
 
 
-def _read_final(path: Path) -> list[np.ndarray]:
+def read_final(path: Path) -> list[np.ndarray]:
     """Return the leaves of a host's last state, in order."""
     with np.load(path) as found:
         return [found[f"arr_{number}"] for number in range(len(found))]
 
 
-def _digest(leaves: Sequence[np.ndarray]) -> str:
+def digest_leaves(leaves: Sequence[np.ndarray]) -> str:
     """Return the digest of the leaves, as the job computes it."""
     return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
@@ -375,10 +374,6 @@ class Undisturbed(NamedTuple):
     final: list[np.ndarray]
 
 
-_undisturbed_runs: dict[tuple[tuple[str, ...], int], Undisturbed] = {}
-"""The longest run so far, by arguments and devices."""
-
-
 def _undisturbed(work: Path, total: int, words: Sequence[str], devices: int) -> Undisturbed:
     """Return a run of the same job for at least `total` steps, on as few hosts as a replica needs.
 
@@ -386,17 +381,18 @@ def _undisturbed(work: Path, total: int, words: Sequence[str], devices: int) -> 
     be compared (`fast`), it must be that of the same step, and steps over several hosts are too slow for more of them.
     """
     if "fast" in words or any(word.startswith("hosts=") for word in words):
-        return _run_undisturbed(work / "undisturbed", total, words, devices)
-    kind = tuple(word for word in words if not word.startswith("pace=")), devices
-    found = _undisturbed_runs.get(kind)
-    if found is None or len(found.rows) < total:
-        shared_total = -(-total // SHARED_STEPS) * SHARED_STEPS
-        found = _run_undisturbed(work / "undisturbed", shared_total, words, devices)
-        _undisturbed_runs[kind] = found
-    return found
+        _run_undisturbed(work / "undisturbed", total, words, devices)
+        return _read_undisturbed(work / "undisturbed")
+    words = [word for word in words if not word.startswith("pace=")]
+    alone = share_run(
+        (SCRIPT, *words, devices),
+        total,
+        lambda folder, steps: _run_undisturbed(folder, steps, words, devices),
+    )
+    return _read_undisturbed(alone)
 
 
-def _run_undisturbed(alone: Path, total: int, words: Sequence[str], devices: int) -> Undisturbed:
+def _run_undisturbed(alone: Path, total: int, words: Sequence[str], devices: int) -> None:
     alone.mkdir(exist_ok=True)
     (alone / "stop").write_text(str(total))
     script = [str(SCRIPT), str(alone), *words, "pace=0"]
@@ -415,6 +411,9 @@ def _run_undisturbed(alone: Path, total: int, words: Sequence[str], devices: int
         },
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert sorted(_read_undisturbed(alone).rows) == list(range(total))
+
+
+def _read_undisturbed(alone: Path) -> Undisturbed:
     rows = {row["step"]: row for rows in read_logs(alone).values() for row in rows}
-    assert sorted(rows) == list(range(total))
-    return Undisturbed(rows=rows, final=_read_final(next(alone.glob("final-*.npz"))))
+    return Undisturbed(rows=rows, final=read_final(next(alone.glob("final-*.npz"))))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelined_job import UNITS, PipelinedJob, check_evaluations_agree, find_digests, run_alone
+from pipelined_job import UNITS, PipelinedJob, check_evaluations_agree, find_digests, read_alone, run_alone
 from tiny_job import read_logs
 
 from resilient_jax.events import EventKind
@@ -48,8 +48,8 @@ def check_unequal_steps(
         for unit, digest in row["digests"].items():
             found.setdefault(row["step"], {}).setdefault(unit, set()).add(digest)
     assert sorted(found) == list(range(len(found))), "a step is missing"
-    alone, _ = run_alone(work, len(found), axes, words)
-    for row in alone:
+    total = len(found)
+    for row in read_alone(run_alone(total, axes, words), total):
         step = row["step"]
         assert len(found[step]) == UNITS, f"step {step}: some unit was on no host that lived"
         for unit, digest in row["digests"].items():

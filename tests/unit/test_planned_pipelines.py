@@ -163,6 +163,11 @@ def test_a_step_that_fails_leaves_its_state_as_it_is_and_the_next_one_runs(eight
     if not donate_state:
         check_equal(jax.device_get(program(state, batch)[0]), jax.device_get(expected))
     state = again
+    for leaf in jax.tree.leaves(expected.units[0]):
+        leaf.delete()
+    # Not all stages have that unit; none of them waits for one that cannot begin.
+    with pytest.raises(RuntimeError, match="deleted"):
+        program(expected, batch)
     with pytest.raises(CallerError, match=r"found the shape \(8, 16\), expected 16 examples"):
         program(state, batch[:8])
     program.close()

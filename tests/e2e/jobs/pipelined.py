@@ -4,8 +4,9 @@ Usage: pipelined.py WORK_DIR STAGES [loop=own] [pace=SECONDS] [schedule=NAME] [l
 [rows=N] [tensor=N] [fsdp=N]. The last two are axes of the devices of each host, rows are of a microbatch; `loop=own`
 is a loop of the script's. The job reads the order `stop` in WORK_DIR as tiny.py does, makes no pauses between steps
 while there is a file `hurry`, and writes `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of
-the weights and optimizer state of each unit that this host has; and `evaluations-<host>-<pid>.jsonl`: a line per
-evaluation. At the end it prints the digest of the result.
+the weights and optimizer state of each unit that this host has, and where it has all the digest of the result, if
+that were the last step; and `evaluations-<host>-<pid>.jsonl`: a line per evaluation. At the end it prints the digest
+of the result.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import optax
 from flax import nnx
 
 import resilient_jax as rj
+from resilient_jax.pipeline.weight_digests import digest_weight
 
 WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
@@ -101,6 +104,15 @@ def digest_unit(unit: object) -> str:
     return found.hexdigest()
 
 
+def digest_result(units: Sequence[Any]) -> str:
+    """Return the digest of the result of a host that has all units."""
+    weights = {name: weight for unit in units for name, weight in unit.weights.items()}
+    found = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        found.update(f"{name} {digest_weight(weight)}\n".encode())
+    return found.hexdigest()
+
+
 def append(kind: str, report: rj.StepReport, line: dict) -> None:
     host = os.environ.get("TINY_JOB_HOST", str(report.host_index))
     with (WORK / f"{kind}-{host}-{os.getpid()}.jsonl").open("a") as log:
@@ -118,6 +130,8 @@ def write_step(report: rj.StepReport) -> bool:
         "loss": report.metrics["loss"],
         "generation": report.generation,
     }
+    if all(digests.values()):
+        line["result"] = digest_result(report.state.units)
     append("steps", report, line)
     if not (WORK / "hurry").exists():
         time.sleep(PACE_S)
