@@ -1,6 +1,6 @@
 """Whether a thread compiles, which cannot be interrupted. Imports no jax."""
 
-import sys
+from resilient_jax.threads import list_frames
 
 
 def is_compiling(thread: int | None) -> bool:
@@ -9,9 +9,6 @@ def is_compiling(thread: int | None) -> bool:
     Args:
         thread: its `ident`.
     """
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_filename.endswith("jax/_src/compiler.py") for frame in list_frames(thread or 0)
+    )

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from resilient_jax.threads import list_frames
+
 MAX_STACKS_BYTES: Final = 200_000
 """Of the text of all stacks; the connection to the agent takes more, but hundreds of threads are no help."""
 _PACKAGE: Final = str(Path(__file__).parents[1])
@@ -30,7 +32,7 @@ def describe_place(thread: int) -> str:
     Returns:
         A text such as "`load_batch`, line 40 of train.py".
     """
-    frames = _list_frames(thread)
+    frames = list_frames(thread)
     if not frames:
         return "a thread that has ended"
     own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
@@ -41,24 +43,16 @@ def _describe(frame: FrameType) -> str:
     return f"`{frame.f_code.co_name}`, line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
 
-def _list_frames(thread: int) -> list[FrameType]:
-    """Return the frames of a thread, the innermost first."""
-    frames: list[FrameType] = []
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
 def format_stacks() -> str:
     """Return the stacks of all threads of this process but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     caller, main = threading.get_ident(), threading.main_thread().ident
     parts: list[str] = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+    for ident in sorted(sys._current_frames(), key=lambda one: one != main):
         if ident != caller:
-            parts.append(f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
+            frames = [(frame, frame.f_lineno) for frame in reversed(list_frames(ident))]
+            text = "".join(traceback.StackSummary.extract(frames).format())
+            parts.append(f"thread {names.get(ident, ident)}:\n{text}")
     return "\n".join(parts)[:MAX_STACKS_BYTES]
 
 
@@ -71,5 +65,5 @@ def is_debugged() -> bool:
     return any(
         any(part in frame.f_code.co_filename for part in _DEBUGGERS)
         for thread in sys._current_frames()
-        for frame in _list_frames(thread)
+        for frame in list_frames(thread)
     )
