@@ -34,8 +34,8 @@ LEARNED_STEPS = 66
 SLOW, SPARE = "host-1", "host-3"
 DEVICE_FACTOR, QUARANTINE_S = 25.0, 25
 """How slow a device is, and how long its host does without it."""
-STAGE_FACTOR = 5.0
-"""The same of a stage's device: all of what its host does in a step takes so long."""
+STAGE_FACTOR, STAGE_LEARNED_STEPS = 3.0, 34
+"""The same of a stage's device: all of what its host does in a step takes so long, about a second."""
 
 CONFIG = act_on_slow_hosts(CONFIG_WITHOUT_STANDBYS)
 
@@ -126,7 +126,9 @@ def test_a_stage_goes_on_without_its_slow_device(tmp_path: Path) -> None:
     with UnequalPipelinedJob(tmp_path, 2, 1, axes={"fsdp": 2}, words=["pace=0"], config=config) as job:
         before = job.wait_training(2)
         assert before.generation is not None
-        job.job.wait_for("steps to learn from", lambda: job.step() >= LEARNED_STEPS or None, job.patience_s)
+        job.job.wait_for(
+            "steps to learn from", lambda: job.step() >= STAGE_LEARNED_STEPS or None, job.patience_s
+        )
         job.job.failpoints.set_order(slow_down(1, STAGE_FACTOR))
         decided = job.job.wait_event(
             "fewer devices", lambda e: is_decision(RecoveryAction.FEWER_DEVICES, e), job.patience_s
