@@ -104,7 +104,7 @@ class SlowDevice(_Fault, frozen=True, tag="slow_device"):
     """A device of the target's host, by its number from 0, on which all takes `factor` times as long.
 
     What a worker has computed on it is held for the rest of that time, measurements included, at the failpoint
-    `on_device`; not in a pipeline. It ends after `duration_s`, or sooner at the event `until_event`.
+    `on_device`. It ends after `duration_s`, or sooner at the event `until_event`.
     """
 
     device: Annotated[int, Meta(ge=0, le=63)]

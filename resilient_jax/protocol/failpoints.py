@@ -38,7 +38,7 @@ class FailPoint(enum.StrEnum):
     """The microbatch's gradient was handed to the devices."""
     ON_DEVICE = "on_device"
     """A microbatch, or a measurement, was computed; the index is the number of a device that it ran on, on its host.
-    Only a slow device is ordered here. Not in a pipeline."""
+    Only a slow device is ordered here."""
     BEFORE_INPUT_GRADIENT = "before_input_gradient"
     """A stage of a pipeline is about to compute the gradient that the stage before waits for."""
     BEFORE_WEIGHT_GRADIENT = "before_weight_gradient"
