@@ -41,23 +41,24 @@ def check_unequal_steps(
         axes: of the devices of a host that has all.
         words: of the script, which change what it computes.
     """
-    found: dict[int, dict[str, set[str]]] = {}
+    found: dict[int, dict[str, dict[int, set[str]]]] = {}
     losses: dict[int, set[float]] = {}
     for row in (row for own in read_logs(work).values() for row in own):
         losses.setdefault(row["step"], set()).add(row["loss"])
         for unit, digest in row["digests"].items():
-            found.setdefault(row["step"], {}).setdefault(unit, set()).add(digest)
+            by_generation = found.setdefault(row["step"], {}).setdefault(unit, {})
+            by_generation.setdefault(row["generation"], set()).add(digest)
     assert sorted(found) == list(range(len(found))), "a step is missing"
     total = len(found)
     for row in read_alone(run_alone(total, axes, words), total):
         step = row["step"]
         assert len(found[step]) == UNITS, f"step {step}: some unit was on no host that lived"
         for unit, digest in row["digests"].items():
-            assert len(found[step][unit]) == 1, f"step {step}, unit {unit}: hosts have other bits"
-            assert step >= first_unequal or found[step][unit] == {digest}, (
-                f"step {step}, unit {unit}: other bits"
-            )
-        (loss,) = losses[step]
-        assert abs(loss - row["loss"]) < CLOSE * row["loss"], f"step {step}"
+            # A step that is done again in the next generation may be computed with other axes.
+            for digests in found[step][unit].values():
+                assert len(digests) == 1, f"step {step}, unit {unit}: hosts have other bits"
+                assert step >= first_unequal or digests == {digest}, f"step {step}, unit {unit}: other bits"
+        for loss in losses[step]:
+            assert abs(loss - row["loss"]) < CLOSE * row["loss"], f"step {step}"
     assert len(find_digests(output)) == 1, "hosts have other results"
     check_evaluations_agree(work)
