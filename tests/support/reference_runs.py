@@ -11,6 +11,8 @@ FOLDER = "REFERENCE_RUNS_DIR"
 """The environment variable that names the folder of these runs; the conftest.py of the e2e tests sets it."""
 SHARED_STEPS = 200
 """A run has a multiple of so many steps, so that later tests can share it."""
+FEW_STEPS = 40
+"""A run of no more is that of a test with a job of its own, which ends soon, and has no more."""
 
 
 def share_run(kind: Sequence[object], total: int, run: Callable[[Path, int], None]) -> Path:
@@ -31,7 +33,7 @@ def share_run(kind: Sequence[object], total: int, run: Callable[[Path, int], Non
         fcntl.flock(lock, fcntl.LOCK_EX)
         longest = max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
         if longest < total:
-            longest = -(-total // SHARED_STEPS) * SHARED_STEPS
+            longest = total if total <= FEW_STEPS else -(-total // SHARED_STEPS) * SHARED_STEPS
             unfinished = folder / "unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
