@@ -137,7 +137,7 @@ class StageRunner:
             started_s = time.monotonic()
             try:
                 with worker_activity.task(WorkerTask.COMPUTE):
-                    sent = self._execute_at_speed(task, received, weights, read)
+                    sent = self._run_at_speed(functools.partial(self._execute, task, received, weights, read))
             except BaseException:
                 # A backward pass uses up what the forward pass has left, also where it fails.
                 self.done -= {Task(kind, task.microbatch, task.hop) for kind in TaskKind}
@@ -209,15 +209,8 @@ class StageRunner:
         with contextlib.suppress(PeerUnreachable):
             mail.send(receiver.host, mail.make_boundary_key(boundary), data)
 
-    def _execute_at_speed(
-        self,
-        task: Task,
-        received: BoundaryValues | None,
-        weights: Mapping[int, Weights],
-        read: ReadMicrobatch,
-    ) -> BoundaryValues | None:
-        """Return what a task sends, later if a device of this host is slow. Arguments as of `_execute`."""
-        execute = functools.partial(self._execute, task, received, weights, read)
+    def _run_at_speed(self, execute: Callable[[], BoundaryValues | None]) -> BoundaryValues | None:
+        """Return what a task sends, later if a device of this host is slow."""
         if self.throttle is None:
             return execute()
         devices = self.sharding.mesh.devices
