@@ -47,8 +47,15 @@ from resilient_jax.cluster.run_directory import (
 )
 from resilient_jax.cluster.script_errors import read_script_errors
 from resilient_jax.config import JobConfig, load_toml
+from resilient_jax.doctor.gpu_inventory import list_gpus, read_gpus
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
+from resilient_jax.jax_runtime.local_gpus import (
+    VISIBLE_GPUS,
+    has_shared_gpus,
+    list_gpu_shares,
+    make_gpu_share_environment,
+)
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
 
 
@@ -144,7 +151,12 @@ def launch(
     checked_platform = check_platform(platform) or "cpu"
     _check_hosts(hosts, spares, config, topology, checked_platform)
     check_store(store, store_tls)
-    if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
+    num_hosts = hosts + spares
+    gpu_environments: tuple[dict[str, str], ...] = ()
+    if checked_platform == "gpu":
+        gpu_environments = _divide_gpus(num_hosts, devices_per_host)
+        devices_per_host = len(gpu_environments[0][VISIBLE_GPUS].split(","))
+    elif devices_per_host is None and not has_device_count(os.environ):
         devices_per_host = DEFAULT_DEVICES
     options: dict[str, object | None] = {
         "--platform": checked_platform,
@@ -153,7 +165,7 @@ def launch(
         "--topology": topology,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    host_sites = _load_sites(sites, hosts + spares)
+    host_sites = _load_sites(sites, num_hosts)
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     is_used = (directory / EVENT_LOG_FILE).exists()
@@ -168,6 +180,7 @@ def launch(
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
         max_host_restarts=max_host_restarts,
         sites=host_sites.sites,
+        host_environments=gpu_environments,
         store_host=host_sites.store_host,
         store=store,
         store_tls=store_tls,
@@ -179,6 +192,33 @@ def launch(
         else None,
     )
     sys.exit(_run(settings, is_used=is_used))
+
+
+def _divide_gpus(num_hosts: int, gpus_per_host: int | None) -> tuple[dict[str, str], ...]:
+    """Return the variables of each host that give it its GPUs of this machine; say so where hosts share them.
+
+    Raises:
+        CallerError: there is no GPU, or fewer than a host needs.
+    """
+    inventory = read_gpus()
+    gpus = list_gpus(inventory, os.environ)
+    if not gpus:
+        raise CallerError(
+            f"--platform gpu: found no GPU ({inventory.error or f'{VISIBLE_GPUS} names none'}), expected one or more. "
+            "Install NVIDIA's driver, in a container start it with --gpus all, or train with --platform cpu"
+        )
+    try:
+        shares = list_gpu_shares(gpus, num_hosts, gpus_per_host or max(1, len(gpus) // num_hosts))
+    except ValueError as error:
+        raise CallerError(f"--devices-per-host: {error}") from None
+    if has_shared_gpus(shares):
+        print_line(
+            f"note: {num_hosts} hosts share {len(gpus)} GPU{'s'[: len(gpus) - 1]}: slow, to try recovery"
+        )
+    hosts = make_host_names(num_hosts)
+    return tuple(
+        make_gpu_share_environment(host, shares, index, os.environ) for index, host in enumerate(hosts)
+    )
 
 
 def _make_fork_environment(

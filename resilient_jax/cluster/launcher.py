@@ -83,6 +83,7 @@ class LaunchSettings:
         num_spares: hosts beside those, which take part only in the place of another.
         host_restart_delay_s: how long a killed host stays away; None: it is not restarted.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
+        host_environments: variables of each host's agent beside `environment`, in order; empty: none.
         store_host: address that the embedded store listens at.
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
@@ -100,6 +101,7 @@ class LaunchSettings:
     host_restart_delay_s: float | None = 1.0
     max_host_restarts: int = 100
     sites: tuple[HostSite, ...] = ()
+    host_environments: tuple[Mapping[str, str], ...] = ()
     store_host: str = "127.0.0.1"
     store: str | None = None
     store_tls: Path | None = None
@@ -372,7 +374,8 @@ class Launcher:
             "--",
             *settings.command,
         ]
-        environment = {**settings.environment, TOKEN_VARIABLE: self._credentials.token}
+        own = settings.host_environments[index] if settings.host_environments else {}
+        environment = {**settings.environment, **own, TOKEN_VARIABLE: self._credentials.token}
         connection = self._fork_server.connect_agent() if self._fork_server is not None else None
         if connection is None:
             return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT)

@@ -8,14 +8,14 @@ from pathlib import Path
 from resilient_jax.doctor.check_result import CheckResult
 from resilient_jax.doctor.experiments import Experiments
 from resilient_jax.doctor.gpu_health_check import check_gpu_health, read_gpu_health
-from resilient_jax.doctor.gpu_inventory import GpuInventory, check_gpus
+from resilient_jax.doctor.gpu_inventory import GpuInventory, check_gpus, list_gpus
 from resilient_jax.doctor.installed_versions import check_versions, find_installed_version
 from resilient_jax.doctor.network_checks import check_network
 from resilient_jax.doctor.system_limits import check_limits
 from resilient_jax.doctor.xla_flags import check_environment, find_unknown_flags
 from resilient_jax.jax_runtime.worker_environment import Platform
 
-NUM_CPU_PROCESSES = 3
+NUM_PROCESSES = 3
 """A death, and two survivors that go on together."""
 
 
@@ -27,13 +27,11 @@ def choose_platform(inventory: GpuInventory) -> Platform:
 def list_devices(
     platform: Platform, inventory: GpuInventory, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the ids of the devices that experiments may use; on CPU each process makes its own."""
-    if platform == "cpu":
-        return tuple(str(index) for index in range(NUM_CPU_PROCESSES))
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(str(gpu.index) for gpu in inventory.gpus)
-    return tuple(word.strip() for word in visible.split(",") if word.strip() not in ("", "-1"))
+    """Return the ids of the devices of the experiments' processes: different ones, except where there is one GPU."""
+    if platform == "cpu":  # each process makes its own
+        return tuple(str(index) for index in range(NUM_PROCESSES))
+    gpus = list_gpus(inventory, environment)
+    return gpus * NUM_PROCESSES if len(gpus) == 1 else gpus
 
 
 def examine(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from resilient_jax.doctor.line_process import ExperimentFailed, LineProcess
+from resilient_jax.jax_runtime.local_gpus import make_gpu_share_environment
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 
 SERVICE_MODULE: Final = "resilient_jax.jax_runtime.coordination_service"
@@ -27,7 +28,7 @@ class ExperimentWorld:
     Attributes:
         processes: that are members.
         kind: of the devices, as JAX names it.
-        devices: their ids for CUDA, one for each process that forms the world; on CPU any.
+        devices: their ids for CUDA, one for each process that forms the world; on CPU any. Processes may share one.
         num_seats: of the world.
     """
 
@@ -74,7 +75,8 @@ class ExperimentWorld:
         base = dict(self._environment)
         if self._platform == "gpu":
             base["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
-            base["CUDA_VISIBLE_DEVICES"] = self.devices[seat]
+            shares = [(device,) for device in self.devices]
+            base |= make_gpu_share_environment(f"seat-{seat}", shares, seat, base)
             # The memory that the experiments take is little, and others may use the GPUs.
             base.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         added = make_worker_environment(

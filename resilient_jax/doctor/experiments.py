@@ -43,7 +43,7 @@ class Experiments:
 
     Args:
         platform: of the devices.
-        devices: the ids of those that may be used, each by a process of its own.
+        devices: the ids of those that may be used, one for each process; they may share one.
         environment: that the processes inherit.
     """
 
@@ -99,9 +99,8 @@ class Experiments:
 
     def _describe_world(self, world: ExperimentWorld) -> CheckResult:
         count = len(world.processes)
-        return _make_result(
-            "world", CheckVerdict.OK, f"{count} processes with a {world.kind} device each met, and added up"
-        )
+        what = f"one {world.kind} device" if len(set(world.devices)) == 1 else f"a {world.kind} device each"
+        return _make_result("world", CheckVerdict.OK, f"{count} processes with {what} met, and added up")
 
     def _abort_collective(self, world: ExperimentWorld) -> CheckResult:
         """Kill a process while the others wait for it in a collective."""

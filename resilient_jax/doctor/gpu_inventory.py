@@ -2,13 +2,14 @@
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, judge
 from resilient_jax.doctor.installed_versions import parse_version
+from resilient_jax.jax_runtime.local_gpus import VISIBLE_GPUS
 from resilient_jax.jax_runtime.worker_environment import Platform
 
 GROUP: Final = "GPUs"
@@ -69,6 +70,14 @@ def read_gpus() -> GpuInventory:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return GpuInventory(error=f"{SMI}: {error}")
     return GpuInventory(gpus=gpus, topology=topology)
+
+
+def list_gpus(inventory: GpuInventory, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs that processes with this environment may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    visible = environment.get(VISIBLE_GPUS)
+    if visible is None:
+        return tuple(str(gpu.index) for gpu in inventory.gpus)
+    return tuple(word.strip() for word in visible.split(",") if word.strip() not in ("", "-1"))
 
 
 def read_used_mib(gpu: str) -> int | None:

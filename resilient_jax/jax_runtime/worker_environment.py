@@ -16,6 +16,12 @@ GPU_XLA_FLAGS: Final = {
     "--xla_gpu_nccl_terminate_on_error": "false",
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
+    # XLA would time several kernels for an operation and take the fastest: another one in another process, or another
+    # time, and so other bits.
+    "--xla_gpu_deterministic_ops": "true",
+    # The processes of a world would share that work when they compile a program, and wait for each other's results:
+    # for ever, where one has the program from the cache.
+    "--xla_gpu_shard_autotuning": "false",
 }
 EXECUTION_TIMEOUT_FLAG: Final = "--xla_gpu_execution_terminate_timeout"
 """A duration with a unit. A program that takes longer ends its process: the last bound, for a collective whose abort

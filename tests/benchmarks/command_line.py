@@ -8,6 +8,7 @@ from benchmarks.control.command import control
 from benchmarks.decide.command import decide
 from benchmarks.detect.command import detect
 from benchmarks.erasure.command import erasure
+from benchmarks.gpu.command import gpu
 from benchmarks.hybrid.command import hybrid
 from benchmarks.plan.command import plan
 from benchmarks.resilience.command import resilience
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure. Each benchmark prints tables, and one line of JSON last.",
 )
-for command in (stall, step, erasure, snapshot, plan, decide, resilience, control, hybrid, detect):
+for command in (stall, step, erasure, snapshot, plan, decide, resilience, control, hybrid, detect, gpu):
     app.command(command.__name__)(command)
 
 

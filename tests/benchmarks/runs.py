@@ -21,6 +21,7 @@ from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
+from resilient_jax.jax_runtime.worker_environment import Platform
 
 HOSTS = 4
 MANY_STEPS = 100_000
@@ -42,10 +43,11 @@ ONE_THREAD = {
 }
 
 
-def script_environment() -> dict[str, str]:
-    """Return the environment of every run of a script: one thread, one device, and the folders to import from."""
+def script_environment(platform: Platform = "cpu") -> dict[str, str]:
+    """Return the environment of every run of a script: on CPU one thread and one device; folders to import from."""
     paths = [*map(str, IMPORT_PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
+    threads = ONE_THREAD if platform == "cpu" else {}
+    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextlib.contextmanager
@@ -57,6 +59,7 @@ def run_job(
     config: str = "",
     devices_per_host: int = 1,
     options: Sequence[str] = (),
+    platform: Platform = "cpu",
 ) -> Iterator[LocalJob]:
     """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain.
 
@@ -68,6 +71,7 @@ def run_job(
         config: further lines of the job's configuration.
         devices_per_host: of the job.
         options: further ones of `launch`.
+        platform: of the job's devices.
     """
     work.mkdir(parents=True, exist_ok=True)
     config_file = work / "job.toml"
@@ -76,8 +80,12 @@ def run_job(
         command,
         num_hosts=num_hosts,
         run_directory=work / "run",
-        options=["--devices-per-host", str(devices_per_host), "--config", str(config_file), *options],
-        environment=script_environment()
+        options=[
+            *("--platform", platform, "--devices-per-host", str(devices_per_host)),
+            *("--config", str(config_file)),
+            *options,
+        ],
+        environment=script_environment(platform)
         | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}),
     ) as job:
         try:

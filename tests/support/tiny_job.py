@@ -20,6 +20,7 @@ from reference_runs import share_run
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
+from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
 
@@ -82,9 +83,11 @@ class TinyJob:
         options: Sequence[str] = (),
         words: Sequence[str] = (),
         script: Path = SCRIPT,
+        platform: Platform = "cpu",
     ) -> None:
         self.work = work
         self.words = tuple(words)
+        self.platform: Platform = platform
         self.hosts = hosts
         work.mkdir(parents=True, exist_ok=True)
         (work / "job.toml").write_text(config)
@@ -93,7 +96,7 @@ class TinyJob:
             num_hosts=hosts,
             run_directory=work / "run",
             options=[
-                *("--config", str(work / "job.toml"), "--devices-per-host", "2"),
+                *("--config", str(work / "job.toml"), "--devices-per-host", "2", "--platform", platform),
                 *([] if WITHOUT_STANDBYS in config else ["--no-fork-workers"]),
                 *options,
             ],
@@ -226,7 +229,7 @@ class TinyJob:
 
     def check_steps(self) -> None:
         """Check the logs of all steps: see the function of this name."""
-        check_steps(self.work, self.words)
+        check_steps(self.work, self.words, self.platform)
 
     def check_generations(self) -> None:
         """Check that each generation number was given out once."""
@@ -278,7 +281,7 @@ def newest_step(work: Path) -> int:
     return newest + 1
 
 
-def check_steps(work: Path, words: Sequence[str] = ()) -> None:
+def check_steps(work: Path, words: Sequence[str] = (), platform: Platform = "cpu") -> None:
     """Check every line that any process has logged.
 
     No step is skipped, and none is committed twice by a process. After each step the weights and the optimizer state
@@ -304,7 +307,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
     _check_microbatches(work, by_step)
     devices = {row["devices"] for rows in logs.values() for row in rows}
     assert len(devices) == 1 or EACH_DEVICE in words, devices
-    alone = _undisturbed(work, total, words, max(devices))
+    alone = _undisturbed(work, total, words, platform, max(devices))
     for step, rows in by_step.items():
         for row in rows:
             if "fast" in words:
@@ -374,41 +377,46 @@ class Undisturbed(NamedTuple):
     final: list[np.ndarray]
 
 
-def _undisturbed(work: Path, total: int, words: Sequence[str], devices: int) -> Undisturbed:
+def _undisturbed(
+    work: Path, total: int, words: Sequence[str], platform: Platform, devices: int
+) -> Undisturbed:
     """Return a run of the same job for at least `total` steps, on as few hosts as a replica needs.
 
     The result of a step does not depend on when the job ends, so tests share a run; but where only the last state can
     be compared (`fast`), it must be that of the same step, and steps over several hosts are too slow for more of them.
     """
     if "fast" in words or any(word.startswith("hosts=") for word in words):
-        _run_undisturbed(work / "undisturbed", total, words, devices)
+        _run_undisturbed(work / "undisturbed", total, words, platform, devices)
         return _read_undisturbed(work / "undisturbed")
     words = [word for word in words if not word.startswith("pace=")]
     alone = share_run(
-        (SCRIPT, *words, devices),
+        (SCRIPT, *words, platform, devices),
         total,
-        lambda folder, steps: _run_undisturbed(folder, steps, words, devices),
+        lambda folder, steps: _run_undisturbed(folder, steps, words, platform, devices),
     )
     return _read_undisturbed(alone)
 
 
-def _run_undisturbed(alone: Path, total: int, words: Sequence[str], devices: int) -> None:
+def _run_undisturbed(alone: Path, total: int, words: Sequence[str], platform: Platform, devices: int) -> None:
     alone.mkdir(exist_ok=True)
     (alone / "stop").write_text(str(total))
     script = [str(SCRIPT), str(alone), *words, "pace=0"]
     (hosts,) = [word.removeprefix("hosts=") for word in words if word.startswith("hosts=")] or ["1"]
     launch = [sys.executable, "-m", "resilient_jax.cli.main", "launch", "--hosts", hosts]
-    launch += ["--devices-per-host", str(devices), "--run-dir", str(alone / "run")]
+    launch += ["--platform", platform, "--devices-per-host", str(devices), "--run-dir", str(alone / "run")]
+    environment = make_worker_environment(
+        platform=platform,
+        devices_per_host=devices,
+        cache_dir=None,
+        collective_timeout_s=60.0,
+        base=os.environ,
+    )
     done = subprocess.run(
         [*launch, *script] if hosts != "1" else [sys.executable, *script],
         timeout=200,
         capture_output=True,
         text=True,
-        env={
-            **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PLATFORMS": "cpu",
-        },
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert sorted(_read_undisturbed(alone).rows) == list(range(total))

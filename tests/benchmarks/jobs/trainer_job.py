@@ -1,6 +1,7 @@
-"""The trainer's jobs of the stall benchmark: a transformer. Usage: trainer_job.py sharded|planned STEPS.
+"""The trainer's jobs of the benchmarks: a transformer. Usage: trainer_job.py KIND STEPS.
 
-sharded: its state is sharded over all hosts. planned: its plans are searched, for hosts with two devices.
+replicated: its state is whole on each host. sharded: its state is sharded over all hosts. planned: its plans are
+searched, for hosts with two devices.
 """
 
 import sys

@@ -36,7 +36,7 @@ def measure_replacements(
     with run_job(command, work, config=CONFIG.format(standby=standby), options=AS_ON_A_POD) as job:
         for number in range(kills):
             wait_healthy(job)
-            _wait_standbys(job, standby)
+            wait_standbys(job, standby)
             found = wait_stall(job, job.kill(JobComponent.WORKER, hosts[number % HOSTS]), REPORT_TIMEOUT_S)
             totals.append(found.total_s)
             console.print(
@@ -45,7 +45,7 @@ def measure_replacements(
     return statistics.median(totals) if totals else float("nan")
 
 
-def _wait_standbys(job: LocalJob, kind: StandbyKind) -> None:
+def wait_standbys(job: LocalJob, kind: StandbyKind) -> None:
     """Wait until every host has a standby of this kind that can replace its worker."""
     job.wait_report(
         "standbys", lambda now: all(_is_ready(host, kind) for host in now.hosts), REPORT_TIMEOUT_S

@@ -56,7 +56,7 @@ def measure_trainer_stall(script: Path, work: Path, job: TrainerJob, kills: int,
     with run_job(command, work, devices_per_host=job.devices_per_host) as running:
         wait_healthy(running)
         _wait_compiled_ahead(running, job)
-        healthy_s = _time_steps(running)
+        healthy_s = time_steps(running)
         for number in range(kills):
             victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
             with hold_collective(running, late):
@@ -84,7 +84,7 @@ def _wait_compiled_ahead(running: LocalJob, job: TrainerJob) -> None:
         )
 
 
-def _time_steps(running: LocalJob) -> float:
+def time_steps(running: LocalJob) -> float:
     """Return the mean seconds of the next steps."""
     reached: list[tuple[int, float]] = []
     for num_steps in (1, TIMED_STEPS):

@@ -1,0 +1,53 @@
+"""What it costs that XLA chooses kernels by rules, and not by timing them: without that, bits differ."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.paths import JOBS
+from benchmarks.runs import run_alone
+
+DETERMINISTIC: Final = "deterministic"
+CHOICES: Final = {
+    "autotuned": "",
+    DETERMINISTIC: "--xla_gpu_deterministic_ops=true",
+    "deterministic, no Triton": "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false",
+    "deterministic, cublasLt": "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false "
+    "--xla_gpu_enable_cublaslt=true",
+    "autotuned, no nondeterministic": "--xla_gpu_exclude_nondeterministic_ops=true",
+}
+"""Flags of XLA by name; the first is what the others are compared with."""
+ROUNDS: Final = 2
+"""Processes of each, in turn: two of the same choice show whether bits are equal."""
+
+
+def measure_kernel_choices(work: Path, console: Console) -> dict[str, float]:
+    """Return the step time of each choice, relative to that of the first; print a table."""
+    times: dict[str, list[float]] = {name: [] for name in CHOICES}
+    digests: dict[str, set[str]] = {name: set() for name in CHOICES}
+    for number in range(ROUNDS):
+        for name, flags in CHOICES.items():
+            result = work / f"choice-{number}-{len(name)}.json"
+            environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda"}
+            run_alone([str(JOBS / "gpu_step.py"), str(result)], work, environment)
+            found = json.loads(result.read_text())
+            times[name] += found["steps_s"]
+            digests[name].add(found["digest"])
+    first = min(times[next(iter(CHOICES))])
+    table = Table(title="A step of a bfloat16 transformer of 200 million parameters, one process")
+    for column in ("kernels", "fastest", "slowest", "relative", "bits of two processes"):
+        table.add_column(column)
+    for name, values in times.items():
+        bits = "equal" if len(digests[name]) == 1 else "differ"
+        row = (
+            f"{min(values) * 1e3:.1f} ms",
+            f"{max(values) * 1e3:.1f} ms",
+            f"{min(values) / first:.2f}",
+            bits,
+        )
+        table.add_row(name, *row)
+    console.print(table)
+    return {name: min(values) / first for name, values in times.items()}
