@@ -3,6 +3,7 @@
 This file imports neither jax nor jaxlib, so that `coordination_service` starts in 0.4 s. Import the modules:
 
 - `worker_environment`: what an agent sets in a worker's environment before it imports jax (no jax).
+- `local_gpus`: which GPUs of one machine each host of a local job gets; hosts that share one (no jax).
 - `coordination_service`: the coordination service of one world as a process of its own (jaxlib only).
 - `distributed`: `connect` and `disconnect`, any number of times in one OS process.
 - `distributed_refusal`: refuses `jax.distributed.initialize` in a script under an agent.

@@ -321,9 +321,39 @@ def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
     ) in ended.last_words, ended.output
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+needs_no_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+
+
+@needs_no_gpu
+def test_launch_refuses_to_train_on_gpus_that_nobody_lists(work: Path) -> None:
+    code, output = run_command(["launch", "--platform", "gpu", IDLE])
+    assert code == 2, output
+    assert output.startswith("resilient-jax: --platform gpu: found no GPU (nvidia-smi is not installed)"), (
+        output
+    )
+
+
+def test_launch_refuses_more_gpus_for_a_host_than_there_are(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, output = run_command(["launch", "--platform", "gpu", "--devices-per-host", "3", IDLE])
+    assert code == 2, output
+    words = (
+        "resilient-jax: --devices-per-host: found 3 GPUs for each host, expected 1 to 2, as many as there are"
+    )
+    assert output.startswith(words), output
+
+
+@needs_no_gpu
 def test_gpus_that_do_not_exist_are_not_replaced_by_the_cpu(tmp_path: Path) -> None:
-    ended = run_launch([str(JOBS / "faulty.py"), "nothing"], tmp_path, hosts=1, options=["--platform", "gpu"])
+    ended = run_launch(
+        [str(JOBS / "faulty.py"), "nothing"],
+        tmp_path,
+        hosts=1,
+        options=["--platform", "gpu"],
+        environment={"CUDA_VISIBLE_DEVICES": "0"},
+    )
     assert ended.code == 1
     assert "--platform gpu: found CPU devices alone on host host-0, expected GPUs" in ended.last_words, (
         ended.output

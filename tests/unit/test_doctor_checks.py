@@ -193,6 +193,8 @@ def test_experiments_use_the_gpus_that_are_visible() -> None:
     assert list_devices("gpu", inventory, {}) == ("0", "1", "2", "3")
     assert list_devices("gpu", inventory, {"CUDA_VISIBLE_DEVICES": "2, GPU-5ab"}) == ("2", "GPU-5ab")
     assert list_devices("gpu", inventory, {"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert list_devices("gpu", make_inventory(1), {}) == ("0", "0", "0"), "processes share the only one"
+    assert list_devices("gpu", inventory, {"CUDA_VISIBLE_DEVICES": "3"}) == ("3", "3", "3")
     assert len(list_devices("cpu", inventory, {"CUDA_VISIBLE_DEVICES": ""})) == 3
 
 

@@ -55,6 +55,7 @@ class _JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def gpu(
     kills: Annotated[int, typer.Option(help="Kills of each of the two jobs.")] = 5,
+    kernels: Annotated[bool, typer.Option(help="Compare the kernels that XLA may choose, too.")] = True,
     platform: Annotated[Platform, typer.Option(help="cpu, to try the benchmark itself.")] = "gpu",
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
@@ -67,7 +68,7 @@ def gpu(
     console = open_console(json_only)
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
-        choices = measure_kernel_choices(work, console) if platform == "gpu" else {}
+        choices = measure_kernel_choices(work, console) if kernels else {}
         found = {
             abort: _measure_kills(work / abort, abort, kills, platform, console)
             for abort in ("interrupt", "replace")
