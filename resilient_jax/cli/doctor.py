@@ -50,7 +50,7 @@ def doctor(
     interfaces; the GPUs that nvidia-smi lists, how they are linked, and, with the extra gpu-health, whether they have
     errors.
 
-    Where there are two or more devices it makes experiments with processes of its own (on CPU it always can): one is
+    Then it makes experiments with up to three processes of its own, which share a GPU where there is only one: one is
     killed in a collective, and the others are released, and add up without it; a new one takes its place; one is
     stopped while the others meet; one leaves its backend and gives its memory back. Each has a deadline, and no process
     is left, also after Ctrl-C. On GPUs they take 128 MiB of the first three.

@@ -152,12 +152,7 @@ def launch(
     _check_hosts(hosts, spares, config, topology, checked_platform)
     check_store(store, store_tls)
     num_hosts = hosts + spares
-    gpu_environments: tuple[dict[str, str], ...] = ()
-    if checked_platform == "gpu":
-        gpu_environments = _divide_gpus(num_hosts, devices_per_host)
-        devices_per_host = len(gpu_environments[0][VISIBLE_GPUS].split(","))
-    elif devices_per_host is None and not has_device_count(os.environ):
-        devices_per_host = DEFAULT_DEVICES
+    devices_per_host, gpu_environments = _choose_devices(checked_platform, num_hosts, devices_per_host)
     options: dict[str, object | None] = {
         "--platform": checked_platform,
         "--devices-per-host": devices_per_host,
@@ -165,16 +160,16 @@ def launch(
         "--topology": topology,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    given += ["--verbose"] if verbose else []
     host_sites = _load_sites(sites, num_hosts)
-    default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
+    directory = _create_directory(run_dir)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
         job=_name_job(directory, store),
         num_hosts=hosts,
         num_spares=spares,
         command=command,
-        agent_options=(*given, *(["--verbose"] if verbose else [])),
+        agent_options=tuple(given),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
@@ -192,6 +187,28 @@ def launch(
         else None,
     )
     sys.exit(_run(settings, is_used=is_used))
+
+
+def _create_directory(run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        return create_run_directory(run_dir)
+    return create_numbered_directory(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _choose_devices(
+    platform: Platform, num_hosts: int, devices_per_host: int | None
+) -> tuple[int | None, tuple[dict[str, str], ...]]:
+    """Return the devices of each host, and on GPU the variables of each host that name them.
+
+    Raises:
+        CallerError: there is no GPU, or fewer than a host needs.
+    """
+    if platform == "gpu":
+        environments = _divide_gpus(num_hosts, devices_per_host)
+        return len(environments[0][VISIBLE_GPUS].split(",")), environments
+    if devices_per_host is None and not has_device_count(os.environ):
+        return DEFAULT_DEVICES, ()
+    return devices_per_host, ()
 
 
 def _divide_gpus(num_hosts: int, gpus_per_host: int | None) -> tuple[dict[str, str], ...]:

@@ -26,7 +26,7 @@ DevicesOption = Annotated[
     typer.Option(
         "--devices-per-host",
         help="CPU devices to make per host; on GPU how many to show. Default: for launch as many as XLA_FLAGS makes, "
-        "or 2; for agent all.",
+        "or 2, or an equal share of the GPUs; for agent all.",
     ),
 ]
 PlatformOption = Annotated[

@@ -20,8 +20,9 @@ GPU_XLA_FLAGS: Final = {
     "--xla_gpu_deterministic_ops": "true",
     # Without that choice cuBLAS's matrix products are faster than Triton's (H100: 8 % slower than by choice, not 26 %).
     "--xla_gpu_enable_triton_gemm": "false",
-    # The processes of a world would share the work of choosing when they compile a program, and wait for each other's
-    # results: forever, where one has the program from the cache. For those who choose kernels all the same.
+    # By XLA's documentation the processes of a world else divide the work of choosing when they compile a program, and
+    # wait for each other's results; one that has the program from the cache gives none. With XLA's defaults a job of
+    # three hosts stood still in its first sum (jax 0.11.2). For those who have kernels chosen all the same.
     "--xla_gpu_shard_autotuning": "false",
 }
 EXECUTION_TIMEOUT_FLAG: Final = "--xla_gpu_execution_terminate_timeout"

@@ -5,13 +5,12 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.kernel_choices import DETERMINISTIC, measure_kernel_choices
+from benchmarks.gpu.kernel_choices import OURS, measure_kernel_choices
 from benchmarks.paths import JOBS
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
@@ -20,6 +19,7 @@ from benchmarks.stall.trainer_stalls import find_recovery_s, time_steps
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.doctor.gpu_inventory import read_gpus
 from resilient_jax.jax_runtime.worker_environment import Platform
 
 Abort = Literal["interrupt", "replace"]
@@ -34,7 +34,8 @@ class GpuFigures(msgspec.Struct, frozen=True, kw_only=True):
         replace_stall_s: the same where all workers are replaced.
         join_s: from the kill until the worker that was started again has made a step with the others.
         healthy_step_s: of the job with `interrupt`.
-        deterministic_cost: step time without choosing kernels by their speed, relative to with it, less one.
+        deterministic_cost: step time with a worker's flags, which make bits equal, relative to kernels chosen by their
+            speed, less one.
     """
 
     interrupt_stall_s: float
@@ -81,9 +82,9 @@ def gpu(
             replace_stall_s=_median(found["replace"].stalls_s) - found["replace"].healthy_s,
             join_s=_median(found["interrupt"].joins_s),
             healthy_step_s=healthy_s,
-            deterministic_cost=choices[DETERMINISTIC] - 1 if choices else float("nan"),
+            deterministic_cost=choices[OURS] - 1 if choices else float("nan"),
             kills=kills,
-            device=_name_device(),
+            device=", ".join(sorted({found.name for found in read_gpus().gpus})),
             machine=describe_machine(),
         )
     )
@@ -127,7 +128,3 @@ def _make_table(found: dict[str, _JobFigures]) -> Table:
 
 def _median(values: list[float]) -> float:
     return statistics.median(values) if values else float("nan")
-
-
-def _name_device() -> str:
-    return jax.devices()[0].device_kind
