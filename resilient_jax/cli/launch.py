@@ -153,14 +153,6 @@ def launch(
     check_store(store, store_tls)
     num_hosts = hosts + spares
     devices_per_host, gpu_environments = _choose_devices(checked_platform, num_hosts, devices_per_host)
-    options: dict[str, object | None] = {
-        "--platform": checked_platform,
-        "--devices-per-host": devices_per_host,
-        "--config": config,
-        "--topology": topology,
-    }
-    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    given += ["--verbose"] if verbose else []
     host_sites = _load_sites(sites, num_hosts)
     directory = _create_directory(run_dir)
     is_used = (directory / EVENT_LOG_FILE).exists()
@@ -169,7 +161,9 @@ def launch(
         num_hosts=hosts,
         num_spares=spares,
         command=command,
-        agent_options=tuple(given),
+        agent_options=_list_agent_options(
+            checked_platform, devices_per_host, config, topology, verbose=verbose
+        ),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
@@ -187,6 +181,20 @@ def launch(
         else None,
     )
     sys.exit(_run(settings, is_used=is_used))
+
+
+def _list_agent_options(
+    platform: Platform, devices: int | None, config: Path | None, topology: Path | None, *, verbose: bool
+) -> tuple[str, ...]:
+    """Return the options that every agent gets as they are."""
+    options = {
+        "--platform": platform,
+        "--devices-per-host": devices,
+        "--config": config,
+        "--topology": topology,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    return (*given, *(["--verbose"] if verbose else []))
 
 
 def _create_directory(run_dir: Path | None) -> Path:
