@@ -356,10 +356,11 @@ class FitLoop:
         world = generation.world
         state, metrics = generation.step(state, step)
         world.commit(state, **{**self._metrics, **metrics})
-        # After the commit: snapshots and checkpoints are of committed states only.
-        self.save(generation, state, step + 1)
+        # Before the snapshot, in which a change of hosts may end this generation: the step would go unreported.
         metrics = {**generation.layout.read_learning_rate(state), **metrics}
         self._report(world, state, metrics, started_s, is_evaluation=False)
+        # After the commit: snapshots and checkpoints are of committed states only.
+        self.save(generation, state, step + 1)
         return state
 
     def _make_sum(self, layout: StateLayout, programs: TrainStep) -> SumMicrobatches:
