@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.02
 """A poll of the store takes 9 ms of processor time from the job: measurements poll less often."""
+LONG_POLL_INTERVAL_S = 0.1
+"""Of a wait that has lasted some seconds: what it waits for takes the processors that a poll would take."""
 
 
 class JobTimeout(InternalError):
@@ -91,11 +93,17 @@ class ObservedJob(abc.ABC):
     ) -> T:
         """Poll until `find` returns a value that is not None, and return the value.
 
+        Args:
+            what: is waited for, in words.
+            find: what to poll.
+            timeout_s: of the wait.
+            interval_s: between two polls at first; after some seconds `LONG_POLL_INTERVAL_S`, if that is longer.
+
         Raises:
             JobTimeout: `find` returned None for `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         while True:
             # Checked first, so that the records from before the job's end are still found.
             has_ended = self.exit_code() is not None
@@ -105,9 +113,10 @@ class ObservedJob(abc.ABC):
                 return found
             if has_ended:
                 raise JobEnded(f"the job ended before {what}:\n{self.read_tail()}")
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > timeout_s:
                 raise JobTimeout(f"{what} did not happen within {timeout_s:g} s:\n{self.read_tail()}")
-            time.sleep(interval_s)
+            time.sleep(max(interval_s, min(LONG_POLL_INTERVAL_S, interval_s * (1 + waited_s))))
 
     def poll_events(self) -> None:
         """Pass new events to `on_events`."""
@@ -146,4 +155,11 @@ class ObservedJob(abc.ABC):
             JobTimeout: no such event within `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
-        return self.wait_for(what, lambda: next(filter(holds, self.read_events()), None), timeout_s)
+        # Of its own, for the events from before; each event is decoded once, however long it takes.
+        events = tail_events(self.run_directory)
+
+        def find() -> Event | None:
+            new = sorted(events.poll(), key=lambda event: event.monotonic_s)
+            return next(filter(holds, new), None)
+
+        return self.wait_for(what, find, timeout_s)
