@@ -237,9 +237,8 @@ def _divide_gpus(num_hosts: int, gpus_per_host: int | None) -> tuple[dict[str, s
     except ValueError as error:
         raise CallerError(f"--devices-per-host: {error}") from None
     if has_shared_gpus(shares):
-        print_line(
-            f"note: {num_hosts} hosts share {len(gpus)} GPU{'s'[: len(gpus) - 1]}: slow, to try recovery"
-        )
+        which = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        print_line(f"note: {num_hosts} hosts share {which}: slow, to try recovery")
     hosts = make_host_names(num_hosts)
     return tuple(
         make_gpu_share_environment(host, shares, index, os.environ) for index, host in enumerate(hosts)
