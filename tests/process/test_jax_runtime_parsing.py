@@ -103,6 +103,26 @@ def test_the_users_flags_take_precedence_and_ours_are_added() -> None:
     assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
 
 
+def test_workers_on_gpus_have_the_same_kernels_unless_the_user_wants_the_fastest() -> None:
+    def find(theirs: str) -> set[str]:
+        return set(
+            make_worker_environment(
+                platform="gpu",
+                devices_per_host=None,
+                cache_dir=None,
+                collective_timeout_s=3.0,
+                base={"XLA_FLAGS": theirs},
+            )["XLA_FLAGS"].split()
+        )
+
+    same = {"--xla_gpu_deterministic_ops=true", "--xla_gpu_enable_triton_gemm=false"}
+    whole = "--xla_gpu_shard_autotuning=false"
+    assert {*same, whole} <= find("")
+    fastest = {"--xla_gpu_deterministic_ops=false", "--xla_gpu_enable_triton_gemm=true"}
+    assert {*fastest, whole} <= find(" ".join(fastest))
+    assert not same & find(" ".join(fastest))
+
+
 def test_a_users_tunables_of_malloc_are_kept() -> None:
     def find(platform: Platform, base: dict[str, str]) -> str | None:
         return make_worker_environment(

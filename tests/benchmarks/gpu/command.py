@@ -20,6 +20,7 @@ from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.doctor.gpu_inventory import read_gpus
+from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.worker_environment import Platform
 
 Abort = Literal["interrupt", "replace"]
@@ -66,10 +67,15 @@ def gpu(
     64 bytes per step: small, so that what is measured is the recovery. Beside it the step time of a larger transformer
     with the flags that make bits equal, and without. The benchmark takes about five minutes.
     """
+    gpus = read_gpus()
+    if platform == "gpu" and not gpus.gpus:
+        raise CallerError(
+            f"gpu: found no GPU ({gpus.error}), expected one or more; to try it without: --platform cpu"
+        )
     console = open_console(json_only)
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
-        choices = measure_kernel_choices(work, console) if kernels else {}
+        choices = measure_kernel_choices(work, console) if kernels and platform == "gpu" else {}
         found = {
             abort: _measure_kills(work / abort, abort, kills, platform, console)
             for abort in ("interrupt", "replace")
@@ -84,7 +90,7 @@ def gpu(
             healthy_step_s=healthy_s,
             deterministic_cost=choices[OURS] - 1 if choices else float("nan"),
             kills=kills,
-            device=", ".join(sorted({found.name for found in read_gpus().gpus})),
+            device=", ".join(sorted({one.name for one in gpus.gpus})),
             machine=describe_machine(),
         )
     )

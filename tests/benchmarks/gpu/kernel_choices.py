@@ -9,12 +9,13 @@ from rich.table import Table
 
 from benchmarks.paths import JOBS
 from benchmarks.runs import run_alone
+from resilient_jax.jax_runtime.worker_environment import GPU_XLA_FLAGS
 
-OURS: Final = "deterministic, without Triton: ours"
+OURS: Final = "deterministic, without Triton: a worker's"
 CHOICES: Final = {
     "autotuned": "",
     "deterministic": "--xla_gpu_deterministic_ops=true",
-    OURS: "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false",
+    OURS: " ".join(f"{name}={value}" for name, value in GPU_XLA_FLAGS.items()),
 }
 """Flags of XLA by name; the first is what the others are compared with."""
 ROUNDS: Final = 2
@@ -26,8 +27,8 @@ def measure_kernel_choices(work: Path, console: Console) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in CHOICES}
     digests: dict[str, set[str]] = {name: set() for name in CHOICES}
     for number in range(ROUNDS):
-        for name, flags in CHOICES.items():
-            result = work / f"choice-{number}-{len(name)}.json"
+        for place, (name, flags) in enumerate(CHOICES.items()):
+            result = work / f"kernels-{number}-{place}.json"
             environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda"}
             run_alone([str(JOBS / "gpu_step.py"), str(result)], work, environment)
             found = json.loads(result.read_text())
