@@ -16,7 +16,8 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 What it means for a standby that is a worker is in `standby_orders`.
 
 Rules:
-- If something hangs, a worker that runs gets `TakeStacks` first: with it, stacks are kept before anything unwinds.
+- If something hangs, every worker that lives gets `TakeStacks` first: with it, stacks are kept before it unwinds. One
+  that idles by now has unwound when another's connections closed; its stacks say that it waits.
 - A newcomer that runs, and one whose host leaves, is an outsider: the first trained in a generation that left it out.
 - A host that leaves stays while others may read a snapshot of which it has a part.
 - An outsider gets no order but is killed if it does not respond; and, where collectives cannot be aborted, replaced
@@ -319,7 +320,7 @@ def _read_generation(
         assert generation.outcome is not None, "a finished generation has an outcome"
         return state, (*commands, EndJob(generation.outcome))
     is_new = known is None or known.number < generation.number
-    if generation.hang and is_new and worker is not None and worker.report.state is WorkerState.RUNNING:
+    if generation.hang and is_new and worker is not None and not worker.is_dead:
         # Before the order that makes it unwind.
         commands.append(SendOrder(TakeStacks(why=generation.hang)))
     state, orders = _order(state, generation, worker, now_s, config)

@@ -263,7 +263,11 @@ class HealthMonitor:
             for one in group:
                 one.usual = of_all
                 if len(group) <= SMALL_GROUP:
-                    others = _list_other_ratios(one, group) or _list_other_ratios(one, measured)
+                    others = (
+                        _list_other_ratios(one, group)
+                        or _list_other_ratios(one, measured)
+                        or _list_unexplained_ratios(one, measured)
+                    )
                     one.usual = statistics.median(others) if others else 1.0
 
     def _conclude(self, step: int, one: _Measured, state: SeriesState) -> Iterator[FindingChange]:
@@ -425,4 +429,15 @@ def _list_other_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[fl
         other.ratio
         for other in measured
         if other is not one and other.part.name == one.part.name and other.watched.finding is None
+    ]
+
+
+def _list_unexplained_ratios(one: _Measured, measured: Iterable[_Measured]) -> list[float]:
+    """Return by what the others of its name, all known to be slow, are slower than that explains: what slows all alike
+    slows them too.
+    """
+    return [
+        other.ratio / other.watched.finding.factor
+        for other in measured
+        if other is not one and other.part.name == one.part.name and other.watched.finding is not None
     ]

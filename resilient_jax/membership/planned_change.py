@@ -62,6 +62,7 @@ def plan_change(
         generation,
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.PAUSE,
+        hang="",
         attempts=0,
         are_parts_doubtful=False,
         taken_out=None,

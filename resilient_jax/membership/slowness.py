@@ -85,6 +85,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         generation,
         number=number,
         phase=GenerationPhase.PAUSE,
+        hang="",
         attempts=0,
         are_parts_doubtful=False,
         taken_out=taken_out,

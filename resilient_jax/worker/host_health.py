@@ -251,7 +251,7 @@ class HostHealth:
                 ratios = compare_devices(self._hosts.index(finding.host), *seconds)
                 if not is_confirmed_still(finding, ratios):
                     self._end(finding, "its devices are as fast as those of its peers")
-            self._allow_second_measurement(spec.name)
+            self._allow_another_measurement()
             self._report()
 
     def conclude_links(
@@ -289,7 +289,7 @@ class HostHealth:
                 self._record.next_links_step = spec.step + (
                     spec.step if is_measured else LINKS_INTERVAL_STEPS
                 )
-            self._allow_second_measurement(spec.name)
+            self._allow_another_measurement()
             self._report()
 
     def _note_measurement(self, spec: AccumulationSpec) -> None:
@@ -380,9 +380,10 @@ class HostHealth:
         findings = monitor.findings if monitor is not None else ()
         return [finding for finding in findings if not self._record.findings.is_settled(finding)]
 
-    def _allow_second_measurement(self, name: str) -> None:
-        """Measure again soon what was named by one measurement: what is done about it waits for that."""
-        if any(finding in self._record.findings.reported for finding in self._list_unsettled(name)):
+    def _allow_another_measurement(self) -> None:
+        """Measure again soon while nothing may be done about a host that is named: what waits for that costs more."""
+        reported = self._record.findings.reported.values()
+        if not all(self._may_act_on(HostName(one.host)) for one in reported):
             self._record.next_measurement_s = 0.0
 
     def _note(self, changes: Iterable[FindingChange]) -> None:

@@ -109,7 +109,7 @@ def write_manifest(path: Path, *incidents: str) -> Path:
 KILL = 'trigger = { after_steps = 2 }\ntarget = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }'
 
 
-def test_weights_that_depend_on_the_live_hosts_are_detected(tmp_path: Path) -> None:
+def test_weights_that_depend_on_the_generation_are_detected(tmp_path: Path) -> None:
     """The report has the sequence of events and a complete manifest to reproduce them."""
     script = tmp_path / "unstable.py"
     source = (ROOT / "examples" / "chaos_job.py").read_text()
@@ -118,7 +118,7 @@ def test_weights_that_depend_on_the_live_hosts_are_detected(tmp_path: Path) -> N
     script.write_text(
         source.replace(
             healthy,
-            "else update(state if len(world.hosts) != 1 or "
+            "else update(state if world.generation == 1 or "
             "world.host == 'localhost' else jax.tree.map(lambda x: x + 1, state), ",
         )
     )

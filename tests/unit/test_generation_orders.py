@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from resilient_jax.cluster.generation_orders import (
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerState
-from resilient_jax.protocol.worker_messages import Pause, Quiesce
+from resilient_jax.protocol.worker_messages import Pause, Quiesce, TakeStacks
 
 HOST = HostName("a")
 ME = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
@@ -84,6 +85,17 @@ def test_a_worker_that_does_not_stop_is_killed_at_the_deadline():
     agent.now_s = 5.1
     assert kinds(agent.tell(CheckDue())) == [KillWorker]
     assert agent.tell(CheckDue()) == []
+
+
+@pytest.mark.parametrize("state", [WorkerState.RUNNING, WorkerState.IDLE])
+def test_stacks_are_kept_once_of_every_worker_before_it_unwinds(state: WorkerState):
+    agent = Agent()
+    agent.report(state)
+    generation = Generation(
+        number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, members=(ME, OTHER), hang="b hangs"
+    )
+    assert kinds(agent.tell(GenerationRead(generation)))[-2:] == [TakeStacks, Quiesce]
+    assert TakeStacks not in kinds(agent.tell(GenerationRead(generation)))
 
 
 def test_a_worker_that_stopped_and_trains_again_is_not_killed():

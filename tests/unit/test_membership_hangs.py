@@ -49,6 +49,25 @@ def test_a_worker_that_is_late_in_something_else_than_training_is_no_hang(phase:
     assert job.phase is phase
 
 
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_a_planned_change_after_a_hang_names_it_no_more(is_leaving: bool) -> None:
+    job = training("a", "b", "c")
+    report(job, "b", overdue(WorkerTask.INPUT))
+    for name in "ac":
+        report(job, name, overdue(WorkerTask.SUM))
+    job.acknowledge("a", "c", overdue=None)
+    job.serve()
+    job.form()
+    assert (job.phase, job.generation.hang != "") == (GenerationPhase.ACTIVE, True)
+    for name in "ac":
+        job.report(name, state=WorkerState.RUNNING, has_finished_step=True)
+    if is_leaving:
+        job.change("c", is_draining=True)
+    else:
+        job.restart("b")
+    assert (job.phase, job.generation.hang) == (GenerationPhase.PAUSE, "")
+
+
 def test_of_many_hosts_that_hang_some_are_described() -> None:
     names = [f"h{number}" for number in range(9)]
     job = training(*names)

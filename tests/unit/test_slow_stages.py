@@ -55,6 +55,16 @@ def test_what_slows_all_stages_is_no_hosts_fault(groups: dict[str, str]) -> None
     assert watch(monitor, range(60, 120), **dict.fromkeys(HOSTS, 2.0)) == []
 
 
+def test_beside_a_slow_stage_what_slows_all_is_no_hosts_fault_either() -> None:
+    monitor = HealthMonitor(OTHER_STAGES)
+    monitor.set_members(HOSTS[:2], 0)
+    assert watch(monitor, range(60)) == []
+    assert watch(monitor, range(60, 90), b=5.0) == ["b"]
+    assert watch(monitor, range(90, 150), a=3.5, b=17.5) == []
+    assert watch(monitor, range(150, 210)) == []
+    assert watch(monitor, range(210, 240), a=3.5) == ["a"], "b is sound again"
+
+
 def test_a_stage_that_was_slow_from_the_start_is_found_beside_its_peer_alone() -> None:
     for groups, expected in ((STAGES, ["b"]), (OTHER_STAGES, [])):
         monitor = HealthMonitor(groups)
@@ -71,6 +81,8 @@ class Job:
         self.events: list[tuple[EventKind, str]] = []
         self.shown: tuple[SlowHost, ...] = ()
         self.step = 0
+        self.exchange_s, self.measurement_s = 100.0, 0.0
+        self.num_measurements = 0
         self.begin(HOSTS, STAGES)
 
     def begin(self, hosts: tuple[HostName, ...], groups: dict[str, str]) -> None:
@@ -92,11 +104,13 @@ class Job:
                 for host in self.hosts
             ]
             self.step += 16
-            self.clock.advance(100.0)
+            self.clock.advance(self.exchange_s)
             spec = AccumulationSpec(name="pipeline", step=self.step, num_microbatches=8, reduction="exact")
             due = self.health.choose_measurement(spec)
             if Measurement.DEVICES in due:
                 self.health.begin_measurement(due)
+                self.clock.advance(self.measurement_s)
+                self.num_measurements += 1
                 self.health.conclude(spec, [device if host == "b" else SOUND for host in self.hosts])
             self.health.observe(spec, told)
             self.record.thread.submit(lambda: None).result(timeout=30)
@@ -150,6 +164,18 @@ def test_a_slow_host_with_other_blocks_that_becomes_slower_is_no_less_slow_than_
     (after,) = found.shown
     assert after.since_step > before.since_step, "it was found anew"
     assert after.factor >= before.factor > 2.5
+
+
+def test_who_else_may_be_slow_is_measured_soon_while_a_named_host_waits_for_that() -> None:
+    job = Job()
+    job.begin(HOSTS, OTHER_STAGES)
+    job.run(64)
+    job.exchange_s, job.measurement_s = 1.0, 2.0  # the next one would be due in minutes
+    while not job.events:
+        job.run(16, HALF, b=3.0)
+    job.run(160, HALF, b=3.0, a=4.0)  # whose devices are sound: not found so before a second measurement
+    assert job.events == [SLOW, (EventKind.HOST_SLOW, "a")]
+    assert job.num_measurements == 3
 
 
 def test_a_slow_host_that_leaves_is_no_longer_reported(found: Job) -> None:
