@@ -118,8 +118,37 @@ class DivisionChooser:
 def price_division(
     teams: Sequence[Team], division: StepDivision, measured: TaskSeconds, schedule: PipelineSchedule
 ) -> float:
-    """Return the seconds of a step that is divided in this way, if tasks take what was measured."""
-    routes = make_routes(teams, division.quotas)
+    """Return the seconds of a step that is divided in this way, if tasks take what was measured.
+
+    Replicas compute independently, and those with equal stages, tasks and microbatches take equally long.
+    """
+    different: dict[object, tuple[Team, int]] = {}
+    for team, quota in zip(teams, division.quotas, strict=True):
+        if quota:
+            different[_describe_replica(team, quota, division.seconds, measured)] = team, quota
+    return max(
+        (_price_replica(team, quota, division, measured, schedule) for team, quota in different.values()),
+        default=0.0,
+    )
+
+
+def _describe_replica(team: Team, quota: int, seconds: BlockSeconds, measured: TaskSeconds) -> object:
+    """Return what the time of a replica follows from."""
+    stages, first = [], 0
+    for host, count in team:
+        tasks = tuple(
+            (kind, took_s, *(seconds(host, kind, block) for block in range(first, first + count)))
+            for kind, took_s in sorted(measured[host].items())
+        )
+        stages.append((count, tasks))
+        first += count
+    return quota, tuple(stages)
+
+
+def _price_replica(
+    team: Team, quota: int, division: StepDivision, measured: TaskSeconds, schedule: PipelineSchedule
+) -> float:
+    routes = make_routes([team], [quota])
     orders = order_tasks(routes, division.seconds, schedule=schedule).orders
     return StepPath(orders, routes).predict_s(lambda task: measured[task.hop.host][task.kind])
 
