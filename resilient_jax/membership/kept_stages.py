@@ -22,18 +22,22 @@ MAX_GROUPS: Final = 8
 def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus]) -> StageLoss | None:
     """Return what a loss makes of a pipeline, as its first members have estimated it; None: not known.
 
-    Of three hosts at once it is not. With hosts that take their places the model is cut anew in any case.
+    Of many hosts at once it is known by their number alone. With hosts that take their places the model is cut anew in
+    any case.
 
     Args:
         kept: the members that are left.
         joiners: hosts that join in this change.
     """
-    losses = _find_losses(kept)
+    parts = _list_newest_parts(kept)
+    outlook = next((part.outlook for part in parts if part.outlook is not None), None)
     left = {status.host for status in kept}
-    lost = {host for one in losses for host in one.hosts} - left
-    found = next((one for one in losses if set(one.hosts) == lost), None)
-    is_same_world = left.issubset(host for one in losses for host in one.hosts)
-    return found if is_same_world and not joiners else None
+    if outlook is None or joiners or not outlook.hosts.issuperset(left):
+        return None
+    lost = outlook.hosts - left
+    losses = next((part.losses for part in parts if part.losses), ())
+    exact = next((one for one in losses if set(one.hosts) == lost), None)
+    return exact or outlook.estimate(lost)
 
 
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:
@@ -98,11 +102,6 @@ def _list_stage_hosts(
 def list_absent(generation: Generation) -> tuple[HostName, ...]:
     """Return the hosts whose stages are kept."""
     return tuple(host for host in generation.stage_hosts if generation.find_member(host) is None)
-
-
-def _find_losses(kept: Iterable[HostStatus]) -> tuple[StageLoss, ...]:
-    """Return what members report of possible losses in the generation that they trained in last."""
-    return next((part.losses for part in _list_newest_parts(kept) if part.losses), ())
 
 
 def _list_newest_parts(kept: Iterable[HostStatus]) -> list[StatePart]:

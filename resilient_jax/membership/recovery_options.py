@@ -46,11 +46,11 @@ class Loss:
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
-        stage: what the loss makes of a pipeline, if one or two hosts were lost and that is known.
+        stage: what the loss makes of a pipeline, if that is known.
         plan: what the loss makes of planned axes, if that is known.
         has_new_axes: whether the best axes for the hosts that are left are others than the job has.
         stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: it is not awaited, or
-            there are two, whose stages are kept until their blocks are copied.
+            there are several, whose stages are kept until their blocks are copied.
     """
 
     places: int

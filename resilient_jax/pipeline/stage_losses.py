@@ -1,4 +1,4 @@
-"""What the loss of each host, or of two, would make of a pipeline, for the leader that has to choose then. Pure.
+"""What the loss of each host, of two, or of more would make of a pipeline, for the leader that chooses then. Pure.
 
 Two ways to go on: the stage is kept for the host, and its replica computes nothing until it is back, so no block moves;
 or the model is cut anew over the hosts that are left, so all of them work, and blocks move, now and when it is back.
@@ -7,7 +7,7 @@ as fast as the first at best (docs/benchmarks.md): the peers have that work eith
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -17,7 +17,7 @@ from resilient_jax.pipeline.step_division import StepDivision, TaskSeconds, pric
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import list_complete_teams, make_teams, share_in_complete_teams
-from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 
 
 class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +119,51 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
             )
         )
     return tuple(losses)
+
+
+def estimate_stage_outlook(layout: StageLayout, most_lost: int) -> StageOutlook | None:
+    """Return what the loss of any hosts would make of the pipeline, by their number alone; None: nobody would be left.
+
+    It errs on the side of what is lost: the fastest replicas break first, and no host has blocks that it needs.
+
+    Args:
+        layout: the pipeline.
+        most_lost: how many hosts are lost at one moment at most.
+    """
+    complete = list_complete_teams(layout.teams, layout.absent)
+    replicas = [[host for host, _ in layout.teams[number]] for number in sorted(complete)]
+    hosts = [host for team in layout.teams for host, _ in team if host not in layout.absent]
+    if len(hosts) < 2:
+        return None
+    present_s, num_microbatches = _price(layout, layout.teams, layout.quotas), sum(layout.quotas)
+    kept = [1.0]
+    by_speed = sorted(replicas, key=lambda replica: -sum(map(layout.find_speed, replica)))
+    for number in range(1, min(most_lost, len(replicas)) + 1):
+        absent = layout.absent.union(*by_speed[:number])
+        quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
+        kept.append(present_s / _price(layout, layout.teams, quotas) if any(quotas) else 0.0)
+    costs = [sum(block.values()) for block in layout.block_seconds]
+    cut, move_s = [1.0], [0.0]
+    for number in range(1, min(most_lost, len(hosts) - 1) + 1):
+        teams = make_teams(hosts[number:], costs, layout.num_stages, layout.device_speeds)
+        quotas = share_in_complete_teams(teams, num_microbatches, speeds=layout.device_speeds)
+        cut.append(present_s / _price(layout, teams, quotas))
+        largest = max(
+            sum(layout.block_bytes[block] for block in blocks) for blocks in _list_blocks(teams).values()
+        )
+        move_s.append(largest / layout.bytes_per_s)
+    idle = tuple(host for host in hosts if not any(host in replica for replica in replicas))
+    return StageOutlook(
+        replicas=tuple(map(tuple, replicas)),
+        idle=idle,
+        kept=_round(kept),
+        cut=_round(cut),
+        move_s=_round(move_s),
+    )
+
+
+def _round(numbers: Iterable[float]) -> tuple[float, ...]:
+    return tuple(round(number, 4) for number in numbers)
 
 
 def make_even_seconds(

@@ -1,6 +1,6 @@
 """Where the state of a job is: on a member, in parts on all of them, or lost from all memory."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Self
 
 import msgspec
@@ -24,7 +24,7 @@ class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
     """What the loss of hosts at one moment would make of a pipeline. Speeds are parts of the present one.
 
     Attributes:
-        hosts: one or two.
+        hosts: that are lost.
         kept: the speed with their stages kept: their replicas compute nothing; 0: the others cannot do without these.
         cut: the speed with the model cut anew over the hosts that are left.
         move_s: how long all wait for that until blocks have moved, in seconds.
@@ -36,6 +36,48 @@ class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
     move_s: float
 
 
+class StageOutlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loss of any hosts at one moment would make of a pipeline, by their number alone.
+
+    Attributes:
+        replicas: the hosts of each replica that computes.
+        idle: the hosts of those that compute nothing, because a stage is kept for an absent one.
+        kept: the speed as a part of the present one with so many of the replicas broken, and stages kept; the first
+            number is that of none. 0: no replica is left.
+        cut: the same with the model cut anew without so many hosts.
+        move_s: how long all wait for that until blocks have moved, in seconds, if no host has what it needs.
+    """
+
+    replicas: tuple[tuple[HostName, ...], ...]
+    idle: tuple[HostName, ...] = ()
+    kept: tuple[float, ...]
+    cut: tuple[float, ...]
+    move_s: tuple[float, ...]
+
+    @property
+    def hosts(self) -> frozenset[HostName]:
+        """All that are there."""
+        return frozenset(self.idle).union(*self.replicas)
+
+    def estimate(self, lost: Collection[HostName]) -> StageLoss | None:
+        """Return what the loss of these hosts makes of the pipeline; None: of so many it is not known.
+
+        >>> outlook = StageOutlook(replicas=(("a", "b"), ("c", "d")), kept=(1, 0.5, 0), cut=(1, 0.8), move_s=(0, 3))
+        >>> outlook.estimate(["d"])
+        StageLoss(hosts=('d',), kept=0.5, cut=0.8, move_s=3)
+        """
+        broken = sum(not set(lost).isdisjoint(replica) for replica in self.replicas)
+        if len(lost) >= len(self.cut) or broken >= len(self.kept):
+            return None
+        number = len(lost)
+        return StageLoss(
+            hosts=tuple(sorted(lost)),
+            kept=self.kept[broken],
+            cut=self.cut[number],
+            move_s=self.move_s[number],
+        )
+
+
 class StatePart(msgspec.Struct, frozen=True):
     """What one worker has in memory of a state that is divided into units, such as the blocks of a model.
 
@@ -45,13 +87,15 @@ class StatePart(msgspec.Struct, frozen=True):
         generation: in which this worker had it last.
         losses: of the first three members: what the loss of each host of that generation, or of two, would make of the
             pipeline.
-        order: of the same three: the hosts of its replicas in their order, with those whose stages are kept.
+        outlook: of the first nine: the same of any hosts, by their number alone.
+        order: of the same nine: the hosts of its replicas in their order, with those whose stages are kept.
     """
 
     runs: tuple[tuple[int, int], ...]
     num_units: int
     generation: GenerationNumber = GenerationNumber(0)
     losses: tuple[StageLoss, ...] = ()
+    outlook: StageOutlook | None = None
     order: tuple[HostName, ...] = ()
 
     @classmethod

@@ -370,7 +370,9 @@ class PipelinedSteps:
             return part
         generation = self._placement.world.generation
         watch = self._watch
-        return msgspec.structs.replace(part, generation=generation, losses=watch.losses, order=watch.order)
+        return msgspec.structs.replace(
+            part, generation=generation, losses=watch.losses, outlook=watch.outlook, order=watch.order
+        )
 
     def move_to_host(self) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""

@@ -26,13 +26,18 @@ from resilient_jax.pipeline.layer_speeds import (
 )
 from resilient_jax.pipeline.link_exchanges import MailExchanges
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
-from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
+from resilient_jax.pipeline.stage_losses import (
+    StageLayout,
+    estimate_stage_losses,
+    estimate_stage_outlook,
+    make_even_seconds,
+)
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.protocol.slow_hosts import Slowdown
-from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
@@ -45,15 +50,17 @@ from resilient_jax.transport.mail_protocol import MailKind
 
 WORK_NAME: Final = "pipeline"
 """Under which tasks are judged, as the microbatches of an accumulation are under its name."""
-MAX_SIMULATED_TASKS: Final = 10_000
-"""Of a step. An estimate prices three or four of them, a second on one core: so long the others wait, twice in a
-generation."""
-MAX_SIMULATED_TASKS_OF_TWO: Final = 5_000
-"""Of a step, if the loss of two hosts is priced, too: that takes as many steps again."""
+MAX_SIMULATED_TASKS: Final = 4_000
+"""Of those replicas of a step that differ. An estimate prices twenty such steps, two seconds on one core: so long the
+others wait, twice in a generation."""
+MAX_LISTED_HOSTS: Final = 256
+"""Of which the loss of each is estimated; of more, what a loss makes is known by the number of lost hosts alone."""
 MAX_PAIRED_HOSTS: Final = 16
 """Of which the loss of each two is estimated: the reports of three hosts have 136 losses then."""
-NUM_REPORTING: Final = 3
-"""The first hosts report: one is left if any two are lost."""
+NUM_LISTING: Final = 3
+"""The first hosts report the loss of each host, or of two: one is left if any two are lost."""
+MAX_LOST: Final = 8
+"""At one moment, of which it is estimated what that makes of the pipeline."""
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -78,7 +85,8 @@ class StageWatch:
     Attributes:
         losses: what the loss of each host, or of two, would make of the pipeline; of the first three hosts, from the
             second step on.
-        order: the hosts of the replicas in their order; of the same three, whatever the number of tasks.
+        outlook: the same of any hosts, by their number; of the first nine, of which one is left if any eight are lost.
+        order: the hosts of the replicas in their order; of the same nine, whatever the number of tasks.
     """
 
     def __init__(
@@ -105,7 +113,8 @@ class StageWatch:
             else None
         )
         self.losses: tuple[StageLoss, ...] = ()
-        self.order = placement.stage_hosts if world.host in world.hosts[:NUM_REPORTING] else ()
+        self.outlook: StageOutlook | None = None
+        self.order = placement.stage_hosts if world.host in world.hosts[: MAX_LOST + 1] else ()
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
@@ -138,7 +147,7 @@ class StageWatch:
         self._worker.reports = {}
         is_told = len(reports) == len(hosts)
         if self.order and (self._num_steps == 1 or is_told > self._is_measured):
-            self.losses = self._estimate_losses({host: one.task_seconds for host, one in reports.items()})
+            self._estimate_losses({host: one.task_seconds for host, one in reports.items()})
             self._is_measured = is_told
         if len(reports) < len(hosts) or len(hosts) == 1:
             return
@@ -176,38 +185,46 @@ class StageWatch:
             timings = self._slow_hosts.take_row(self._describe_step(step)).tobytes()
         return StageReport(timings, self._worker.timings.estimate())
 
-    def _estimate_losses(self, measured: TaskSeconds) -> tuple[StageLoss, ...]:
-        """Return what the loss of each host, or of two, would make of the pipeline, by what tasks were measured to
-        take, or by their operations; nothing for a step of so many tasks that the others would wait for the estimate.
+    def _estimate_losses(self, measured: TaskSeconds) -> None:
+        """Estimate what the loss of hosts would make of the pipeline, by what tasks were measured to take, or by their
+        operations; not for a step of so many tasks that the others would wait for it.
         """
         placement = self._placement
-        num_tasks = sum(placement.quotas) * placement.num_stages * len(KINDS[self._schedule])
+        unlike = {
+            (quota, *((count, placement.device_speeds.get(host, 1.0)) for host, count in team))
+            for team, quota in zip(placement.teams, placement.quotas, strict=True)
+        }
+        num_tasks = sum(quota * len(stages) for quota, *stages in unlike) * len(KINDS[self._schedule])
         if num_tasks > MAX_SIMULATED_TASKS:
-            return ()
-        is_small = len(placement.world.hosts) <= MAX_PAIRED_HOSTS and num_tasks <= MAX_SIMULATED_TASKS_OF_TWO
+            return
+        layout, hosts = self._describe_layout(measured), placement.world.hosts
+        self.outlook = estimate_stage_outlook(layout, MAX_LOST)
+        if placement.world.host in hosts[:NUM_LISTING] and len(hosts) <= MAX_LISTED_HOSTS:
+            most_lost = 2 if len(hosts) <= MAX_PAIRED_HOSTS else 1
+            self.losses = estimate_stage_losses(layout, most_lost)
+
+    def _describe_layout(self, measured: TaskSeconds) -> StageLayout:
+        placement = self._placement
         is_measured = all(measured.get(host) for host in placement.world.hosts)
-        return estimate_stage_losses(
-            StageLayout(
-                teams=tuple(placement.teams),
-                quotas=placement.quotas,
-                absent=placement.absent,
-                num_stages=placement.num_stages,
-                schedule=self._schedule,
-                block_seconds=tuple(
-                    find_block_seconds(
-                        placement.teams,
-                        placement.block_costs,
-                        measured,
-                        {host: 1 / speed for host, speed in placement.device_speeds.items()},
-                    )
+        return StageLayout(
+            teams=tuple(placement.teams),
+            quotas=placement.quotas,
+            absent=placement.absent,
+            num_stages=placement.num_stages,
+            schedule=self._schedule,
+            block_seconds=tuple(
+                find_block_seconds(
+                    placement.teams,
+                    placement.block_costs,
+                    measured,
+                    {host: 1 / speed for host, speed in placement.device_speeds.items()},
                 )
-                if is_measured and not placement.absent
-                else make_even_seconds(placement.block_costs, self._schedule),
-                block_bytes=self._block_bytes,
-                bytes_per_s=self._bytes_per_s,
-                device_speeds=placement.device_speeds,
-            ),
-            most_lost=2 if is_small else 1,
+            )
+            if is_measured and not placement.absent
+            else make_even_seconds(placement.block_costs, self._schedule),
+            block_bytes=self._block_bytes,
+            bytes_per_s=self._bytes_per_s,
+            device_speeds=placement.device_speeds,
         )
 
     def _estimate_slowdown(

@@ -21,6 +21,7 @@ SLOW_NETWORK = "state_bytes_per_s=1000"
 SLOW_TO_COPY = "state_bytes_per_s=500"
 """Half a minute for what moves to one host, by which the leader decides. In fact it is copied in some steps."""
 NOBODY_COMES_BACK = ("--host-restart-delay", "-1")
+NUM_GONE = 3
 ESTIMATED_STEPS = 4
 """From the second step on the first hosts say what a loss would cost."""
 
@@ -68,7 +69,7 @@ def test_a_stage_is_kept_for_a_worker_that_comes_back_and_no_block_moves_between
 
 
 @pytest.mark.timeout(600)
-def test_the_blocks_of_two_hosts_that_are_gone_are_copied_while_the_others_train(tmp_path: Path) -> None:
+def test_the_blocks_of_three_hosts_that_are_gone_are_copied_while_the_others_train(tmp_path: Path) -> None:
     hosts = HOSTS + STAGES
     with PipelinedJob(
         tmp_path, hosts, STAGES, parity=2, words=[SLOW_TO_COPY], options=NOBODY_COMES_BACK
@@ -76,33 +77,34 @@ def test_the_blocks_of_two_hosts_that_are_gone_are_copied_while_the_others_train
         job.wait_protected(hosts)
         report = job.wait_training(hosts)
         formed = [e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED][-1]
-        # With the leader the world's coordination service would be gone.
-        gone = [host for host in list_first_stages(str(formed.detail["cut"])) if host != report.leader][:2]
-        assert len(gone) == 2
+        # All of a replica, and one more. With the leader the world's coordination service would be gone.
+        replicas = [one for one in list_replicas(str(formed.detail["cut"])) if report.leader not in one]
+        gone = [*replicas[0], replicas[1][0]]
+        assert len(gone) == NUM_GONE
         job.hold(FailPoint.BEFORE_INPUT_GRADIENT, gone, ahead=ESTIMATED_STEPS)
         for host in gone:
             job.signal(JobComponent.HOST, host, signal.SIGKILL)
         job.job.release()
         decided = job.job.wait_event(
-            "a decision about both",
+            "a decision about all",
             lambda e: (
                 e.kind is EventKind.RECOVERY_DECIDED and all(host in str(e.detail["reason"]) for host in gone)
             ),
             job.patience_s,
         )
         kept = decided.generation or 0
-        job.wait_training(hosts - 2, kept)
+        job.wait_training(hosts - NUM_GONE, kept)
         job.finish()
     assert (decided.detail["action"], decided.detail["wait_s"]) == ("keep_stages", 0)
     assert "shrink: score" in str(decided.detail["options"])
     cuts = list_events(job, EventKind.PIPELINE_FORMED, after=kept - 1)
     away = {e.generation: str(e.detail["cut"]).count("(away)") for e in cuts}
-    assert away == {kept: 2, kept + 1: 0}
+    assert away == {kept: NUM_GONE, kept + 1: 0}
     moved = list_events(job, EventKind.PIPELINE_STATE_KEPT, after=kept - 1)
     assert {int(e.detail["received"]) for e in moved} == {0}, "nothing moved in either pause"
     assert {e.generation for e in moved if int(e.detail["copied"])} == {kept + 1}
 
 
-def list_first_stages(cut: str) -> list[str]:
-    """Return the first host of each replica, from the text of an event."""
-    return [replica.split()[0] for replica in cut.split("; ")]
+def list_replicas(cut: str) -> list[list[str]]:
+    """Return the hosts of each replica, from the text of an event."""
+    return [[stage.split()[0] for stage in replica.split(" -> ")] for replica in cut.split("; ")]

@@ -22,7 +22,7 @@ from resilient_jax.protocol.records import (
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.protocol.state_records import NextMembers, StageLoss, StatePart
+from resilient_jax.protocol.state_records import NextMembers, StageLoss, StageOutlook, StatePart
 
 NUM_UNITS = 7
 FRONT, BACK = (StatePart.from_units(units, NUM_UNITS) for units in (range(4), range(4, NUM_UNITS)))
@@ -379,7 +379,18 @@ def estimate(job: Job, *, move_s: float = 100.0) -> StatePart:
     """Return what a reports: the loss of any host would make blocks move for so long."""
     losses = tuple(StageLoss(hosts=(HostName(name),), kept=0.9, cut=0.95, move_s=move_s) for name in "abcd")
     part = say_order(PARTS["a"], job.generation.number, "abcd")
-    return msgspec.structs.replace(part, losses=losses)
+    return msgspec.structs.replace(part, losses=losses, outlook=make_outlook("ab", "cd"))
+
+
+def make_outlook(*replicas: str, kept: float = 0.6, move_s: float = 50.0) -> StageOutlook:
+    """Return what the loss of hosts of these replicas would make of a pipeline: half the speed that was `kept`."""
+    numbers = range(1, 4)
+    return StageOutlook(
+        replicas=tuple(tuple(map(HostName, replica)) for replica in replicas),
+        kept=(1.0, *(kept / number if number < len(replicas) else 0.0 for number in numbers)),
+        cut=(1.0, *(0.9 - 0.1 * number for number in numbers)),
+        move_s=(0.0, *(move_s for _ in numbers)),
+    )
 
 
 def say_order(part: StatePart, generation: GenerationNumber, order: str) -> StatePart:
@@ -452,8 +463,9 @@ def test_the_stage_of_a_host_that_is_gone_is_kept_until_the_others_have_its_bloc
     assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acd"), ())
 
 
-def test_the_stages_of_two_hosts_that_are_gone_are_kept_until_the_others_have_their_blocks():
-    job = sharded("abcdef", parity=2)
+@pytest.mark.parametrize("gone", ["bd", "bcd"])
+def test_the_stages_of_hosts_that_are_gone_are_kept_until_the_others_have_their_blocks(gone: str):
+    job = sharded("abcdef", parity=3)
     job.wait(10.0)
     job.train(15)
     pairs = ((HostName("b"), HostName("d")), (HostName("a"), HostName("c")))
@@ -463,29 +475,48 @@ def test_the_stages_of_two_hosts_that_are_gone_are_kept_until_the_others_have_th
         for hosts in (*singles, *pairs)
     )
     parts = {
-        name: say_order(FRONT if name in "ace" else BACK, job.generation.number, "abcdef")
+        name: msgspec.structs.replace(
+            say_order(FRONT if name in "ace" else BACK, job.generation.number, "abcdef"),
+            outlook=make_outlook("ab", "cd", "ef"),
+            losses=losses if name in "abc" else (),
+        )
         for name in "abcdef"
     }
-    for name in "abc":
-        parts[name] = msgspec.structs.replace(parts[name], losses=losses)
     for name, part in parts.items():
         job.report(name, part=part)
-    for name in "bd":
+    for name in gone:
         job.give(HostLeft(HostName(name)))
-    for name in "acef":
+    left = [name for name in "abcdef" if name not in gone]
+    for name in left:
         job.acknowledge(name, step=15, part=parts[name])
     decision = job.generation.decision
     assert decision is not None
     assert (decision.action, decision.wait_s, decision.awaited) == (RecoveryAction.KEEP_STAGES, 0.0, ())
-    assert (job.members, job.generation.stage_hosts) == (list("acef"), tuple("abcdef"))
+    assert (job.members, job.generation.stage_hosts) == (left, tuple("abcdef"))
     job.form()
     job.train(16)
     assert (job.phase, job.generation.reason) == (
         GenerationPhase.PAUSE,
-        "b, d are not awaited: their stages are kept no longer, and layers are divided anew",
+        f"{', '.join(gone)} are not awaited: their stages are kept no longer, and layers are divided anew",
     )
     stop_at_boundary(job, 46)
-    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, list("acef"), ())
+    assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, left, ())
+
+
+def test_where_no_replica_is_left_the_model_is_cut_anew_at_once():
+    job = sharded("abcd", parity=2)
+    part = msgspec.structs.replace(
+        say_order(FRONT, job.generation.number, "abcd"), outlook=make_outlook("ab", "cd")
+    )
+    for name in "bc":
+        job.give(HostLeft(HostName(name)))
+    job.acknowledge("a", step=6, part=part)
+    unwind(job, "d")
+    decision = job.generation.decision
+    assert decision is not None
+    assert decision.action is RecoveryAction.SHRINK
+    (kept,) = [one for one in decision.options if one.action is RecoveryAction.KEEP_STAGES]
+    assert kept.why_not == "no other replica is complete"
 
 
 def test_a_stage_that_is_kept_until_it_is_copied_waits_for_no_worker_that_starts():

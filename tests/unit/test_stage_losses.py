@@ -13,7 +13,12 @@ from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
 from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_after_loss
 from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
-from resilient_jax.pipeline.stage_losses import StageLayout, estimate_stage_losses, make_even_seconds
+from resilient_jax.pipeline.stage_losses import (
+    StageLayout,
+    estimate_stage_losses,
+    estimate_stage_outlook,
+    make_even_seconds,
+)
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
@@ -98,6 +103,43 @@ def test_so_are_those_after_the_loss_of_two_hosts_at_one_moment(second: tuple[in
         for teams in (layout.teams, cut)
     )
     assert found.move_s == max(len(has[host] - had[host]) for host in left)
+
+
+@pytest.mark.parametrize("absent", [(), ("host-001",)])
+@pytest.mark.parametrize(("stages", "replicas", "microbatches"), LAYOUTS)
+def test_by_the_number_of_lost_hosts_alone_no_loss_is_cheaper_than_it_is(
+    stages: int, replicas: int, microbatches: int, absent: tuple[str, ...]
+):
+    layout = make_layout(stages, replicas, microbatches, absent=absent)
+    outlook = estimate_stage_outlook(layout, most_lost=3)
+    assert outlook is not None
+    assert outlook.hosts == {host for team in layout.teams for host, _ in team} - set(absent)
+    for exact in estimate_stage_losses(layout, most_lost=2):
+        rough = outlook.estimate(exact.hosts)
+        assert rough is not None
+        assert rough.kept == pytest.approx(exact.kept, abs=2e-4), "replicas are alike"
+        assert rough.cut == pytest.approx(exact.cut, abs=2e-4)
+        assert rough.move_s >= exact.move_s
+
+
+def test_of_replicas_that_differ_the_fastest_break_first():
+    layout = make_layout(4, 3, 8)
+    slow = layout.teams[0][0][0]
+    outlook = estimate_stage_outlook(msgspec.structs.replace(layout, device_speeds={slow: 0.5}), 3)
+    assert outlook is not None
+    exact = estimate_stage_losses(msgspec.structs.replace(layout, device_speeds={slow: 0.5}))
+    assert outlook.kept[1] == min(one.kept for one in exact)
+
+
+def test_what_the_loss_of_many_hosts_makes_is_not_known():
+    outlook = estimate_stage_outlook(make_layout(2, 4, 8), most_lost=3)
+    assert outlook is not None
+    hosts = sorted(outlook.hosts)
+    assert outlook.estimate(hosts[:4]) is None
+    three = outlook.estimate(hosts[:3])
+    assert three is not None
+    assert (three.hosts, three.kept) == (tuple(hosts[:3]), outlook.kept[2]), "two replicas are broken"
+    assert estimate_stage_outlook(make_layout(1, 1, 8), 3) is None
 
 
 def test_two_hosts_are_not_lost_where_nobody_would_be_left():
