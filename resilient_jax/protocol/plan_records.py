@@ -28,7 +28,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What it would make of the present generation if one host or two at once were lost, or joined.
+    """What it would make of the present generation if hosts were lost at once, or joined.
 
     Attributes:
         generation: the generation.

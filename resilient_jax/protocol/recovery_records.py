@@ -2,11 +2,16 @@
 
 import enum
 import statistics
+from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.plan_records import PlanAxes
+
+MAX_FORESEEN_HOSTS: Final = 8
+"""Lost at one moment, or joining: of so many, members estimate ahead what that would make. One member more than these
+reports it, so that one is left whichever are lost."""
 
 
 class RecoveryAction(enum.StrEnum):

@@ -7,7 +7,7 @@ where programs are compiled ahead.
 """
 
 import itertools
-import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,17 +18,15 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.planning.plan import Plan
 from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
+from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
-logger = logging.getLogger(__name__)
-
 LEAST_COMPILE_S: Final = 1.0
 """Programs that are not ready take at least so long, also if those of the first step came from a cache."""
-NUM_REPORTING: Final = 3
-"""The first hosts report: one is left if any two hosts are lost."""
 MAX_CHANGES: Final = 32
-"""So many losses are estimated, and so many joins, each by two searches; enough for all of six groups of hosts."""
+"""So many losses are estimated, and so many joins, each by two searches; enough for all of one and two hosts of six
+groups, and for all of eight equal ones."""
 HostGroups = tuple[tuple[HostName, ...], ...]
 """In each of them it makes no difference to a plan which host is lost, or joins."""
 
@@ -60,7 +58,7 @@ class PlanForecast:
             check: raises if the search is to end.
         """
         world, searcher = self._world, self._searcher
-        if world.host not in world.hosts[:NUM_REPORTING]:
+        if world.host not in world.hosts[: MAX_FORESEEN_HOSTS + 1]:
             return
         self._present = tuple(searcher.group_alike(world.hosts))
         self._losses = self._estimate_changes(
@@ -118,14 +116,12 @@ class PlanForecast:
             change: returns the hosts that train after a loss or join of these.
             check: raises if the search is to end.
         """
-        likely = [one for one in list_likely_groups([len(group) for group in groups]) if len(one) <= most]
-        if len(likely) > MAX_CHANGES:
-            # After another one each host takes the best plan, and the decision says why.
-            logger.info("planner: estimates %d of %d kinds of changes of hosts", MAX_CHANGES, len(likely))
+        sizes = [len(group) for group in groups]
         found = []
-        for chosen in likely[:MAX_CHANGES]:
+        # After another one each host takes the best plan, and the decision says why.
+        for chosen in list_likely_groups(sizes, min(most, MAX_FORESEEN_HOSTS), MAX_CHANGES):
             check()
-            # Of two hosts of one group the last two.
+            # Of hosts of one group the last ones.
             hosts = [groups[index][-1 - chosen[:place].count(index)] for place, index in enumerate(chosen)]
             found.append(self._estimate_change(chosen, change(hosts)))
         return tuple(one for one in found if one is not None)
@@ -150,24 +146,27 @@ class PlanForecast:
         return change, best
 
 
-def list_likely_groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return from which groups one host may be, or two: the likeliest first.
+def list_likely_groups(sizes: Sequence[int], most: int, limit: int) -> list[tuple[int, ...]]:
+    """Return from which groups hosts may be that are lost, or join, at one moment: the likeliest first.
 
     Args:
         sizes: of the groups.
+        most: hosts at one moment.
+        limit: of what is returned.
 
     Returns:
-        The indices of their groups, ascending.
+        The indices of their groups, ascending: of one host first, then of two, and so on.
 
-    >>> list_likely_groups([2, 1])
-    [(0,), (1,), (0, 1), (0, 0)]
+    >>> list_likely_groups([2, 1], 3, 9)
+    [(0,), (1,), (0, 1), (0, 0), (0, 0, 1)]
     """
-    ones = [((index,), size) for index, size in enumerate(sizes)]
-    pairs = [
-        # n (n - 1) / 2 pairs are within a group, n m of two groups.
-        ((one, other), sizes[one] * (sizes[one] - 1) // 2 if one == other else sizes[one] * sizes[other])
-        for one, other in itertools.combinations_with_replacement(range(len(sizes)), 2)
-    ]
-    return [
-        groups for found in (ones, pairs) for groups, count in sorted(found, key=lambda one: -one[1]) if count
-    ]
+    found: list[tuple[int, ...]] = []
+    for number in range(1, most + 1):
+        if len(found) >= limit:
+            break
+        counts = {
+            groups: math.prod(math.comb(size, groups.count(index)) for index, size in enumerate(sizes))
+            for groups in itertools.combinations_with_replacement(range(len(sizes)), number)
+        }
+        found += sorted((groups for groups in counts if counts[groups]), key=lambda groups: -counts[groups])
+    return found[:limit]

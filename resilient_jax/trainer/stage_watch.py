@@ -37,6 +37,7 @@ from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.protocol.slow_hosts import Slowdown
+from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
@@ -59,8 +60,6 @@ MAX_PAIRED_HOSTS: Final = 16
 """Of which the loss of each two is estimated: the reports of three hosts have 136 losses then."""
 NUM_LISTING: Final = 3
 """The first hosts report the loss of each host, or of two: one is left if any two are lost."""
-MAX_LOST: Final = 8
-"""At one moment, of which it is estimated what that makes of the pipeline."""
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -114,7 +113,7 @@ class StageWatch:
         )
         self.losses: tuple[StageLoss, ...] = ()
         self.outlook: StageOutlook | None = None
-        self.order = placement.stage_hosts if world.host in world.hosts[: MAX_LOST + 1] else ()
+        self.order = placement.stage_hosts if world.host in world.hosts[: MAX_FORESEEN_HOSTS + 1] else ()
         self._is_measured = False
         """Whether these follow from what tasks were measured to take."""
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
@@ -198,7 +197,7 @@ class StageWatch:
         if num_tasks > MAX_SIMULATED_TASKS:
             return
         layout, hosts = self._describe_layout(measured), placement.world.hosts
-        self.outlook = estimate_stage_outlook(layout, MAX_LOST)
+        self.outlook = estimate_stage_outlook(layout, MAX_FORESEEN_HOSTS)
         if placement.world.host in hosts[:NUM_LISTING] and len(hosts) <= MAX_LISTED_HOSTS:
             most_lost = 2 if len(hosts) <= MAX_PAIRED_HOSTS else 1
             self.losses = estimate_stage_losses(layout, most_lost)

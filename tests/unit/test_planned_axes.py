@@ -174,20 +174,20 @@ def test_the_entry_is_that_of_the_groups_which_lost_a_host():
     job = training(*"abcd", spare_seats=8)
     losses = tuple(
         PlanChange(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
-        for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1)], 1)
+        for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1), (0, 1, 1)], 1)
     )
     plans = PlanOutlook(generation=GenerationNumber(1), axes=AXES, groups=groups, losses=losses)
     for name in "abc":
         job.report(name, plans=plans)
     statuses = {status.host: status for status in job.state.hosts.values()}
-    for gone, axis in {"a": 1, "d": 2, "ac": 3, "ab": 4, "cd": 4, "bd": 5}.items():
+    for gone, axis in {"a": 1, "d": 2, "ac": 3, "ab": 4, "cd": 4, "bd": 5, "bcd": 6, "abd": 6}.items():
         kept = [status for host, status in statuses.items() if host not in gone]
         found = find_plan_loss(kept, ())
         assert found is not None
         assert found[1].best_axes == (("fsdp", axis),)
         assert find_plan_loss(kept, [statuses[HostName(gone[0])]]) is None, "another one has its place"
     assert find_plan_loss(list(statuses.values()), ()) is None
-    assert find_plan_loss([statuses[HostName("a")]], ()) is None, "three are estimated by nobody"
+    assert find_plan_loss([statuses[HostName("b")]], ()) is None, "of a, c and d nothing was reported"
 
 
 def test_the_later_one_of_two_workers_counts():

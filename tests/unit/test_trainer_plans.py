@@ -144,7 +144,7 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
     now = searcher.find_plan(hosts)
     assert isinstance(now, Plan)
     assert (reported[0].groups, reported[0].axes) == ((hosts,), list_plan_axes(now))
-    assert [loss.groups for loss in reported[0].losses] == [(0,), (0, 0)]
+    assert [loss.groups for loss in reported[0].losses] == [(0,) * number for number in range(1, 8)]
     for loss, again in zip(reported[0].losses, reported[1].losses, strict=True):
         best = searcher.find_plan(hosts[: -len(loss.groups)])
         assert isinstance(best, Plan)
@@ -155,7 +155,7 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
         assert 0 < loss.kept <= loss.best
 
 
-def test_losses_of_two_hosts_are_estimated_by_the_groups_that_lose_one():
+def test_losses_of_several_hosts_are_estimated_by_the_groups_that_lose_one():
     topology = hosts_with([4] * 4)
     for host in topology.hosts[2:]:
         topology = topology.slowed(host.name, 0.6)
@@ -167,14 +167,14 @@ def test_losses_of_two_hosts_are_estimated_by_the_groups_that_lose_one():
     assert isinstance(now, Plan)
     found = {loss.groups: loss for loss in reported[0].losses}
     places = {host: index for index, group in enumerate(reported[0].groups) for host in group}
-    for num_lost in (1, 2):
+    for num_lost in (1, 2, 3):
         for lost in itertools.combinations(searcher.all_hosts, num_lost):
             left = tuple(host for host in searcher.all_hosts if host not in lost)
             best = searcher.find_plan(left)
             assert isinstance(best, Plan)
             loss = found[tuple(sorted(places[host] for host in lost))]
             assert loss.best == pytest.approx(now.step_time_s / best.step_time_s), "whichever of the groups"
-    assert len({loss.best for loss in found.values()}) == len(found) == 5
+    assert len({loss.best for loss in found.values()}) == len(found) == 7
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -188,7 +188,7 @@ def test_what_a_join_makes_of_the_axes_is_estimated_for_the_hosts_that_are_absen
     now = searcher.find_plan(hosts[:5])
     assert isinstance(now, Plan)
     assert (reported[0].groups, reported[0].absent) == ((hosts[:5],), (hosts[5:],))
-    assert [join.groups for join in reported[0].joins] == [(0,), (0, 0)]
+    assert [join.groups for join in reported[0].joins] == [(0,), (0, 0), (0, 0, 0)]
     for join in reported[0].joins:
         best = searcher.find_plan(hosts[: 5 + len(join.groups)])
         assert isinstance(best, Plan)
@@ -241,14 +241,17 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_where_they
 
 def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypatch):
     sizes = [1, 5, 2, 1]
-    losses = list_likely_groups(sizes)
+    losses = list_likely_groups(sizes, 3, 99)
     hosts = [index for index, size in enumerate(sizes) for _ in range(size)]
     counts = Counter(
-        tuple(sorted(lost)) for number in (1, 2) for lost in itertools.combinations(hosts, number)
+        tuple(sorted(lost)) for number in (1, 2, 3) for lost in itertools.combinations(hosts, number)
     )
     assert set(losses) == set(counts)
     assert losses == sorted(losses, key=lambda loss: (len(loss), -counts[loss]))
-    assert list_likely_groups([1, 1]) == [(0,), (1,), (0, 1)]
+    assert list_likely_groups([1, 1], 8, 99) == [(0,), (1,), (0, 1)]
+    assert list_likely_groups([9], 8, 99) == [(0,) * number for number in range(1, 9)]
+    assert list_likely_groups(sizes, 8, 7) == list_likely_groups(sizes, 2, 7)
+    assert len(list_likely_groups([9] * 200, 8, 32)) == 32
     monkeypatch.setattr(plan_forecast, "MAX_CHANGES", 1)
     forecast, reported = make_forecast(hosts_with([4] * 3))
     forecast.estimate(lambda: None)
