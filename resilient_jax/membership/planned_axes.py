@@ -89,14 +89,16 @@ def note_axes(decision: RecoveryDecision, outlook: PlanOutlook, change: PlanChan
     """Return the decision about a change with the axes of the generation that it leads to."""
     if decision.action is RecoveryAction.KEEP_AXES:
         return msgspec.structs.replace(decision, plan_axes=outlook.axes)
-    if decision.action not in (RecoveryAction.SHRINK, RecoveryAction.JOIN):
+    if decision.action not in (RecoveryAction.SHRINK, RecoveryAction.JOIN, RecoveryAction.REFORM):
         return decision
     is_new = change.best_axes != outlook.axes
+    # In a new world programs of no axes are ready: its pause has that in it.
+    is_slower = is_new and decision.action is not RecoveryAction.REFORM
     return msgspec.structs.replace(
         decision,
         plan_axes=change.best_axes,
         has_new_axes=is_new,
-        prepare_s=change.prepare_s if is_new else 0.0,
+        prepare_s=change.prepare_s if is_slower else 0.0,
     )
 
 

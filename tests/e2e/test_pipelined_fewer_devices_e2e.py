@@ -44,8 +44,21 @@ def lose_device(job: UnequalPipelinedJob) -> int:
 
 @pytest.mark.timeout(600)
 def test_a_stage_that_loses_a_device_goes_on_with_the_other_and_takes_it_back(tmp_path: Path) -> None:
+    """In between the other host dies with all it had in memory: that comes from parity, of unequal hosts."""
     with UnequalPipelinedJob(tmp_path, 2, 2, axes={"fsdp": 2}, config=TOGETHER) as job:
         unequal = lose_device(job)
+        job.signal(JobComponent.HOST, "host-0", signal.SIGKILL)
+        restored = job.job.wait_event(
+            "blocks from parity",
+            lambda e: e.kind is EventKind.SNAPSHOT_RESTORED and (e.generation or 0) > unequal,
+            job.patience_s,
+        )
+        assert int(restored.detail["decoded"]) > 0
+        job.wait_protected(2, after_generation=unequal)
+        again = job.wait_training(2, after_generation=unequal).generation
+        assert again is not None
+        assert "(1 of 2 devices)" in list_cuts(job)[-1]
+        unequal = again.number
         assert run_command(["hosts", str(tmp_path / "run"), "clear", "host-1:1"])[0] == 0
         job.wait_protected(2, after_generation=unequal)
         assert "devices" not in list_cuts(job)[-1]

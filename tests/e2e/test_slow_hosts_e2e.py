@@ -122,8 +122,8 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
 
 
 @pytest.mark.timeout(600)
-def test_a_stage_goes_on_without_its_slow_device(tmp_path: Path) -> None:
-    config = f'{CONFIG}devices_after_loss = "all"\n'
+def test_a_stage_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_path: Path) -> None:
+    config = f'{CONFIG}devices_after_loss = "all"\nquarantine_s = {QUARANTINE_S}\n'
     with UnequalPipelinedJob(tmp_path, 2, 1, axes={"fsdp": 2}, words=["pace=0"], config=config) as job:
         before = job.wait_training(2)
         assert before.generation is not None
@@ -142,6 +142,17 @@ def test_a_stage_goes_on_without_its_slow_device(tmp_path: Path) -> None:
             job.patience_s,
         )
         job.wait_training(2, before.generation.number)
+        job.job.failpoints.release()
+        job.job.wait_event("a worker with all", lambda e: has_devices(e, "0, 1"), job.patience_s)
+        job.job.wait_event(
+            "a stage of both devices",
+            lambda e: (
+                e.kind is EventKind.PIPELINE_FORMED
+                and (e.generation or 0) > (decided.generation or 0) + 1
+                and "devices)" not in str(e.detail["cut"])
+            ),
+            job.patience_s,
+        )
         job.finish()
 
 

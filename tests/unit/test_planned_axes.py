@@ -169,6 +169,19 @@ def test_after_the_loss_of_two_hosts_at_once_axes_are_kept_by_the_same_rules(nam
     assert (decided(lose(0.0, 0.0, names=names)).action) is RecoveryAction.SHRINK
 
 
+def test_a_new_world_has_the_best_axes_for_whose_programs_it_waits_in_any_case():
+    job = training(*"abcd", spare_seats=8)
+    job.report("a", plans=estimate(prepare_s=30.0))
+    job.worker("b", exit_code=-9)
+    job.change("a", services=())
+    job.acknowledge(*"acd", step=6, holds_state=True)
+    job.serve()
+    decision = decided(job)
+    assert (decision.action, decision.plan_axes) == (RecoveryAction.REFORM, BEST_AXES)
+    assert (decision.has_new_axes, decision.prepare_s) == (True, 0.0)
+    assert (job.phase, job.generation.plan_axes) == (GenerationPhase.FORM, BEST_AXES)
+
+
 def test_the_entry_is_that_of_the_groups_which_lost_a_host():
     groups = tuple(tuple(map(HostName, names)) for names in ("ac", "bd"))
     job = training(*"abcd", spare_seats=8)
