@@ -36,8 +36,8 @@ from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
-from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
+from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.auditor import HostCollectives
