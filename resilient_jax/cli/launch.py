@@ -152,8 +152,10 @@ def launch(
     _check_hosts(hosts, spares, config, topology, checked_platform)
     check_store(store, store_tls)
     num_hosts = hosts + spares
-    devices_per_host, gpu_environments = _choose_devices(checked_platform, num_hosts, devices_per_host)
     host_sites = _load_sites(sites, num_hosts)
+    devices_per_host, gpu_environments = _choose_devices(
+        checked_platform, num_hosts, devices_per_host, is_on_loopback=not host_sites.sites
+    )
     directory = _create_directory(run_dir)
     is_used = (directory / EVENT_LOG_FILE).exists()
     settings = LaunchSettings(
@@ -204,7 +206,7 @@ def _create_directory(run_dir: Path | None) -> Path:
 
 
 def _choose_devices(
-    platform: Platform, num_hosts: int, devices_per_host: int | None
+    platform: Platform, num_hosts: int, devices_per_host: int | None, *, is_on_loopback: bool
 ) -> tuple[int | None, tuple[dict[str, str], ...]]:
     """Return the devices of each host, and on GPU the variables of each host that name them.
 
@@ -212,14 +214,16 @@ def _choose_devices(
         CallerError: there is no GPU, or fewer than a host needs.
     """
     if platform == "gpu":
-        environments = _divide_gpus(num_hosts, devices_per_host)
+        environments = _divide_gpus(num_hosts, devices_per_host, is_on_loopback=is_on_loopback)
         return len(environments[0][VISIBLE_GPUS].split(",")), environments
     if devices_per_host is None and not has_device_count(os.environ):
         return DEFAULT_DEVICES, ()
     return devices_per_host, ()
 
 
-def _divide_gpus(num_hosts: int, gpus_per_host: int | None) -> tuple[dict[str, str], ...]:
+def _divide_gpus(
+    num_hosts: int, gpus_per_host: int | None, *, is_on_loopback: bool
+) -> tuple[dict[str, str], ...]:
     """Return the variables of each host that give it its GPUs of this machine; say so where hosts share them.
 
     Raises:
@@ -241,7 +245,8 @@ def _divide_gpus(num_hosts: int, gpus_per_host: int | None) -> tuple[dict[str, s
         print_line(f"note: {num_hosts} hosts share {which}: slow, to try recovery")
     hosts = make_host_names(num_hosts)
     return tuple(
-        make_gpu_share_environment(host, shares, index, os.environ) for index, host in enumerate(hosts)
+        make_gpu_share_environment(host, shares, index, os.environ, is_on_loopback=is_on_loopback)
+        for index, host in enumerate(hosts)
     )
 
 

@@ -38,7 +38,12 @@ def list_gpu_shares(gpus: Sequence[str], num_hosts: int, gpus_per_host: int) -> 
 
 
 def make_gpu_share_environment(
-    host: str, shares: Sequence[Sequence[str]], index: int, base: Mapping[str, str]
+    host: str,
+    shares: Sequence[Sequence[str]],
+    index: int,
+    base: Mapping[str, str],
+    *,
+    is_on_loopback: bool = True,
 ) -> dict[str, str]:
     """Return the variables that give a host its GPUs, to be added to `base`.
 
@@ -47,13 +52,15 @@ def make_gpu_share_environment(
         shares: the GPUs of each host, by `list_gpu_shares`.
         index: of the host in `shares`.
         base: what the user has set; it takes precedence, except for the GPUs themselves.
+        is_on_loopback: whether hosts reach each other on the loopback device, which NCCL takes only if told; in network
+            namespaces of their own they do not.
     """
     found = {VISIBLE_GPUS: ",".join(shares[index])}
     if has_shared_gpus(shares):
         wanted = {
             "NCCL_HOSTID": f"resilient-jax-{host}",
-            "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
+            **({"NCCL_SOCKET_IFNAME": "lo"} if is_on_loopback else {}),
             # By default the first process takes three quarters of the memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }

@@ -29,6 +29,12 @@ def test_nccl_takes_hosts_that_share_a_gpu_for_machines() -> None:
     assert len({environment["NCCL_HOSTID"] for environment in found}) == 3
     assert {environment["CUDA_VISIBLE_DEVICES"] for environment in found} == {"GPU-5ab"}
     assert {environment["XLA_PYTHON_CLIENT_PREALLOCATE"] for environment in found} == {"false"}
+    assert {environment["NCCL_SOCKET_IFNAME"] for environment in found} == {"lo"}
+
+
+def test_between_network_namespaces_nccl_finds_the_interface_itself() -> None:
+    found = make_gpu_share_environment("host-0", [("4",), ("4",)], 0, {}, is_on_loopback=False)
+    assert "NCCL_SOCKET_IFNAME" not in found
 
 
 def test_what_the_user_has_set_is_kept_except_for_the_gpus() -> None:
