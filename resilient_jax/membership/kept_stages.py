@@ -35,6 +35,8 @@ def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus
     if outlook is None or joiners or not outlook.hosts.issuperset(left):
         return None
     lost = outlook.hosts - left
+    if not lost:
+        return None
     losses = next((part.losses for part in parts if part.losses), ())
     exact = next((one for one in losses if set(one.hosts) == lost), None)
     return exact or outlook.estimate(lost)

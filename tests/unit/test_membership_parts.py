@@ -503,6 +503,20 @@ def test_the_stages_of_hosts_that_are_gone_are_kept_until_the_others_have_their_
     assert (job.phase, job.members, job.generation.stage_hosts) == (GenerationPhase.FORM, left, ())
 
 
+def test_no_stage_is_lost_with_nobody_or_beside_a_host_that_no_estimate_has():
+    job = sharded("abcd", parity=2)
+    part = msgspec.structs.replace(PARTS["a"], outlook=make_outlook("ab", "cd"))
+    job.report("a", part=part)
+    hosts = {str(host): status for host, status in job.state.hosts.items()}
+    assert kept_stages.find_stage_loss(list(hosts.values()), ()) is None
+    found = kept_stages.find_stage_loss([hosts[name] for name in "abd"], ())
+    assert found is not None
+    assert found.hosts == ("c",)
+    assert kept_stages.find_stage_loss([hosts[name] for name in "abd"], [hosts["c"]]) is None
+    job.report("a", part=msgspec.structs.replace(PARTS["a"], outlook=make_outlook("ab", "c")))
+    assert kept_stages.find_stage_loss(list(job.state.hosts.values()), ()) is None
+
+
 def test_where_no_replica_is_left_the_model_is_cut_anew_at_once():
     job = sharded("abcd", parity=2)
     part = msgspec.structs.replace(
