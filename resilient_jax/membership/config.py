@@ -9,6 +9,9 @@ ALL_LATE_FACTOR: Final = 4
 """Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
 LAST_COPY_FACTOR: Final = 2
 """How many times longer it is where the others have the last copy of the state."""
+OLDER_STATE_FACTOR: Final = 12
+"""How many times longer it is where the newest state is theirs alone and a snapshot has an older one: steps since then
+are done again, but a program that hangs would hold up the job for minutes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class MembershipConfig:
             self.quiesce_timeout_s,
             self.quiesce_timeout_s * LAST_COPY_FACTOR,
             self.quiesce_timeout_s * ALL_LATE_FACTOR,
+            self.quiesce_timeout_s * OLDER_STATE_FACTOR,
             self.last_copy_grace_s,
             self.snapshot_grace_s,
             self.compile_timeout_s,

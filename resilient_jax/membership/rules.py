@@ -49,7 +49,12 @@ import msgspec
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
-from resilient_jax.membership.config import ALL_LATE_FACTOR, LAST_COPY_FACTOR, MembershipConfig
+from resilient_jax.membership.config import (
+    ALL_LATE_FACTOR,
+    LAST_COPY_FACTOR,
+    OLDER_STATE_FACTOR,
+    MembershipConfig,
+)
 from resilient_jax.membership.doubt import are_parts_still_doubtful, doubt_newer_states, find_corrupt_hosts
 from resilient_jax.membership.facts import (
     Disruption,
@@ -301,14 +306,17 @@ def _in_quiesce(
             waiting.append((member, worker))
     # Leaving out every host with the state would lose it: then a longer wait costs less. Only an idle worker reports
     # what it has: one that fetches or commits just now has not reported it yet.
-    # A snapshot does not stand in for a complete state, which may be some steps newer.
-    has_snapshot = find_snapshot(state) is not None and not any(w.report.holds_state for _, w in waiting)
-    if has_snapshot or any(w.report.holds_state for w in here):
+    # A snapshot hardly stands in for a complete state, which may be some steps newer.
+    has_snapshot = find_snapshot(state) is not None
+    is_snapshot_newest = has_snapshot and not any(w.report.holds_state for _, w in waiting)
+    if is_snapshot_newest or any(w.report.holds_state for w in here):
         # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
         is_last_copy = is_last_copy_without(state, _without_late(generation, waiting))
         patience_s = config.quiesce_timeout_s * (
             ALL_LATE_FACTOR if not here else LAST_COPY_FACTOR if is_last_copy else 1
         )
+    elif has_snapshot:
+        patience_s = config.quiesce_timeout_s * OLDER_STATE_FACTOR
     else:
         patient = not here or find_recoverable_step(state) > 0
         patience_s = config.compile_timeout_s if patient else config.quiesce_timeout_s

@@ -1,6 +1,7 @@
 """The membership machine resumes from snapshots where no host has the complete state."""
 
 import msgspec
+import pytest
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
 from resilient_jax.ids import HostName
@@ -301,6 +302,26 @@ def test_workers_that_hang_together_restart_from_the_snapshot():
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b", "c"])
     assert job.generation.snapshot is not None
     assert job.generation.step == 5
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_the_newest_state_is_waited_for_a_minute_where_a_snapshot_has_an_older_one(has_snapshot: bool):
+    job = training("a", "b", compile_timeout_s=600.0)
+    if has_snapshot:
+        keep(job, "ab", snapshot(4, "ab"))
+    job.worker("b", exit_code=-9)
+    job.wait(59.0)
+    assert job.members == ["a"]
+    job.wait(2.0)
+    assert job.members == ([] if has_snapshot else ["a"])
+    if not has_snapshot:
+        return
+    for name in "ab":
+        job.worker(name, exit_code=-9)
+        job.restart(name)
+    job.serve()
+    assert job.generation.snapshot is not None
+    assert (job.phase, job.members, job.generation.step) == (GenerationPhase.FORM, ["a", "b"], 4)
 
 
 def test_a_worker_that_compiles_is_waited_for_although_no_worker_stops_and_there_is_a_snapshot():
