@@ -1,6 +1,7 @@
 """An agent and the GPUs of its host: one that is unfit keeps it from joining, one that fails takes it out."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -118,10 +119,17 @@ def host(tmp_path: Path) -> Iterator[GpuHost]:
 
 
 def read_visible(host: GpuHost) -> str:
-    """Return which GPUs the worker sees."""
-    variables = Path(f"/proc/{host.wait_worker()}/environ").read_bytes().split(b"\0")
-    (found,) = (one.decode() for one in variables if one.startswith(b"CUDA_VISIBLE_DEVICES="))
-    return found.removeprefix("CUDA_VISIBLE_DEVICES=")
+    """Return which GPUs the worker sees; a process that was just forked has not got its variables yet."""
+    found: list[str] = []
+
+    def sees() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            variables = Path(f"/proc/{host.wait_worker()}/environ").read_text().split("\0")
+            found[:] = [one for one in variables if one.startswith("CUDA_VISIBLE_DEVICES=")]
+        return bool(found)
+
+    wait_until("a worker that sees GPUs", sees)
+    return found[0].removeprefix("CUDA_VISIBLE_DEVICES=")
 
 
 def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(host: GpuHost) -> None:
