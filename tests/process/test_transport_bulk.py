@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import resource
 import socket
@@ -225,6 +226,7 @@ def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, 
     authority = Authority(tmp_path / "job", "job") if secured else None
     theirs = Credentials("token", authority.sign("server")) if authority else CREDENTIALS
     ours = Credentials("token", authority.sign("client")) if authority else CREDENTIALS
+    gc.collect()  # of other tests
     before = len(os.listdir("/proc/self/fd"))
     with serving(credentials=theirs) as server:
         for _ in range(5):
@@ -236,7 +238,7 @@ def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, 
                     read(channel, 0, 8, timeout_s=WAIT_S)
         wait_until(lambda: not server._connections)
     wait_until(lambda: not threads_of_servers())
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch):
