@@ -2,7 +2,6 @@
 
 import msgspec
 
-from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.doubt import are_parts_trusted
 from resilient_jax.membership.facts import (
@@ -22,6 +21,7 @@ from resilient_jax.membership.next_members import (
     limit_notice_copies_s,
 )
 from resilient_jax.membership.planned_axes import keeps_axes
+from resilient_jax.membership.planned_pause import begin_pause
 from resilient_jax.membership.recovery_decision import are_axes_overdue, decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
@@ -58,20 +58,9 @@ def plan_change(
             return msgspec.structs.replace(generation, decision=admission)
     if reason is None:
         return act_on_slow_host(state, config)
-    return msgspec.structs.replace(
-        generation,
-        number=GenerationNumber(generation.number + 1),
-        phase=GenerationPhase.PAUSE,
-        hang="",
-        attempts=0,
-        are_parts_doubtful=False,
-        taken_out=None,
-        decision=decision,
-        reason=reason,
-        next_members=_expect_members(
-            state, is_join=decision is not generation.decision, now=now, config=config
-        ),
-    )
+    is_join = decision is not generation.decision
+    pause = begin_pause(generation, reason, _expect_members(state, is_join=is_join, now=now, config=config))
+    return msgspec.structs.replace(pause, decision=decision)
 
 
 def decide_in_pause(state: MembershipState) -> Generation | None:

@@ -29,6 +29,7 @@ from resilient_jax.membership.facts import (
     list_joiners,
 )
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S, LEAVING_COPY_TIMEOUT_S, expect_members
+from resilient_jax.membership.planned_pause import begin_pause
 from resilient_jax.membership.recovery_options import price_job
 from resilient_jax.membership.slow_host_policy import (
     SlowTraining,
@@ -37,7 +38,7 @@ from resilient_jax.membership.slow_host_policy import (
 )
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
+from resilient_jax.protocol.records import Generation, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
 from resilient_jax.protocol.state_records import are_parts_complete
@@ -69,11 +70,11 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         restarting = tuple((m.host, m.incarnation) for m in generation.members if m.host == decision.slow)
         slowness = msgspec.structs.replace(slowness, restarting=(*slowness.restarting, *restarting))
         return msgspec.structs.replace(generation, slowness=slowness)
-    number = GenerationNumber(generation.number + 1)
     taken_out: HostName | None = None
     if decision.action is RecoveryAction.REDIVIDE:
         slowdown = _get_report(state).slowdown
         assert slowdown is not None, "the decision follows from it"
+        number = GenerationNumber(generation.number + 1)
         slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
     else:
         taken_out = decision.slow
@@ -81,18 +82,9 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     without = _suppose_without(state, taken_out) if taken_out is not None else state
     kept = [status for status in list_staying(state) if status.host != taken_out]
     timeout_s = COPY_TIMEOUT_S if taken_out is None else LEAVING_COPY_TIMEOUT_S
-    return msgspec.structs.replace(
-        generation,
-        number=number,
-        phase=GenerationPhase.PAUSE,
-        hang="",
-        attempts=0,
-        are_parts_doubtful=False,
-        taken_out=taken_out,
-        slowness=slowness,
-        reason=decision.reason,
-        next_members=expect_members(without, kept, slowness.speeds, config, timeout_s),
-    )
+    next_members = expect_members(without, kept, slowness.speeds, config, timeout_s)
+    pause = begin_pause(generation, decision.reason, next_members, taken_out)
+    return msgspec.structs.replace(pause, slowness=slowness)
 
 
 def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:

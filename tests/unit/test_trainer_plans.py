@@ -19,6 +19,7 @@ from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
+from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.topology import NumberFormat, Peak
 from resilient_jax.trainer import plan_forecast, speculative_compilation
 from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
@@ -113,15 +114,15 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
 
 
 def make_forecast(
-    topology, *, is_ready=False, num_hosts: int | None = None
+    topology, *, is_ready=False, num_hosts: int | None = None, place: int = 0
 ) -> tuple[PlanForecast, list[PlanOutlook]]:
-    """Return the forecast of a generation of all hosts, or the first ones, and what it will have reported."""
+    """Return the forecast of a generation of all hosts, or the first ones, and what the host at a place reports."""
     reported: list[PlanOutlook] = []
     searcher = make_searcher(topology)
     hosts = searcher.all_hosts[:num_hosts]
     world: Any = SimpleNamespace(
         hosts=hosts,
-        host=hosts[0],
+        host=hosts[place],
         generation=3,
         step_services=SimpleNamespace(report_plans=reported.append),
     )
@@ -153,6 +154,16 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
         assert (again.prepare_s == 0) is is_ready
         assert loss.best == pytest.approx(now.step_time_s / best.step_time_s)
         assert 0 < loss.kept <= loss.best
+
+
+@pytest.mark.parametrize(("place", "reports"), [(8, True), (9, False)])
+def test_one_host_more_reports_than_may_be_lost_at_once(place, reports):
+    forecast, reported = make_forecast(hosts_with([2] * 10), place=place)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    assert bool(reported) is reports
+    if reports:
+        assert max(len(loss.groups) for loss in reported[0].losses) == MAX_FORESEEN_HOSTS
 
 
 def test_losses_of_several_hosts_are_estimated_by_the_groups_that_lose_one():

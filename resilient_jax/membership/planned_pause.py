@@ -1,0 +1,31 @@
+"""How every planned change of members begins. Pure."""
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.state_records import NextMembers
+
+
+def begin_pause(
+    generation: Generation, reason: str, next_members: NextMembers | None, taken_out: HostName | None = None
+) -> Generation:
+    """Return the next number, in PAUSE: what was wrong in the present one, whose members train, is over.
+
+    Args:
+        generation: the present one.
+        reason: of the change.
+        next_members: that blocks are copied for; None: for none.
+        taken_out: a slow host that the change is to leave out.
+    """
+    return msgspec.structs.replace(
+        generation,
+        number=GenerationNumber(generation.number + 1),
+        phase=GenerationPhase.PAUSE,
+        hang="",
+        attempts=0,
+        are_parts_doubtful=False,
+        taken_out=taken_out,
+        reason=reason,
+        next_members=next_members,
+    )
