@@ -50,6 +50,15 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.device_speeds.get(host, 1.0)
 
 
+def count_unlike_tasks(layout: StageLayout) -> int:
+    """Return how many tasks replicas have that differ by stages, speeds or microbatches; what an estimate takes."""
+    unlike = {
+        (quota, *((count, layout.find_speed(host)) for host, count in team))
+        for team, quota in zip(layout.teams, layout.quotas, strict=True)
+    }
+    return sum(quota * len(stages) for quota, *stages in unlike) * len(KINDS[layout.schedule])
+
+
 def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[StageLoss, ...]:
     """Return, for each host that is there, what its loss would make of the pipeline; then for each two, if wanted.
 

@@ -28,6 +28,7 @@ from resilient_jax.pipeline.link_exchanges import MailExchanges
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.stage_losses import (
     StageLayout,
+    count_unlike_tasks,
     estimate_stage_losses,
     estimate_stage_outlook,
     make_even_seconds,
@@ -35,7 +36,7 @@ from resilient_jax.pipeline.stage_losses import (
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
-from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
+from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
@@ -188,17 +189,11 @@ class StageWatch:
         """Estimate what the loss of hosts would make of the pipeline, by what tasks were measured to take, or by their
         operations; not for a step of so many tasks that the others would wait for it.
         """
-        placement = self._placement
-        unlike = {
-            (quota, *((count, placement.device_speeds.get(host, 1.0)) for host, count in team))
-            for team, quota in zip(placement.teams, placement.quotas, strict=True)
-        }
-        num_tasks = sum(quota * len(stages) for quota, *stages in unlike) * len(KINDS[self._schedule])
-        if num_tasks > MAX_SIMULATED_TASKS:
+        layout, hosts = self._describe_layout(measured), self._placement.world.hosts
+        if count_unlike_tasks(layout) > MAX_SIMULATED_TASKS:
             return
-        layout, hosts = self._describe_layout(measured), placement.world.hosts
         self.outlook = estimate_stage_outlook(layout, MAX_FORESEEN_HOSTS)
-        if placement.world.host in hosts[:NUM_LISTING] and len(hosts) <= MAX_LISTED_HOSTS:
+        if self._placement.world.host in hosts[:NUM_LISTING] and len(hosts) <= MAX_LISTED_HOSTS:
             most_lost = 2 if len(hosts) <= MAX_PAIRED_HOSTS else 1
             self.losses = estimate_stage_losses(layout, most_lost)
 

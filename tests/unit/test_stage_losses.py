@@ -15,6 +15,7 @@ from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import (
     StageLayout,
+    count_unlike_tasks,
     estimate_stage_losses,
     estimate_stage_outlook,
     make_even_seconds,
@@ -140,6 +141,14 @@ def test_what_the_loss_of_many_hosts_makes_is_not_known():
     assert three is not None
     assert (three.hosts, three.kept) == (tuple(hosts[:3]), outlook.kept[2]), "two replicas are broken"
     assert estimate_stage_outlook(make_layout(1, 1, 8), 3) is None
+
+
+def test_tasks_of_equal_replicas_count_once():
+    one, many = make_layout(4, 1, 8), make_layout(4, 16, 8)
+    assert count_unlike_tasks(one) == count_unlike_tasks(many) == 4 * 8 * len(KINDS[SCHEDULE])
+    slower = msgspec.structs.replace(many, device_speeds={many.teams[3][0][0]: 0.5})
+    assert count_unlike_tasks(slower) == 2 * count_unlike_tasks(many)
+    assert count_unlike_tasks(make_layout(4, 2, 8, absent=("host-001",))) == 2 * count_unlike_tasks(one)
 
 
 def test_two_hosts_are_not_lost_where_nobody_would_be_left():
