@@ -92,6 +92,8 @@ class Host:
         self.weights = self.cut.trace.table.split(decoder.variables)
         self.optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
         self.service: MailService | None = None
+        self.received: collections.Counter[str] = collections.Counter()
+        """The bytes of all mail of the pipeline, by kind: that of a host that is ahead comes before an order does."""
         self.pipeline: PipelineWorker | None = None
         self.ran: list[Task] = []
         self.copies: UnitCopies | None = None
@@ -107,6 +109,7 @@ class Host:
         """Have a new pipeline, with no state, and a new mailbox."""
         self.close()
         self.service = MailService(self.name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
+        self.count_mail(self.service)
         config["schedule"] = PipelineSchedule(config["schedule"])
         self.sharding = make_sharding(self.cut, axis)
         abstract = self.sharding.with_mesh(self.sharding.mesh.abstract_mesh)
@@ -115,6 +118,16 @@ class Host:
             self.name, cut, self.optimizer, PipelineConfig(**config), self.service, self.read
         )
         return {"address": self.service.address}
+
+    def count_mail(self, service: MailService) -> None:
+        """Count what comes from now on."""
+        self.received, put = collections.Counter(), service.box.put
+
+        def count(mail: Mail) -> bool:
+            self.received[mail.key.kind] += mail.data.nbytes
+            return put(mail)
+
+        vars(service.box)["put"] = count
 
     def execute(self, do: str, **words: Any) -> dict:
         """Execute one order."""
@@ -268,34 +281,23 @@ class Host:
         return {"taken": sorted(found)}
 
     def evaluate(self, routes: Any, hosts: list[str], die_before: Any) -> dict:
-        """Evaluate; return the sums, and how many bytes came, by the kind of mail."""
-        pipeline, service = self.pipeline, self.service
+        """Evaluate; return the sums, and the bytes that have come since the pipeline began, by the kind of mail."""
+        pipeline = self.pipeline
         assert pipeline is not None
-        assert service is not None
-        received: collections.Counter[str] = collections.Counter()
-        put = service.box.put
-
-        def count(mail: Mail) -> bool:
-            received[mail.key.kind] += mail.data.nbytes
-            return put(mail)
 
         def before(microbatch: int) -> None:
             if [self.name, microbatch] == die_before:
                 self.die()
 
-        vars(service.box)["put"] = count
         blocks = pipeline.state.list_complete_blocks()
         stage = StageEvaluation(
             host=self.name, blocks=self.evaluated, read=lambda index: draw(0, index), before_microbatch=before
         )
         weights = {block: pipeline.state.list_weights(block) for block in blocks}
-        try:
-            routes = msgspec.convert(routes, tuple[Route, ...])
-            sums = stage.evaluate(routes, tuple(map(HostName, hosts)), weights, pipeline.make_mail())
-        finally:
-            del vars(service.box)["put"]
+        routes = msgspec.convert(routes, tuple[Route, ...])
+        sums = stage.evaluate(routes, tuple(map(HostName, hosts)), weights, pipeline.make_mail())
         found = {name: value.tobytes().hex() for name, value in sums.items()}
-        return {"sums": found, "received": received}
+        return {"sums": found, "received": dict(self.received)}
 
     def run(self, call: Callable[..., None], die_before: Any) -> dict:
         """Run tasks, and die before one if that is asked for."""

@@ -52,7 +52,10 @@ class Host:
         )
 
     def keep(self, key: str, data: bytes) -> None:
-        (self.folder / f"{key}{SUFFIX}").write_bytes(data)
+        # Atomically, as JAX's cache does: hosts that share the folder read it at any time.
+        written = self.folder / f"{key}.written"
+        written.write_bytes(data)
+        written.rename(self.folder / f"{key}{SUFFIX}")
 
 
 def start_hosts(tmp_path: Path, folders: tuple[str, ...]) -> list[Host]:
