@@ -119,22 +119,17 @@ class BlockState:
 
     def move_to_host(self) -> None:
         """Copy the units to host memory, where they outlive the devices."""
-        copy_to_host = functools.partial(jax.tree.map, np.array)
-        self.states = {number: copy_to_host(state) for number, state in self.states.items()}
-        self._units_until_commit = {
-            number: copy_to_host(state) for number, state in self._units_until_commit.items()
-        }
+        self._change_all(lambda number, state: jax.tree.map(np.array, state))
 
     def place(self, sharding: StageSharding) -> None:
         """Have the units on the devices of this host again."""
-        units = self.units
-        self.states = {
-            number: place_unit(units[number], state, sharding) for number, state in self.states.items()
-        }
-        self._units_until_commit = {
-            number: place_unit(units[number], state, sharding)
-            for number, state in self._units_until_commit.items()
-        }
+        self._change_all(lambda number, state: place_unit(self.units[number], state, sharding))
+
+    def _change_all(self, change: Callable[[int, UnitState], UnitState]) -> None:
+        # A unit that is here after the commit, too, is there once.
+        until = {number: one for number, one in self._units_until_commit.items() if number not in self.states}
+        self._units_until_commit = {number: change(number, state) for number, state in until.items()}
+        self.states = {number: change(number, state) for number, state in self.states.items()}
 
     @property
     def all_states(self) -> dict[int, UnitState]:

@@ -10,6 +10,7 @@ memory, each part to every holder, which for many holders of a block is more tra
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,21 @@ class BlockSums:
         for piece, part in zip(self._pieces, self._parts, strict=True):
             if not list_formats(part.spec, piece.shapes):
                 part.limits = NO_LIMITS
+
+    def move_to_host(self) -> bool:
+        """Copy all totals to host memory until `place`; return whether all could be: one that failed is of no use."""
+        for part in self._parts:
+            number = len(part.parts)
+            part.move_to_host()
+            if len(part.parts) < number:
+                return False
+        return True
+
+    def place(self) -> None:
+        """Have all totals on the devices of this host again."""
+        for piece, part in zip(self._pieces, self._parts, strict=True):
+            for number, found in part.parts.items():
+                part.parts[number] = dataclasses.replace(found, total=self._place(piece, found.total))
 
     @property
     def known_limits(self) -> Limits:

@@ -9,7 +9,7 @@ from resilient_jax.pipeline_schedule.tasks import Boundary
 class BoundaryLog:
     """Boundary values of one step in host memory, the newest ones up to a number of bytes.
 
-    A value costs no copy: it is the memory that is sent.
+    A value costs no copy: it is the memory that is sent, on a CPU maybe that of an array.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -43,6 +43,11 @@ class BoundaryLog:
     def find(self, boundary: Boundary) -> memoryview | None:
         """Return a value, if it is here."""
         return self._values.get(boundary)
+
+    def move_to_host(self) -> None:
+        """Copy every value: that of a single array is a view of memory of the devices' backend, which goes away."""
+        for boundary, value in self._values.items():
+            self._values[boundary] = memoryview(bytearray(value))
 
     def clear(self) -> None:
         """Drop everything: the step is committed."""

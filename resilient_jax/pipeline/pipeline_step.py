@@ -189,6 +189,8 @@ class PipelineWorker:
         self._runner.sharding = self._sums.sharding = sharding
         if self._is_on_host:
             self.state.place(sharding)
+            self._runner.place(sharding)
+            self._sums.place()
             self._gradients = self._gradients and {
                 number: place_sums(self._units[number], sums, sharding)
                 for number, sums in self._gradients.items()
@@ -223,12 +225,16 @@ class PipelineWorker:
         return tuple(sorted(self.state.all_states if self._gradients is None else self.state.states))
 
     def move_to_host(self) -> None:
-        """Copy the state to host memory until the next generation begins: the devices are going away.
+        """Copy everything to host memory until the next generation begins: the devices are going away.
 
-        What was done of the step is dropped, except for the sums of a step that another host may have committed.
+        What was done of the step is kept, if all of it can be copied.
         """
+        if self._is_on_host:  # the next generation ended while its world was formed
+            return
         gradients = self._gradients
-        self.drop_step(keep_devices=False)
+        if not (self._runner.move_to_host() and self._sums.move_to_host()):
+            self.drop_step()
+        self._forget_devices()
         self.state.move_to_host()
         self._gradients = jax.tree.map(np.array, gradients)
         self._is_on_host = True
@@ -236,19 +242,12 @@ class PipelineWorker:
     def drop_state(self) -> None:
         """Drop every array: this host has nothing any more that the others could use."""
         self.step, self._table, self._is_on_host = 0, None, False
-        self.drop_step(keep_devices=False)
+        self.drop_step()
+        self._forget_devices()
         self.state.replace({})
 
-    def drop_step(self, *, keep_devices: bool = True) -> None:
-        """Drop all that was done of the step, with every array that it needs.
-
-        Args:
-            keep_devices: whether this generation goes on; else nothing here refers to its devices any more.
-        """
-        if not keep_devices:
-            self._runner.sharding = self._sums.sharding = _forget_devices(self._sums.sharding)
-            if self._generation is not None:
-                self._generation = dataclasses.replace(self._generation, sharding=None)
+    def drop_step(self) -> None:
+        """Drop all that was done of the step, with every array that it needs."""
         self._routes, self.routed_in, self._gradients = (), 0, None
         self._runner.begin_step()
         self._sums.begin_step(self.step)
@@ -471,11 +470,13 @@ class PipelineWorker:
             check=self._check,
         )
 
+    def _forget_devices(self) -> None:
+        """Refer to no device any more: a mesh of those that go away would keep their backend."""
+        found = self._sums.sharding
+        self._runner.sharding = self._sums.sharding = found.with_mesh(found.mesh.abstract_mesh)
+        if self._generation is not None:
+            self._generation = dataclasses.replace(self._generation, sharding=None)
+
     def _require_generation(self) -> PipelineGeneration:
         assert self._generation is not None, "begin_generation comes first"
         return self._generation
-
-
-def _forget_devices(sharding: StageSharding) -> StageSharding:
-    """Return the same without devices: a mesh of those that go away would keep their backend."""
-    return sharding.with_mesh(sharding.mesh.abstract_mesh)

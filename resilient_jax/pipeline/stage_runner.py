@@ -21,6 +21,7 @@ from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.boundary_log import BoundaryLog
+from resilient_jax.pipeline.host_copies import can_copy, copy_to_host, place_copies
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.task_timings import TaskTimings
 from resilient_jax.pipeline_schedule.routes import Hop, Route
@@ -90,6 +91,7 @@ class StageRunner:
         self._residuals: dict[tuple[int, Hop], list[tuple[Any, ...]]] = {}
         self._kept: dict[tuple[int, Hop], dict[int, Any]] = {}
         self._results: dict[tuple[int, int], dict[str, Any]] = {}
+        """What tasks have left for later ones of their microbatch."""
 
     def begin_step(self) -> None:
         """Drop everything of the step before."""
@@ -99,6 +101,19 @@ class StageRunner:
         self._kept.clear()
         self._results.clear()
         self._log.clear()
+
+    def move_to_host(self) -> bool:
+        """Copy what tasks have left, and sent, to host memory until `place`; return whether it could be."""
+        left = self._residuals, self._kept, self._results
+        if not can_copy([list(found.values()) for found in left]):
+            return False
+        self._change_left(copy_to_host)
+        self._log.move_to_host()
+        return True
+
+    def place(self, sharding: StageSharding) -> None:
+        """Have on the devices of this host again what tasks have left."""
+        self._change_left(lambda left: place_copies(left, sharding))
 
     def forget(self, tasks: AbstractSet[Task]) -> None:
         """Count tasks as not finished, because what they have sent is needed again and no longer in the log."""
@@ -177,6 +192,12 @@ class StageRunner:
                 f"{boundary} is not in the log of {self._host}; its task should have been run again"
             )
         mail.send(to, mail.make_boundary_key(boundary), value)
+
+    def _change_left(self, change: Callable[[Any], Any]) -> None:
+        left: tuple[dict[Any, Any], ...] = (self._residuals, self._kept, self._results)
+        for found in left:
+            for key in found:  # one after the other, so that at most one is there twice
+                found[key] = change(found[key])
 
     def _place(self, values: Sequence[Any]) -> BoundaryValues:
         """Copy values to this host's devices: backward takes the memory of a gradient, so it must not be the mail's.

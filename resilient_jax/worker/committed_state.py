@@ -104,10 +104,9 @@ class CommittedState:
         """Copy all contributions to host memory, before the devices' backend is destroyed."""
         for contributions in self.contributions.values():
             contributions.move_to_host()
-        self.drop_kept()
 
     def move_kept_to_host(self) -> None:
-        """Have this host's part of a state in parts in host memory, before the devices' backend is destroyed."""
+        """Copy the arrays that train functions keep by themselves to host memory, before the backend is destroyed."""
         for kept in self.kept:
             kept.move_to_host()
 

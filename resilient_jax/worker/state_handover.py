@@ -7,6 +7,7 @@ from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
 from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, fetch_state
@@ -59,9 +60,9 @@ class StateHandover:
             self._prepare_part(generation, in_place=in_place)
             return
         if generation.snapshot is not None:
-            committed.set_snapshot_plan(generation.snapshot)
             if not in_place:
-                committed.move_contributions_to_host()
+                self._leave_devices_for_snapshot(generation.snapshot)
+            committed.set_snapshot_plan(generation.snapshot)
             return
         if self._host in generation.receivers:
             committed.clear()  # before the fetch: an older state is of no use, and takes memory
@@ -81,6 +82,17 @@ class StateHandover:
             if not in_place:
                 committed.state = copy
                 committed.move_contributions_to_host()
+                committed.drop_kept()
+
+    def _leave_devices_for_snapshot(self, plan: SnapshotPlan) -> None:
+        """Keep what was done of the step after a snapshot, in host memory."""
+        committed = self._committed
+        is_of_this_step = not committed.is_empty and committed.step == plan.id.step
+        committed.move_contributions_to_host()
+        if is_of_this_step:
+            committed.move_kept_to_host()
+        else:
+            committed.drop_kept()
 
     def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
         """Have this host's part of the state, if it has one, where the train function finds it."""

@@ -127,18 +127,25 @@ def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: Pi
 
 
 @pytest.mark.timeout(600)
-def test_blocks_outlive_the_world_that_they_were_in(broken: PipelinedJob) -> None:
+@pytest.mark.parametrize("place", [FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.AFTER_REDUCE])
+def test_blocks_and_the_step_under_way_outlive_the_world_that_they_were_in(
+    place: FailPoint, broken: PipelinedJob
+) -> None:
     """With the coordination service the world is lost, and with it all devices that the blocks were on."""
     broken.wait_protected(HOSTS)
     before = broken.wait_training(HOSTS).generation
     assert before is not None
-    broken.hold(FailPoint.AFTER_REDUCE, ["host-1", "host-2"])
+    broken.hold(place, ["host-1", "host-2"])
     broken.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
     broken.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
     broken.job.release()
     after = broken.wait_training(HOSTS, after_generation=before.number).generation
     assert after is not None
     assert after.world > before.world
+    events = [e for e in broken.job.read_events() if (e.generation or 0) > before.number]
+    formed = min(e.generation or 0 for e in events if e.detail.get("change") == "reform")
+    resumed = [e for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED and e.generation == formed]
+    assert any(int(event.detail["kept"]) > 0 for event in resumed)
 
 
 @pytest.mark.timeout(600)
@@ -157,7 +164,7 @@ def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage
     kinds = [e.kind for e in broken.job.read_events()]
     assert EventKind.SNAPSHOT_RESTORED not in kinds
     # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
-    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(PLACES) + 1) * (HOSTS - 1)
+    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(PLACES) + 2) * (HOSTS - 1)
 
 
 @pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import optax
+from jax.extend.backend import clear_backends
 from jax.sharding import PartitionSpec as P
 from small_decoders import ROWS, make_batch, make_nnx
 
@@ -145,6 +146,16 @@ class Host:
                     sharding=self.sharding,
                 )
                 pipeline.begin_generation(generation)
+                return {}
+            case "count_done":
+                return {"done": pipeline.num_finished_tasks}
+            case "leave_world":
+                pipeline.move_to_host()
+                clear_backends()
+                mesh = self.sharding.mesh
+                here = make_stage_mesh(mesh, jax.local_devices()[: mesh.size])
+                assert not set(here.devices.flat) & set(mesh.devices.flat), "the devices are others"
+                self.sharding = self.sharding.with_mesh(here)
                 return {}
             case "init":
                 holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]

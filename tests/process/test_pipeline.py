@@ -151,6 +151,25 @@ def test_a_host_that_dies_before_a_task_changes_no_bit_of_the_step(replicas, und
     assert go_on(pipeline, undisturbed) < every_task, "what survivors had done is not done again"
 
 
+@pytest.mark.parametrize("axis", ["", "fsdp", "tensor"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_done_of_a_step_outlives_the_devices_that_it_was_done_on(breakable, fault, axis):
+    alone = Pipeline(breakable, [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5, axis=axis)
+    expected = [alone.step() for _ in range(STEPS)]
+    pipeline = Pipeline(breakable, REPLICAS, [2, 2], max_norm=0.5, axis=axis)
+    assert pipeline.step() == expected[0]
+    pipeline.run(die_before=FAULTS[fault])
+    done = pipeline.count_done()
+    assert sum(done.values()) > 0
+    pipeline.leave_world()
+    assert pipeline.recover() == 1
+    assert pipeline.count_done() == done
+    pipeline.resume()
+    assert pipeline.commit() == expected[1]
+    pipeline.reroute()
+    assert pipeline.step() == expected[2]
+
+
 def test_an_evaluation_is_made_again_after_a_death_and_the_step_has_its_bits(replicas, undisturbed):
     pipeline = replicas()
     routes = make_routes(name_teams(REPLICAS), [5, 5])

@@ -252,6 +252,16 @@ class Pipeline:
         found = self.ask(self.hosts, "take_copies", step=step)
         return {host.name: one["taken"] for host, one in found.items()}
 
+    def count_done(self) -> dict[str, int]:
+        """Return how many tasks of the step each living host has finished."""
+        self.hosts = [host for host in self.hosts if not host.is_dead]
+        return {host.name: one["done"] for host, one in self.ask(self.hosts, "count_done").items()}
+
+    def leave_world(self) -> None:
+        """Have the living hosts keep in host memory what they have, and get other devices."""
+        found = self.ask(self.hosts, "leave_world")
+        assert set(map(str, found.values())) == {"{}"}, found
+
     def resume(self) -> int:
         """Go on with the tasks of the step; return how many were run."""
         found = self.ask(self.hosts, "resume")
