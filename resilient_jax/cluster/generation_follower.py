@@ -230,7 +230,8 @@ class GenerationFollower:
         worker.send_order(TakeSeat(generation=generation, host=host, seat=newcomer.seat, relay_address=relay))
 
     async def _relay_to(self, generation: Generation) -> str:
-        if self._relay is None or self._relay.service != generation.service_address:
+        # To a service that has ended workers stay connected: with their connection they would end.
+        if self._relay is None or generation.service_address not in {"", self._relay.service}:
             old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._context.settings.address)
             if old is not None:

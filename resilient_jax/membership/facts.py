@@ -319,7 +319,8 @@ def find_disruption(state: MembershipState) -> Disruption | None:
     cliques_pending = generation.phase is GenerationPhase.FORM or (
         generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
     )
-    if cliques_pending and not has_service(state):
+    # One without a service since it formed needs none: it makes one step, in which no clique is formed.
+    if cliques_pending and generation.service_address and not has_service(state):
         return Disruption("lost the coordination service before the world was complete")
     return None
 

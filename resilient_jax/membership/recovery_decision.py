@@ -38,7 +38,7 @@ from resilient_jax.membership.planned_axes import (
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.spare_hosts import count_places, list_staying
-from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
+from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, is_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
@@ -86,7 +86,8 @@ def decide_after_loss(
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
-    stage = find_stage_loss(kept, joiners)
+    # A world without a service is left after the step: that is when the model is cut anew, at the latest.
+    stage = find_stage_loss(kept, joiners) if has_service(state) else None
     planned = find_plan_loss(kept, joiners)
     lost = [one.host for one in generation.history.away if one.number == generation.number]
     # What was estimated is of all that are gone, also if they were lost one after the other.
@@ -100,7 +101,7 @@ def decide_after_loss(
         num_seated=len(joiners),
         num_lost=len(lost),
         awaited=tuple(awaited.values()),
-        is_in_place=can_change_in_place(state, kept, joiners),
+        is_in_place=is_in_place(state, kept, joiners, origin),
         can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),

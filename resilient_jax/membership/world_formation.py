@@ -173,10 +173,13 @@ def form_next_generation(
         The generation, or the service that must run before it.
     """
     generation = state.generation
-    if can_change_in_place(state, kept, joiners):
+    if is_in_place(state, kept, joiners, origin):
         change = WorldChange.GROW if joiners else WorldChange.SHRINK
         built = msgspec.structs.replace(
-            generation, change=change, members=keep_seats(generation, kept, joiners)
+            generation,
+            change=change,
+            members=keep_seats(generation, kept, joiners),
+            service_address=generation.service_address if has_service(state) else "",
         )
         built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
     else:
@@ -268,12 +271,30 @@ def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners:
     its own, where its devices need no network between them. Standbys in their seats need no member that is kept: with
     none, no clique of the failed one is left, and one failure is allowed, which may come to light before its death.
     """
+    is_any_other = len(kept) + len(joiners) > 1
+    return is_any_other and has_service(state) and _are_in_world(state, kept, joiners)
+
+
+def is_in_place(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], origin: StateOrigin
+) -> bool:
+    """Return whether the next generation of these hosts is in their world.
+
+    Members of a pipeline that have lost others finish the step under way in theirs, also if its service has ended, or
+    one of them is left: what they tell each other goes by mail, so no clique is needed. Of a world whose service has
+    ended all leave between two steps.
+    """
+    is_step_under_way = state.generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
+    is_by_mail = is_step_under_way and bool(kept) and not joiners and _are_in_world(state, kept, joiners)
+    return is_by_mail or can_change_in_place(state, kept, joiners)
+
+
+def _are_in_world(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
     generation = state.generation
-    if len(kept) + len(joiners) < 2 or generation.attempts > (0 if kept else 1):
-        return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
     has_seats = all(has_taken_seat(generation, status) for status in joiners)
-    return connected and has_seats and generation.world > 0 and has_service(state)
+    is_trusted = generation.attempts <= (0 if kept else 1)
+    return is_trusted and connected and has_seats and generation.world > 0
 
 
 def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | None:

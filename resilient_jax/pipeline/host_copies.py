@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,7 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostCopy:
+class ArrayCopy:
     """An array in host memory; a leaf of a tree.
 
     Attributes:
@@ -46,13 +47,15 @@ def place_copies(tree: Tree, sharding: StageSharding) -> Tree:
     return jax.tree.map(lambda copy: jax.device_put(_unwrap(copy), sharding.place(copy.spec)), tree)
 
 
-def _copy(array: jax.Array) -> HostCopy:
+def _copy(array: jax.Array) -> ArrayCopy:
     spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
     # np.array copies. On CPU np.asarray would be a view of a buffer that the backend owns.
     if is_random_key(array):
-        return HostCopy(np.array(jax.random.key_data(array)), spec, str(jax.random.key_impl(array)))
-    return HostCopy(np.array(array), spec)
+        return ArrayCopy(np.array(jax.random.key_data(array)), spec, str(jax.random.key_impl(array)))
+    return ArrayCopy(np.array(array), spec)
 
 
-def _unwrap(copy: HostCopy) -> Any:  # noqa: ANN401 - an array of any kind
-    return copy.value if copy.key_impl is None else jax.random.wrap_key_data(copy.value, impl=copy.key_impl)
+def _unwrap(copy: ArrayCopy) -> Any:  # noqa: ANN401 - an array of any kind
+    if copy.key_impl is None:
+        return copy.value
+    return jax.random.wrap_key_data(jnp.asarray(copy.value), impl=copy.key_impl)

@@ -194,10 +194,8 @@ class StageRunner:
         mail.send(to, mail.make_boundary_key(boundary), value)
 
     def _change_left(self, change: Callable[[Any], Any]) -> None:
-        left: tuple[dict[Any, Any], ...] = (self._residuals, self._kept, self._results)
-        for found in left:
-            for key in found:  # one after the other, so that at most one is there twice
-                found[key] = change(found[key])
+        for found in (self._residuals, self._kept, self._results):
+            _change_each(found, change)
 
     def _place(self, values: Sequence[Any]) -> BoundaryValues:
         """Copy values to this host's devices: backward takes the memory of a gradient, so it must not be the mail's.
@@ -301,6 +299,11 @@ class StageRunner:
 
     def _list_blocks(self, task: Task) -> Sequence[Block]:
         return self._cut.blocks[task.hop.first_block : task.hop.end_block]
+
+
+def _change_each(found: dict[Any, Any], change: Callable[[Any], Any]) -> None:
+    for key in found:  # one after the other, so that at most one is there twice
+        found[key] = change(found[key])
 
 
 def describe_boundary(cut: CutModel, boundary: Boundary) -> tuple[jax.ShapeDtypeStruct, ...]:

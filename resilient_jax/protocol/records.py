@@ -121,7 +121,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
-        service_address: the address of the world's coordination service; empty until it is known.
+        service_address: of the world's coordination service; empty until it is known, and if it ended before this.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
         parts_stay: whether the members after the boundary have all of the state in parts: no snapshot is waited for.

@@ -23,6 +23,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.number_exchange import NumberExchange
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
@@ -32,12 +33,12 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKi
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.block_prefetch import BlockPrefetch
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.mail_addresses import MailAddresses
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.pipelined_loss import (
@@ -122,6 +123,7 @@ class PipelinedSteps:
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
         self._bytes_per_s = options.state_bytes_per_s
+        self._addresses = MailAddresses()
         self._num_exchanges = 0
         """How often the hosts of this generation have sent each other units."""
         self._has_agreed = self._has_resumed = False
@@ -152,19 +154,19 @@ class PipelinedSteps:
             return placement
         # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
         self._prefetch.take(placement, worker, units.abstract)
-        address = worker.service.address.encode()
-        assert len(address) <= ROW_SIZE, "an address is short"
-        texts = gather_texts(world, address)
+        addresses = self._addresses.learn(world, worker.service.address)
         worker.begin_generation(
             PipelineGeneration(
                 number=world.generation,
                 hosts=tuple(sorted(world.hosts)),
                 holders=placement.holders,
-                addresses=dict(zip(world.hosts, texts, strict=True)),
+                addresses=addresses,
                 sharding=placement.sharding,
                 throttle=world.step_services.throttle,
             )
         )
+        if (sums := world.step_services.mail_sums) is not None:
+            sums.exchange = NumberExchange(worker, world.hosts)
         self._prefetch.begin_generation(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(

@@ -63,6 +63,8 @@ class MailKind(enum.StrEnum):
     """Bytes without a meaning, of a measurement of links."""
     DEVICES = "devices"
     """What a host has measured of its devices, at the same time as the others."""
+    HOST_NUMBERS = "host_numbers"
+    """Whole numbers of a host that are added up over all, in a world that can form no collective."""
     PROGRESS = "progress"
     """What a host says about its tasks when a step goes on in another generation."""
     STATE = "state"
@@ -101,11 +103,12 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
             copies, the number of their request, above all steps.
         kind: what the value is.
         microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
-            of rows, progress, results and digests, the number of the host that says it; of state, the number of the
-            exchange in the generation; of readiness, that of the program; of copies, the step of their state, or of
-            their sums.
-        block: the block that the value enters; of limits and sums, the number of what is summed; of state, the number
-            of the unit; of readiness, the number of the host that says it.
+            of rows, numbers, progress, results and digests, the number of the host that says it; of state, the number
+            of the exchange in the generation; of readiness, that of the program; of copies, the step of their state, or
+            of their sums.
+        block: the block that the value enters; of limits and sums, the number of what is summed; of a host's numbers,
+            that of the exchange in the generation; of state, the number of the unit; of readiness, the number of the
+            host that says it.
     """
 
     generation: int

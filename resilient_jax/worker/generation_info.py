@@ -43,6 +43,7 @@ class GenerationInfo:
             has left.
         next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
         events: what this worker recorded on its way into this generation, oldest first.
+        has_service: whether the world's coordination service runs; without it no clique can be formed.
     """
 
     number: GenerationNumber
@@ -59,6 +60,7 @@ class GenerationInfo:
     is_joining: bool = False
     next_failure_s: float = math.inf
     events: tuple[Event, ...] = ()
+    has_service: bool = True
 
     @property
     def host(self) -> HostName:
@@ -122,4 +124,5 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         earlier_stage_hosts=generation.earlier_stage_hosts,
         plan_axes=generation.plan_axes,
         events=events,
+        has_service=bool(generation.service_address),
     )

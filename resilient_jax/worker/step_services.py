@@ -17,6 +17,7 @@ from resilient_jax.transport.mail_service import MailService
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
+from resilient_jax.worker.mail_sums import MailSums
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.training_control import TrainingControl
 from resilient_jax.worker.worker_protocol import HeldPause
@@ -37,6 +38,7 @@ class StepServices:
             best plan.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
         next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
+        mail_sums: adds up what hosts tell each other, if the world can form no clique; None: it can.
     """
 
     host: HostName
@@ -51,6 +53,7 @@ class StepServices:
     plan_axes: PlanAxes = ()
     throttle: DeviceThrottle | None = None
     next_failure_s: float = math.inf
+    mail_sums: MailSums | None = None
 
     @property
     def wait_timeout_s(self) -> float:

@@ -30,6 +30,7 @@ from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function,
 from resilient_jax.worker.audit_response import AuditResponse
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
 from resilient_jax.worker.mail_opening import MailOpener, make_local_opener
+from resilient_jax.worker.mail_sums import MailSums
 from resilient_jax.worker.session import Session, TrainingControl
 from resilient_jax.worker.step_services import StepServices
 from resilient_jax.worker.training_control import GenerationEnded
@@ -113,6 +114,7 @@ class World:
             info.plan_axes,
             reducer.throttle,
             info.next_failure_s,
+            None if info.has_service else MailSums(self.local_devices, info.process_index),
         )
 
     # Devices and meshes.
@@ -262,7 +264,8 @@ class World:
             isinstance(leaf, jax.Array) for leaf in leaves
         ):  # host arrays are control traffic, no part of the step
             self._session.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        total = self._reducer.all_reduce(tree)
+        by_mail = self.step_services.mail_sums
+        total = by_mail.add_up(tree) if by_mail is not None else self._reducer.all_reduce(tree)
         return jax.tree.map(
             lambda leaf, summed: summed if isinstance(leaf, jax.Array) else np.asarray(summed), tree, total
         )

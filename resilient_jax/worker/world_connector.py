@@ -177,7 +177,8 @@ class WorldConnector:
             )
             self._connection = dataclasses.replace(connection, gloo=gloo)
             self._known_seats |= frozenset(unknown)
-        if generation.change is not WorldChange.REFORM:  # else they met when they formed the world
+        # In a re-form they met when they formed the world; without a service they form no clique.
+        if generation.change is not WorldChange.REFORM and generation.service_address:
             self._meet(seats)
         self._cliques.begin(seats)
 

@@ -128,10 +128,10 @@ def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: Pi
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.AFTER_REDUCE])
-def test_blocks_and_the_step_under_way_outlive_the_world_that_they_were_in(
+def test_the_step_is_finished_without_a_coordination_service_and_a_new_world_follows(
     place: FailPoint, broken: PipelinedJob
 ) -> None:
-    """With the coordination service the world is lost, and with it all devices that the blocks were on."""
+    """Nobody re-forms before the step is committed. Then blocks outlive the devices that they were on."""
     broken.wait_protected(HOSTS)
     before = broken.wait_training(HOSTS).generation
     assert before is not None
@@ -143,9 +143,19 @@ def test_blocks_and_the_step_under_way_outlive_the_world_that_they_were_in(
     assert after is not None
     assert after.world > before.world
     events = [e for e in broken.job.read_events() if (e.generation or 0) > before.number]
-    formed = min(e.generation or 0 for e in events if e.detail.get("change") == "reform")
-    resumed = [e for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED and e.generation == formed]
-    assert any(int(event.detail["kept"]) > 0 for event in resumed)
+    formed = [e for e in events if e.kind is EventKind.WORLD_FORMED]
+    first, second, *_ = sorted({(e.generation or 0, str(e.detail["change"])) for e in formed})
+    assert (first[1], second[1]) == ("shrink", "reform")
+    steps = {
+        number: {
+            int(e.detail["step"])
+            for e in events
+            if e.kind is EventKind.PIPELINE_STATE_KEPT and e.generation == number
+        }
+        for number, _ in (first, second)
+    }
+    assert max(steps[first[0]]) < min(steps[second[0]]), "a step was committed in between"
+    assert not [e for e in events if e.kind is EventKind.COLLECTIVE_FAILED]
 
 
 @pytest.mark.timeout(600)

@@ -297,23 +297,62 @@ def test_members_that_all_have_the_whole_state_copy_nothing_before_a_change():
     assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
 
 
-def test_members_that_must_leave_their_world_take_their_parts_with_them():
+def lose_host_and_service() -> Job:
+    """Return a job that finishes its step in a world whose coordination service has ended with a host."""
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
     job.change("a", services=())
     unwind(job, "a", "c", "d")
+    return job
+
+
+def test_members_whose_service_has_ended_finish_their_step_where_they_are():
+    job = lose_host_and_service()
+    assert (job.generation.change, job.generation.service_address) == (WorldChange.SHRINK, "")
+    assert (job.generation.is_state_in_parts, job.generation.step) == (True, 6)
+    job.form()
+    assert job.phase is GenerationPhase.ACTIVE, "no clique is awaited"
+
+
+def test_after_that_step_all_leave_their_world_with_their_parts():
+    job = lose_host_and_service()
+    job.form()
+    for name in "acd":
+        job.report(name, has_finished_step=True, step=7, part=PARTS[name])
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service has ended")
+    stop_at_boundary(job, 9)
     job.serve("c")
     assert job.generation.change is WorldChange.REFORM
-    assert job.generation.is_state_in_parts
-    assert job.generation.step == 6
+    assert job.generation.service_address
+    assert (job.generation.is_state_in_parts, job.generation.step) == (True, 9)
 
 
-def test_a_host_that_has_all_units_goes_on_alone():
+def test_a_step_that_fails_in_a_world_without_a_service_is_made_in_a_new_one():
+    job = lose_host_and_service()
+    job.form()
+    job.report("c", failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="no clique can be formed"))
+    unwind(job, "a", "c", "d")
+    job.serve("c")
+    assert job.generation.change is WorldChange.REFORM
+
+
+def test_a_host_that_joins_at_once_needs_a_new_world_if_the_service_has_ended():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    job.change("a", services=())
+    job.restart("b")
+    unwind(job, "a", "c", "d")
+    job.serve("c")
+    assert job.generation.change is WorldChange.REFORM
+    assert (job.generation.is_state_in_parts, job.members) == (True, ["a", "b", "c", "d"])
+
+
+def test_a_host_that_has_all_units_finishes_the_step_alone():
     job = sharded("ab")
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", step=6, part=StatePart.from_units(range(NUM_UNITS), NUM_UNITS))
-    job.serve("a")
-    assert job.generation.change is WorldChange.REFORM
+    assert job.generation.change is WorldChange.SHRINK
+    assert job.generation.service_address, "another may join it"
     assert (job.generation.is_state_in_parts, job.generation.step) == (True, 6)
 
 

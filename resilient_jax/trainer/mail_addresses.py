@@ -1,0 +1,33 @@
+"""Where the mailboxes of a pipeline's hosts are."""
+
+from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
+from resilient_jax.worker.world import World
+
+
+class MailAddresses:
+    """The addresses of the hosts that this one has trained with last."""
+
+    def __init__(self) -> None:
+        self._known: dict[HostName, str] = {}
+
+    def learn(self, world: World, own: str) -> dict[HostName, str]:
+        """Return the addresses of all live hosts, which they tell each other; every host must call this.
+
+        Args:
+            world: of the generation that begins.
+            own: the address of this host, which stays the same as long as its worker lives.
+
+        Raises:
+            FormingFailed: an address is not known, and the world can form no clique to ask.
+        """
+        if world.step_services.mail_sums is None:
+            assert len(own.encode()) <= ROW_SIZE, "an address is short"
+            self._known = dict(zip(world.hosts, gather_texts(world, own.encode()), strict=True))
+        elif unknown := sorted(set(world.hosts).difference(self._known)):
+            raise FormingFailed(
+                f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "
+                "coordination service of their world hosts cannot ask each other. A new world follows"
+            )
+        return {host: self._known[host] for host in world.hosts}

@@ -1,0 +1,68 @@
+"""Sums over hosts by mail, in a generation whose world can form no clique because its coordination service has ended.
+
+Such a generation makes the step that was under way, and a new world follows. A sum has the bits that a collective would
+give it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from resilient_jax.ids import ProcessIndex
+from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.reduction import ExactReduce
+from resilient_jax.step.running_total import merge_totals, start_total_of_hosts
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Returns what each host has given, in the same order on all of them."""
+
+
+class MailSums:
+    """The sums of one generation.
+
+    Attributes:
+        exchange: of the train function, once it knows by which addresses hosts are reached; None: it has not said.
+    """
+
+    def __init__(self, local_devices: Sequence[Device], process_index: ProcessIndex) -> None:
+        """Add up on the devices of this host what is not whole numbers."""
+        self.exchange: Exchange | None = None
+        self._local_devices, self._process_index = local_devices, process_index
+
+    def add_up(self, tree: Any) -> Any:  # noqa: ANN401 - a tree
+        """Return the sum over all hosts of each leaf; see `World.all_reduce`.
+
+        Raises:
+            FormingFailed: there is no exchange: this sum would need a collective.
+            PeerUnreachable: a host is lost, or late.
+        """
+        if self.exchange is None:
+            raise FormingFailed(
+                "all_reduce: found a world whose coordination service has ended, expected one that forms collectives. "
+                "A new world follows"
+            )
+        leaves, structure = jax.tree.flatten(tree)
+        # Of the dtypes that a collective would have.
+        arrays = [np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) for leaf in leaves]
+        found = self.exchange(b"".join(array.tobytes() for array in arrays))
+        trees = [structure.unflatten(_cut(given, arrays)) for given in found]
+        if all(
+            np.issubdtype(array.dtype, np.integer) and not isinstance(leaf, jax.Array)
+            for array, leaf in zip(arrays, leaves, strict=True)
+        ):  # as most are: nothing is compiled for them
+            return jax.tree.map(lambda *values: np.sum(values, axis=0, dtype=values[0].dtype), *trees)
+        total = merge_totals([start_total_of_hosts(one) for one in trees])
+        return ExactReduce(HostGrid(self._local_devices, self._process_index))(total, tree)
+
+
+def _cut(data: bytes, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays of a host, which are of these shapes and dtypes."""
+    ends = np.cumsum([0, *(array.nbytes for array in arrays)])
+    return [
+        np.frombuffer(data[start:end], array.dtype).reshape(array.shape)
+        for array, start, end in zip(arrays, ends, ends[1:], strict=False)
+    ]
