@@ -19,6 +19,7 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     find_seat,
+    has_service,
     has_taken_seat,
     is_draining,
     list_joiners,
@@ -125,8 +126,16 @@ def list_used(before: Generation | None, state: MembershipState) -> list[HostNam
 def choose_joiners(
     state: MembershipState, kept: list[HostStatus], config: MembershipConfig
 ) -> list[HostStatus]:
-    """Return the hosts that join now: only those that have a seat, if the others can go on in place with them."""
+    """Return the hosts that join now.
+
+    Only those that have a seat, if the others can go on in place with them. None if members leave a world between two
+    steps because its service has ended: who joined would load its programs while all wait, and in the new world there
+    are seats to do that beforehand.
+    """
     generation = state.generation
+    leaves_world = generation.phase is GenerationPhase.BOUNDARY and not has_service(state)
+    if leaves_world and config.spare_seats and len(kept) >= max(config.min_hosts, 2):
+        return []
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
     seated = [status for status in admitted if has_taken_seat(generation, status)]
     unseated = [status for status in admitted if not has_taken_seat(generation, status)]

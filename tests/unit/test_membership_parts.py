@@ -297,9 +297,9 @@ def test_members_that_all_have_the_whole_state_copy_nothing_before_a_change():
     assert (job.phase, job.generation.next_members) == (GenerationPhase.PAUSE, None)
 
 
-def lose_host_and_service() -> Job:
+def lose_host_and_service(**config) -> Job:
     """Return a job that finishes its step in a world whose coordination service has ended with a host."""
-    job = sharded("abcd")
+    job = sharded("abcd", **config)
     job.give(HostLeft(HostName("b")))
     job.change("a", services=())
     unwind(job, "a", "c", "d")
@@ -325,6 +325,21 @@ def test_after_that_step_all_leave_their_world_with_their_parts():
     assert job.generation.change is WorldChange.REFORM
     assert job.generation.service_address
     assert (job.generation.is_state_in_parts, job.generation.step) == (True, 9)
+
+
+@pytest.mark.parametrize(("spare_seats", "members"), [(2, ["a", "c", "d"]), (0, ["a", "b", "c", "d"])])
+def test_a_host_that_is_back_joins_once_it_has_rehearsed_in_the_new_world(
+    spare_seats: int, members: list[str]
+):
+    """Without a seat for that it joins in the new world at once."""
+    job = lose_host_and_service(spare_seats=spare_seats)
+    job.form()
+    job.restart("b")
+    for name in "acd":
+        job.report(name, has_finished_step=True, step=7, part=PARTS[name])
+    stop_at_boundary(job, 9)
+    job.serve("c")
+    assert (job.generation.change, sorted(job.members)) == (WorldChange.REFORM, members)
 
 
 def test_a_step_that_fails_in_a_world_without_a_service_is_made_in_a_new_one():
