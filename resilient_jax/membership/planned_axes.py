@@ -4,7 +4,9 @@ Each worker could choose the axes by itself. The leader does, because it knows w
 hosts are expected back; every worker obeys the record.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final
 
 import msgspec
 
@@ -13,55 +15,57 @@ from resilient_jax.protocol.plan_records import PlanAxes, PlanChange, PlanOutloo
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 
+AXES_ACTIONS: Final = frozenset(
+    {RecoveryAction.SHRINK, RecoveryAction.JOIN, RecoveryAction.REPLACE, RecoveryAction.REFORM}
+)
+"""The actions that lead to the best axes for the hosts that train then."""
 
-def find_plan_loss(
+
+def find_plan_change(
     kept: Collection[HostStatus], joiners: Collection[HostStatus]
 ) -> tuple[PlanOutlook, PlanChange] | None:
-    """Return what workers have estimated of the loss of the hosts that are gone; None: not known.
+    """Return what workers have estimated of a change to these hosts; None: not known.
 
-    These are all that were in the newest generation that a member has entered, however they were lost.
+    It is a change from all that were in the newest generation that a member has entered, however some were lost. A host
+    that joins is in the place of one of its group.
 
     Args:
         kept: the members that are left.
         joiners: hosts that join in this change.
     """
-    if joiners:
+    present = {status.host for status in (*kept, *joiners)}
+    if any(status.devices for status in joiners):
         return None
-    left = {status.host for status in kept}
     return _find_latest(
-        (plans, loss)
+        (plans, change)
         for plans in _list_outlooks(kept)
-        if not left.difference(*plans.groups)
-        for loss in plans.losses
-        if loss.groups == _list_groups(plans.groups, list_lost(plans, kept))
+        if not present.difference(*plans.groups, *plans.absent)
+        for change in _list_changes(plans, present)
     )
+
+
+def _list_changes(plans: PlanOutlook, present: Collection[HostName]) -> Iterator[PlanChange]:
+    """Yield what is estimated of the change to these hosts, which are of the groups of an estimate."""
+    numbers = [len(group) for group in plans.groups]
+    then = [sum(host in present for host in (*here, *away)) for here, away in _pair_groups(plans)]
+    lost = [max(number - left, 0) for number, left in zip(numbers, then, strict=True)]
+    joined = [max(left - number, 0) for number, left in zip(numbers, then, strict=True)]
+    if any(lost) and any(joined):
+        return  # hosts in the places of others that were not like them
+    changed, changes = (joined, plans.joins) if any(joined) else (lost, plans.losses)
+    groups = tuple(index for index, number in enumerate(changed) for _ in range(number))
+    yield from (change for change in changes if change.groups == groups)
+
+
+def _pair_groups(plans: PlanOutlook) -> Iterator[tuple[tuple[HostName, ...], tuple[HostName, ...]]]:
+    """Yield the hosts of each group that are in the generation, and those that are not."""
+    return itertools.zip_longest(plans.groups, plans.absent, fillvalue=())
 
 
 def list_lost(plans: PlanOutlook, kept: Collection[HostStatus]) -> list[HostName]:
     """Return the hosts of an estimate that are not left."""
     left = {status.host for status in kept}
     return [host for group in plans.groups for host in group if host not in left]
-
-
-def find_plan_join(
-    members: Collection[HostStatus], joining: Collection[HostStatus]
-) -> tuple[PlanOutlook, PlanChange] | None:
-    """Return what members have estimated of the join of these hosts; None: not known.
-
-    Args:
-        members: that train, and all stay.
-        joining: hosts that are ready. Of one with fewer devices than its own it is not known.
-    """
-    present, added = {status.host for status in members}, {status.host for status in joining}
-    if any(status.devices for status in joining):
-        return None
-    return _find_latest(
-        (plans, join)
-        for plans in _list_outlooks(members)
-        if present == set().union(*plans.groups) and not added.difference(*plans.absent)
-        for join in plans.joins
-        if join.groups == _list_groups(plans.absent, added)
-    )
 
 
 def _list_outlooks(members: Collection[HostStatus]) -> list[PlanOutlook]:
@@ -71,11 +75,6 @@ def _list_outlooks(members: Collection[HostStatus]) -> list[PlanOutlook]:
     return [
         report.plans for report in reports if report.plans is not None and report.plans.generation == newest
     ]
-
-
-def _list_groups(groups: Sequence[Collection[HostName]], hosts: Collection[HostName]) -> tuple[int, ...]:
-    """Return the groups of these hosts, one for each."""
-    return tuple(index for index, group in enumerate(groups) for host in group if host in hosts)
 
 
 def _find_latest(
@@ -89,7 +88,7 @@ def note_axes(decision: RecoveryDecision, outlook: PlanOutlook, change: PlanChan
     """Return the decision about a change with the axes of the generation that it leads to."""
     if decision.action is RecoveryAction.KEEP_AXES:
         return msgspec.structs.replace(decision, plan_axes=outlook.axes)
-    if decision.action not in (RecoveryAction.SHRINK, RecoveryAction.JOIN, RecoveryAction.REFORM):
+    if decision.action not in AXES_ACTIONS:
         return decision
     is_new = change.best_axes != outlook.axes
     # In a new world programs of no axes are ready: its pause has that in it.
@@ -102,20 +101,28 @@ def note_axes(decision: RecoveryDecision, outlook: PlanOutlook, change: PlanChan
     )
 
 
-def list_axes(before: Generation, decision: RecoveryDecision | None, formed: Generation) -> PlanAxes:
+def list_axes(
+    before: Generation,
+    decision: RecoveryDecision | None,
+    kept: Collection[HostStatus],
+    joiners: Collection[HostStatus],
+) -> PlanAxes:
     """Return the axes of the next generation; empty: those of the best plan for its hosts, whichever these are.
 
     Args:
         before: the present generation.
         decision: the last one.
-        formed: the next generation.
+        kept: the members that stay.
+        joiners: the hosts that join.
     """
-    if decision is None or find_decided_number(decision) != formed.number:
-        return ()
-    hosts = {member.host for member in formed.members}
-    # Until the boundary others may have come or gone.
-    is_as_decided = hosts == {*(member.host for member in before.members), *decision.joining}
-    return decision.plan_axes if is_as_decided or not decision.joining else ()
+    if decision is not None and find_decided_number(decision) == before.number:
+        members = {*(member.host for member in before.members), *decision.joining}
+        # Until the boundary others may have come or gone.
+        if not decision.joining or members == {status.host for status in (*kept, *joiners)}:
+            return decision.plan_axes
+    # Of a change that was decided for another reason, such as a notice, or the end of axes that were kept.
+    change = find_plan_change(kept, joiners)
+    return change[1].best_axes if change is not None else ()
 
 
 def find_decided_number(decision: RecoveryDecision) -> GenerationNumber:

@@ -29,8 +29,7 @@ from resilient_jax.membership.failure_forecast import (
 )
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
 from resilient_jax.membership.planned_axes import (
-    find_plan_join,
-    find_plan_loss,
+    find_plan_change,
     keeps_axes,
     list_lost,
     note_axes,
@@ -88,13 +87,15 @@ def decide_after_loss(
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     # A world without a service is left after the step: that is when the model is cut anew, at the latest.
     stage = find_stage_loss(kept, joiners) if has_service(state) else None
-    planned = find_plan_loss(kept, joiners)
+    planned = find_plan_change(kept, joiners)
+    # With hosts that join now no other axes are an option; those that follow are recorded all the same.
+    foreseen = planned if planned is not None and planned[1].groups and not joiners else None
     lost = [one.host for one in generation.history.away if one.number == generation.number]
     # What was estimated is of all that are gone, also if they were lost one after the other.
     if stage is not None:
         lost = list(stage.hosts)
-    elif planned is not None:
-        lost = list_lost(planned[0], kept)
+    elif foreseen is not None:
+        lost = list_lost(foreseen[0], kept)
     loss = Loss(
         places=places,
         ready=len(present),
@@ -106,8 +107,8 @@ def decide_after_loss(
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
         stage=stage,
-        plan=planned[1] if planned is not None else None,
-        has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
+        plan=foreseen[1] if foreseen is not None else None,
+        has_new_axes=foreseen is not None and foreseen[1].best_axes != foreseen[0].axes,
         stage_return_s=awaited.get(stage.hosts[0]) if stage is not None and len(stage.hosts) == 1 else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
@@ -203,7 +204,7 @@ def decide_admission(
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
     in_place = can_change_in_place(state, staying, joining)
     # In a new world no programs are ready, whichever axes it has.
-    planned = find_plan_join(staying, joining) if in_place else None
+    planned = find_plan_change(staying, joining) if in_place else None
     admission = Admission(
         places=places,
         training=len(staying),

@@ -494,5 +494,5 @@ def _form(
     places = count_places(state, staying, config.num_hosts)
     formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
     formed = note_stage_hosts(state, formed, decision, kept)
-    formed = msgspec.structs.replace(formed, plan_axes=list_axes(state.generation, decision, formed))
+    formed = msgspec.structs.replace(formed, plan_axes=list_axes(state.generation, decision, kept, joiners))
     return forget_outdated(formed, state.quarantined)

@@ -24,7 +24,12 @@ from resilient_jax.membership.facts import (
     is_draining,
     list_joiners,
 )
-from resilient_jax.membership.world_formation import can_be_seated, can_change_in_place, find_state_origin
+from resilient_jax.membership.world_formation import (
+    can_be_seated,
+    can_change_in_place,
+    find_state_origin,
+    is_in_place,
+)
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
 
@@ -128,14 +133,15 @@ def choose_joiners(
 ) -> list[HostStatus]:
     """Return the hosts that join now.
 
-    Only those that have a seat, if the others can go on in place with them. None if members leave a world between two
-    steps because its service has ended: who joined would load its programs while all wait, and in the new world there
-    are seats to do that beforehand.
+    Only those that have a seat, if the others can go on in place with them. None of those that come while members
+    finish a step in a world whose service has ended, or leave it: they would load their programs while all wait, and in
+    the new world there are seats to do that beforehand.
     """
     generation = state.generation
-    leaves_world = generation.phase is GenerationPhase.BOUNDARY and not has_service(state)
-    if leaves_world and config.spare_seats and len(kept) >= max(config.min_hosts, 2):
-        return []
+    if not has_service(state) and config.spare_seats and len(kept) >= max(config.min_hosts, 1):
+        leaves_world = generation.phase is GenerationPhase.BOUNDARY and len(kept) > 1
+        if leaves_world or is_in_place(state, kept, [], find_state_origin(state, kept, [])):
+            return []
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
     seated = [status for status in admitted if has_taken_seat(generation, status)]
     unseated = [status for status in admitted if not has_taken_seat(generation, status)]

@@ -34,8 +34,8 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
         generation: the generation.
         axes: that it has.
         groups: its hosts. Which one of a group is lost makes no difference.
-        absent: the other hosts of the topology in such groups.
-        losses: that are estimated; of others it is not known what they would make.
+        absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
+        losses: that are estimated; of others it is not known what they would make. That of no host is among them.
         joins: the same of hosts that are absent.
     """
 

@@ -101,7 +101,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
         slow: of a choice about slow hosts: the slowest one; empty: none is slow.
         devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
         stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
-        plan_axes: of `SHRINK`, `JOIN` and `KEEP_AXES`, in a job with planned axes: those of the next generation.
+        plan_axes: in a job with planned axes, where they are known: those of the next generation.
         has_new_axes: whether these are others than before.
         prepare_s: of those: how long their programs were expected to take, in seconds; 0: they were ready.
     """

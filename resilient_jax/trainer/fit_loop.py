@@ -76,11 +76,13 @@ class FitGeneration:
         layout: of the state.
         programs: of the recipe.
         sum_microbatches: the sums of a step.
+        compiler: of programs of likely next worlds; None: without a planner.
     """
 
     layout: StateLayout
     programs: TrainStep
     sum_microbatches: SumMicrobatches
+    compiler: SpeculativeCompiler | None = None
 
     @property
     def world(self) -> World:
@@ -90,6 +92,11 @@ class FitGeneration:
     def step(self, state: State, step: int) -> tuple[State, dict[str, float]]:
         """Return the next state and the metrics; nothing is committed."""
         return self.layout.step(self.programs, state, step, self.sum_microbatches)
+
+    def end_step(self, number: int, seconds: float) -> None:
+        """Note that the step of this number in the generation, from 0, took so long."""
+        if self.compiler is not None:
+            self.compiler.end_step(self.world, self.layout.arrangement, number, seconds)
 
 
 class FitLoop:
@@ -150,8 +157,6 @@ class FitLoop:
     def _train(self, world: World) -> None:
         config = self._config
         generation, state = self.open_generation(world)
-        if self._compiler is not None and world.step_services.is_joining:
-            self._compiler.prepare_join(world, generation.layout.arrangement)
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)
@@ -163,11 +168,7 @@ class FitLoop:
                     break
                 began_s = time.monotonic()
                 state = self._step(generation, state, step)
-                if self._compiler is not None:
-                    self._compiler.note_step(number, time.monotonic() - began_s)
-                # Only after a step: until then training waits for the programs of this generation itself.
-                if self._compiler is not None and number == 0:
-                    world.compile_ahead(self._compiler.list_jobs(world, generation.layout.arrangement))
+                generation.end_step(number, time.monotonic() - began_s)
                 if self._stop is not None:
                     break
         if world.is_rehearsal:
@@ -186,8 +187,13 @@ class FitLoop:
         layout = self._make_layout(world, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
         generation = FitGeneration(
-            layout=layout, programs=programs, sum_microbatches=self._make_sum(layout, programs)
+            layout=layout,
+            programs=programs,
+            sum_microbatches=self._make_sum(layout, programs),
+            compiler=self._compiler,
         )
+        if self._compiler is not None and world.step_services.is_joining:
+            self._compiler.prepare_join(world, arrangement)
         return generation, state
 
     def compile_ahead(self, generation: FitGeneration) -> None:

@@ -60,17 +60,24 @@ class PlanForecast:
         world, searcher = self._world, self._searcher
         if world.host not in world.hosts[: MAX_FORESEEN_HOSTS + 1]:
             return
-        self._present = tuple(searcher.group_alike(world.hosts))
-        self._losses = self._estimate_changes(
+        groups = searcher.group_alike((*world.hosts, *searcher.all_hosts))
+        self._present, self._absent = (
+            tuple(tuple(host for host in group if (host in world.hosts) is is_here) for group in groups)
+            for is_here in (True, False)
+        )
+        unchanged = self._estimate_change((), world.hosts)
+        self._losses = (unchanged,) if unchanged is not None else ()
+        self._losses += self._estimate_changes(
             self._present,
             most=len(world.hosts) - 1,
             change=lambda lost: tuple(host for host in world.hosts if host not in lost),
             check=check,
         )
-        absent = tuple(host for host in searcher.all_hosts if host not in world.hosts)
-        self._absent = tuple(searcher.group_alike(absent))
         self._joins = self._estimate_changes(
-            self._absent, most=len(absent), change=lambda joining: (*world.hosts, *joining), check=check
+            self._absent,
+            most=sum(map(len, self._absent)),
+            change=lambda joining: (*world.hosts, *joining),
+            check=check,
         )
 
     def report(self, compile_s: float) -> None:

@@ -57,10 +57,20 @@ class SpeculativeCompiler:
         )
         """A step's accumulation, for its shape."""
 
-    def note_step(self, number: int, seconds: float) -> None:
-        """Note how long the first step of a generation took, or the second, which waits for no programs."""
+    def end_step(self, world: World, current: Arrangement, number: int, seconds: float) -> None:
+        """Note how long a step took; after the first one of a generation compile for likely next worlds.
+
+        Not sooner: until then training waits for the programs of this generation itself.
+
+        Args:
+            world: of this generation.
+            current: the arrangement of this generation.
+            number: of the step in this generation, from 0. The second one waits for no programs.
+            seconds: that it took.
+        """
         if number == 0:
             self._first_s = seconds
+            world.compile_ahead(self._list_jobs(world, current))
         elif number == 1:
             self._longest_s = max(self._longest_s, self._first_s - seconds)
             self._first_s = 0.0
@@ -122,7 +132,7 @@ class SpeculativeCompiler:
         if _make_key(then) != _make_key(best):
             compile_step(self._programs, then, devices, self._example, self._job, lambda: None)
 
-    def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
+    def _list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
         """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after changes.
 
         Args:

@@ -1,6 +1,7 @@
 """The step of a trainer in a loop of the user's: data, forward, backward, sums over hosts and update, as in `fit`."""
 
 import dataclasses
+import time
 from typing import Final
 
 import jax
@@ -60,8 +61,10 @@ class TrainerStep:
         _require_arrays(state)
         if self._num_steps == 1:
             self._loop.compile_ahead(generation)
-        self._num_steps += 1
+        began_s = time.monotonic()
         state, self._metrics = generation.step(state, step)
+        generation.end_step(self._num_steps, time.monotonic() - began_s)
+        self._num_steps += 1
         return state, self._metrics
 
     def save(self, state: State) -> None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import msgspec
 import optax
 from jax.extend.backend import clear_backends
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from small_decoders import ROWS, make_batch, make_nnx
 
@@ -153,6 +154,7 @@ class Host:
                 pipeline.move_to_host()
                 clear_backends()
                 mesh = self.sharding.mesh
+                assert isinstance(mesh, Mesh)
                 here = make_stage_mesh(mesh, jax.local_devices()[: mesh.size])
                 assert not set(here.devices.flat) & set(mesh.devices.flat), "the devices are others"
                 self.sharding = self.sharding.with_mesh(here)

@@ -351,15 +351,18 @@ def test_a_step_that_fails_in_a_world_without_a_service_is_made_in_a_new_one():
     assert job.generation.change is WorldChange.REFORM
 
 
-def test_a_host_that_joins_at_once_needs_a_new_world_if_the_service_has_ended():
-    job = sharded("abcd")
+@pytest.mark.parametrize(("spare_seats", "change"), [(2, WorldChange.SHRINK), (0, WorldChange.REFORM)])
+def test_a_host_that_is_back_at_once_joins_after_the_step_too(spare_seats: int, change: WorldChange):
+    job = sharded("abcd", spare_seats=spare_seats)
     job.give(HostLeft(HostName("b")))
     job.change("a", services=())
     job.restart("b")
     unwind(job, "a", "c", "d")
-    job.serve("c")
-    assert job.generation.change is WorldChange.REFORM
-    assert (job.generation.is_state_in_parts, job.members) == (True, ["a", "b", "c", "d"])
+    if change is WorldChange.REFORM:
+        job.serve("c")
+    assert job.generation.change is change
+    assert job.generation.is_state_in_parts
+    assert ("b" in job.members) == (change is WorldChange.REFORM)
 
 
 def test_a_host_that_has_all_units_finishes_the_step_alone():

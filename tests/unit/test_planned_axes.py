@@ -10,7 +10,7 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.membership.planned_axes import find_plan_loss
+from resilient_jax.membership.planned_axes import find_plan_change
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices
 from resilient_jax.membership.recovery_policy import (
     HYSTERESIS,
@@ -195,12 +195,11 @@ def test_the_entry_is_that_of_the_groups_which_lost_a_host():
     statuses = {status.host: status for status in job.state.hosts.values()}
     for gone, axis in {"a": 1, "d": 2, "ac": 3, "ab": 4, "cd": 4, "bd": 5, "bcd": 6, "abd": 6}.items():
         kept = [status for host, status in statuses.items() if host not in gone]
-        found = find_plan_loss(kept, ())
+        found = find_plan_change(kept, ())
         assert found is not None
         assert found[1].best_axes == (("fsdp", axis),)
-        assert find_plan_loss(kept, [statuses[HostName(gone[0])]]) is None, "another one has its place"
-    assert find_plan_loss(list(statuses.values()), ()) is None
-    assert find_plan_loss([statuses[HostName("b")]], ()) is None, "of a, c and d nothing was reported"
+    assert find_plan_change(list(statuses.values()), ()) is None, "of no change nothing was reported"
+    assert find_plan_change([statuses[HostName("b")]], ()) is None, "of a, c and d nothing was reported"
 
 
 def test_the_later_one_of_two_workers_counts():
@@ -228,6 +227,77 @@ def test_another_leader_decides_the_same(prepare_s):
     one, other = lose(prepare_s), lose(prepare_s, is_new_leader=True)
     assert decided(one) == decided(other)
     assert one.generation.plan_axes == other.generation.plan_axes
+
+
+def foresee_all(generation: int = 1) -> PlanOutlook:
+    """Return what workers estimate where a spare, e, is like the members, and f is not."""
+    groups, absent = ((NAMES, ()), ((HostName("e"),), (HostName("f"),)))
+    return PlanOutlook(
+        generation=GenerationNumber(generation),
+        axes=AXES,
+        groups=groups,
+        absent=absent,
+        losses=(
+            PlanChange(groups=(), kept=1.0, best=1.1, best_axes=(("fsdp", 3),)),
+            PlanChange(groups=(0,), kept=0.7, best=0.75, best_axes=(("fsdp", 4),)),
+        ),
+        joins=(PlanChange(groups=(1,), kept=1.2, best=1.3, best_axes=(("fsdp", 5),)),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "joining", "axes"),
+    [
+        ("d", "", (("fsdp", 4),)),
+        ("d", "e", (("fsdp", 3),)),
+        ("d", "d", (("fsdp", 3),)),
+        ("cd", "e", (("fsdp", 4),)),
+        ("", "f", (("fsdp", 5),)),
+        ("d", "f", None),
+        ("cd", "", None),
+    ],
+)
+def test_a_host_that_joins_is_in_the_place_of_one_like_it(lost, joining, axes):
+    job = training(*"abcdef", spare_seats=8)
+    for name in "abcd":
+        job.report(name, plans=foresee_all())
+    statuses = {str(status.host): status for status in job.state.hosts.values()}
+    kept = [statuses[name] for name in "abcd" if name not in lost]
+    found = find_plan_change(kept, [statuses[name] for name in joining])
+    assert (found and found[1].best_axes) == axes
+
+
+def test_the_axes_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
+    job = training(*"abcd", spare_seats=8)
+    job.spare("e")
+    job.take_seat("e")
+    for name in "abcd":
+        job.report(name, plans=foresee_all())
+    job.worker("d", exit_code=-9)
+    job.acknowledge(*"abc", step=5, holds_state=True)
+    assert decided(job).action is RecoveryAction.REPLACE
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), (("fsdp", 3),))
+
+
+def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
+    job = training(*"abcd", spare_seats=8)
+    for name in "abcd":
+        job.report(name, plans=foresee_all())
+    job.change("b", is_draining=True)
+    stop_at_boundary(job, 6)
+    assert (sorted(job.members), job.generation.plan_axes) == (list("acd"), (("fsdp", 4),))
+
+
+def test_the_axes_that_follow_those_that_were_kept_are_recorded():
+    job = lose(30.0)
+    job.form()
+    job.train(7)
+    for name in "acd":
+        left = foresee_all(job.generation.number)
+        job.report(name, plans=msgspec.structs.replace(left, groups=(tuple(map(HostName, "acd")), ())))
+    job.wait(2 * decided(job).wait_s)
+    stop_at_boundary(job, 8)
+    assert (job.members, job.generation.plan_axes) == (list("acd"), (("fsdp", 3),))
 
 
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():

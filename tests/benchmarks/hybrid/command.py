@@ -1,5 +1,6 @@
 """`python tests/benchmarks hybrid`: kills of a stage in the middle of a step, of the pipelined example."""
 
+import dataclasses
 import itertools
 import os
 import statistics
@@ -28,12 +29,14 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from benchmarks.step_times import StepTime, read_step_times
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 
 CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
@@ -51,6 +54,9 @@ class HybridFigures(msgspec.Struct, frozen=True, kw_only=True):
     reroute_stall_s: float
     reroute_stall_min_s: float
     reroute_stall_max_s: float
+    service_stall_s: float
+    service_stall_max_s: float
+    new_world_stall_s: float
     restart_stall_s: float
     restart_stall_min_s: float
     restart_stall_max_s: float
@@ -84,6 +90,9 @@ class PipelineTiming(msgspec.Struct, frozen=True):
 
 def hybrid(
     kills: Annotated[int, typer.Option(min=1, help="Kills of a stage.")] = 10,
+    service_kills: Annotated[
+        int, typer.Option(min=1, help="More of them, together with JAX's coordination service.")
+    ] = 4,
     checkpoint_every: Annotated[
         int, typer.Option(min=1, help="Steps between two checkpoints of the job that is restarted.")
     ] = CHECKPOINT_EVERY,
@@ -94,8 +103,10 @@ def hybrid(
     A worker is killed before it computes an input gradient, so in the middle of a step; after each step there is a
     snapshot. `reroute_stall_s` runs from SIGKILL to the end of that step on every survivor, less a healthy step;
     `rejoin_blocks_stall_s` is the longest time between two steps on any host when the killed one comes back, less a
-    healthy step. `reroute_ratio` is the time of a step of the three hosts over that of all four. `move_blocks_stall_s`
-    is how long a host waited for the state of blocks that another cut gives it.
+    healthy step. `service_stall_s` is the same as `reroute_stall_s`, of kills that end JAX's coordination service, too,
+    and `new_world_stall_s` the longest time between two steps where a new world follows. `reroute_ratio` is the time of
+    a step of the three hosts over that of all four. `move_blocks_stall_s` is how long a host waited for the state of
+    blocks that another cut gives it.
 
     `restart_stall_s` is the same as `reroute_stall_s`, less its own step, for as many kills of the same model and hosts
     with JAX and Orbax alone: sharded over all hosts (FSDP by `jax.jit`), and a supervisor that ends all processes and
@@ -108,35 +119,32 @@ def hybrid(
     """
     console = open_console(json_only)
     hosts = make_host_names(HOSTS)
-    stalls, lost = [], 0
+    stalls: list[StageKill] = []
+    with_service: list[StageKill] = []
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         times = Path(folder) / "times"
         command = [str(SCRIPT), str(SETTINGS), str(MANY_STEPS), str(times)]
         with run_job(command, Path(folder) / "hybrid", config=CONFIG) as job:
-            for number in range(kills):
-                report = wait_healthy(job)
-                victim = hosts[number % HOSTS]
-                step = newest_step(report) + AHEAD_STEPS
-                job.hold(FailPoint.BEFORE_INPUT_GRADIENT, [victim], step)
-                job.wait_held([victim], REPORT_TIMEOUT_S)
-                fault_s = job.kill(JobComponent.WORKER, victim)
-                job.release()
-                found = wait_stall(job, fault_s, REPORT_TIMEOUT_S)
-                stalls.append(found.total_s)
-                lost += max(0, step - found.step)
-                console.print(f"  {number + 1}: {victim}, {found.change}, {found.total_s:.2f} s")
+            for number in range(kills + service_kills):
+                found = kill_stage(job, hosts[number % HOSTS], ends_service=number >= kills)
+                (with_service if found.ends_service else stalls).append(found)
+                console.print(f"  {number + 1}: {found}")
             wait_healthy(job)
             events = job.read_events()
         steps = read_step_times(times)
         console.print("  the same kills, restarted from checkpoints")
         restarts = run_restarts(SETTINGS, kills, checkpoint_every, hosts, Path(folder))
     sleeps, example = time_pipeline("sleeps", 4, 16), time_pipeline("example", 2, 12)
+    stalls_s, service_stalls_s = ([one.stall_s for one in found] for found in (stalls, with_service))
     healthy, alone = (statistics.median(list_step_times(steps, count)) for count in (HOSTS, HOSTS - 1))
     joins = list_join_gaps(steps, HOSTS)
     figures = HybridFigures(
-        reroute_stall_s=round(statistics.median(stalls) - healthy, 3),
-        reroute_stall_min_s=round(min(stalls) - healthy, 3),
-        reroute_stall_max_s=round(max(stalls) - healthy, 3),
+        reroute_stall_s=round(statistics.median(stalls_s) - healthy, 3),
+        reroute_stall_min_s=round(min(stalls_s) - healthy, 3),
+        reroute_stall_max_s=round(max(stalls_s) - healthy, 3),
+        service_stall_s=round(statistics.median(service_stalls_s) - healthy, 3),
+        service_stall_max_s=round(max(service_stalls_s) - healthy, 3),
+        new_world_stall_s=round(statistics.median(list_new_world_gaps(steps)) - healthy, 3),
         **describe_restarts(restarts),
         rejoin_blocks_stall_s=round(statistics.median(joins) - healthy, 3),
         rejoin_blocks_stall_min_s=round(min(joins) - healthy, 3),
@@ -144,8 +152,8 @@ def hybrid(
         move_blocks_stall_s=round(statistics.median(list_moves(events)), 3),
         healthy_step_s=round(healthy, 3),
         reroute_ratio=round(alone / healthy, 2),
-        kills=len(stalls),
-        steps_lost=lost,
+        kills=len(stalls) + len(with_service),
+        steps_lost=sum(one.steps_lost for one in [*stalls, *with_service]),
         tasks_kept=statistics.median(
             [int(e.detail["kept"]) for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED] or [0]
         ),
@@ -157,6 +165,43 @@ def hybrid(
     )
     console.print(make_table(figures))
     print_json_line(figures)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageKill:
+    """What a kill of a stage's worker in the middle of a step cost.
+
+    Attributes:
+        victim: its host.
+        change: of the world, that followed first.
+        stall_s: from SIGKILL to the end of the step on every survivor.
+        steps_lost: that were done again.
+        ends_service: whether the coordination service was killed with it.
+    """
+
+    victim: HostName
+    change: str
+    stall_s: float
+    steps_lost: int
+    ends_service: bool
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        service = " and the coordination service" if self.ends_service else ""
+        return f"{self.victim}{service}, {self.change}, {self.stall_s:.2f} s"
+
+
+def kill_stage(job: LocalJob, victim: HostName, *, ends_service: bool) -> StageKill:
+    """Kill a worker before it computes an input gradient, when all hosts train, and wait until the step is done."""
+    step = newest_step(wait_healthy(job)) + AHEAD_STEPS
+    job.hold(FailPoint.BEFORE_INPUT_GRADIENT, [victim], step)
+    job.wait_held([victim], REPORT_TIMEOUT_S)
+    fault_s = job.kill(JobComponent.WORKER, victim)
+    if ends_service:
+        job.kill(JobComponent.COORDINATION_SERVICE, "leader")
+    job.release()
+    found = wait_stall(job, fault_s, REPORT_TIMEOUT_S)
+    return StageKill(victim, str(found.change), found.total_s, max(0, step - found.step), ends_service)
 
 
 def describe_restarts(found: RestartStalls) -> dict[str, Any]:
@@ -183,6 +228,12 @@ def make_table(figures: HybridFigures) -> Table:
         f"{figures.restart_stall_s:.2f} s",
         f"{figures.restart_stall_min_s:.2f} to {figures.restart_stall_max_s:.2f} s",
     )
+    table.add_row(
+        "the same, with the coordination service: stall",
+        f"{figures.service_stall_s:.3f} s",
+        f"to {figures.service_stall_max_s:.3f} s",
+    )
+    table.add_row("a new world after that step: stall", f"{figures.new_world_stall_s:.3f} s")
     table.add_row(
         "until the lost progress is regained",
         f"{figures.reroute_stall_s:.3f} s",
@@ -269,6 +320,16 @@ def list_join_gaps(steps: Sequence[StepTime], num_hosts: int) -> list[float]:
             stayed = ends[before].keys() & ends[after].keys()
             gaps.append(max(ends[after][process][0] - ends[before][process][-1] for process in stayed))
     return gaps or [float("nan")]
+
+
+def list_new_world_gaps(steps: Sequence[StepTime]) -> list[float]:
+    """Return how long hosts made no step where the same ones formed a generation anew; or [nan]."""
+    ends = _group(steps)
+    return [
+        max(ends[after][process][0] - ends[before][process][-1] for process in ends[after])
+        for before, after in itertools.pairwise(sorted(ends))
+        if ends[before].keys() == ends[after].keys()
+    ] or [float("nan")]
 
 
 def _group(steps: Sequence[StepTime]) -> dict[int, dict[int, list[float]]]:
