@@ -46,6 +46,7 @@ if __name__ == "__main__":
     parser.add_argument("--axes-by-host", action="store_true", help="hosts may have replicas with other axes")
     parser.add_argument("--trace-s", type=float, default=0.0, help="how long each trace of the loss takes")
     parser.add_argument("--no-compile-ahead", action="store_true")
+    parser.add_argument("--own-loop", action="store_true", help="make the steps in a loop of the script's")
     parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
     asked = parser.parse_args()
     rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if asked.named else []
@@ -54,7 +55,7 @@ if __name__ == "__main__":
         return np.random.default_rng((step, index)).normal(size=(asked.rows, asked.width)).astype(np.float32)
 
     adam = optax.adam(1e-2)
-    result = rj.Trainer(
+    trainer = rj.Trainer(
         model=functools.partial(make, width=asked.width),
         optimizer=optax.chain(optax.clip_by_global_norm(1e-4), adam) if asked.clip else adam,
         loss_fn=functools.partial(loss, trace_s=asked.trace_s) if asked.trace_s else loss,
@@ -71,7 +72,22 @@ if __name__ == "__main__":
         checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
         if asked.checkpoints
         else None,
-    ).fit(asked.steps)
+    )
+
+    found: list[rj.FitResult] = []
+
+    def train(world: rj.World, train_step: rj.TrainerStep) -> None:
+        state = train_step.restore_or_init()
+        for step in world.steps(asked.steps):
+            state, metrics = train_step(state, step)
+            world.commit(state, **metrics)
+        found.append(train_step.finish(state))
+
+    if asked.own_loop:
+        trainer.run(train)
+    else:
+        found.append(trainer.fit(asked.steps))
+    result = found[-1]
     print(f"host {result.host_index} ended with {result.params_sha256}", flush=True)
     if result.host_index == 0:
         print(f"sha256 {result.params_sha256} loss {result.metrics['loss']:.6f}")

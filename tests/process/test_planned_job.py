@@ -153,7 +153,7 @@ away, less the pause."""
 @pytest.mark.parametrize(
     ("victims", "words", "action", "plan"),
     [
-        (["host-1"], ["--no-compile-ahead"], "keep_axes", "replica 3 x fsdp 2"),
+        (["host-1"], ["--no-compile-ahead", "--own-loop"], "keep_axes", "replica 3 x fsdp 2"),
         (["host-1", "host-3"], ["--no-compile-ahead"], "keep_axes", "replica 2 x fsdp 2"),
         (["host-1"], [], "shrink", "replica 6"),
     ],
