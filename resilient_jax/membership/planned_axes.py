@@ -33,13 +33,14 @@ def find_plan_change(
         kept: the members that are left.
         joiners: hosts that join in this change.
     """
-    present = {status.host for status in (*kept, *joiners)}
-    if any(status.devices for status in joiners):
+    joining = {status.host for status in joiners}
+    present = joining.union(status.host for status in kept)
+    if any(status.devices for status in joiners):  # fewer than its own
         return None
     return _find_latest(
         (plans, change)
         for plans in _list_outlooks(kept)
-        if not present.difference(*plans.groups, *plans.absent)
+        if not present.difference(*plans.groups, *plans.absent) and joining.isdisjoint(plans.incomplete)
         for change in _list_changes(plans, present)
     )
 
@@ -115,7 +116,7 @@ def list_axes(
         kept: the members that stay.
         joiners: the hosts that join.
     """
-    if decision is not None and find_decided_number(decision) == before.number:
+    if decision is not None and decision.plan_axes and find_decided_number(decision) == before.number:
         members = {*(member.host for member in before.members), *decision.joining}
         # Until the boundary others may have come or gone.
         if not decision.joining or members == {status.host for status in (*kept, *joiners)}:

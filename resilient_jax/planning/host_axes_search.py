@@ -11,7 +11,7 @@ assigned so that the last is done soonest, and then the all-reduce and the updat
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from resilient_jax.planning.host_local_search import list_host_local_plans
@@ -69,6 +69,26 @@ def search_host_axes_plan(
         else:
             best = found
     return best if best is not None and best.step_time_s < (1 - MIN_GAIN) * best_equal_s else None
+
+
+def make_host_axes_plan(
+    request: MicrobatchRequest, axes_by_devices: Mapping[int, Mapping[str, int]]
+) -> UnequalPlan | None:
+    """Return the plan with a team for each number of devices that hosts have, of given axes; None: one does not fit.
+
+    Args:
+        request: whose own axes do not count.
+        axes_by_devices: of a replica, by each number of devices.
+    """
+    teams = []
+    for part in _split_by_devices(request):
+        axes = axes_by_devices[part.topology.hosts[0].devices]
+        plans, _ = list_host_local_plans(dataclasses.replace(part, axes=axes), allows_spare=True)
+        if not plans:
+            return None
+        teams.append(_TeamPlan(plans[0], tuple(list_machines(plans[0]))))
+    reduction = TeamReduction(request.program_cost, request.topology, request.calibration)
+    return _combine(teams, request, reduction, math.inf)
 
 
 def _split_by_devices(request: MicrobatchRequest) -> Iterator[MicrobatchRequest]:

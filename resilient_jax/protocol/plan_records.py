@@ -1,11 +1,16 @@
 """What losses and joins of hosts would make of a job with planned axes, as its first workers report it."""
 
+from typing import Final
+
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 
-PlanAxes = tuple[tuple[str, int], ...]
-"""The axes of a replica's devices inside a host with their sizes, outermost first; empty: none are prescribed."""
+ANY_NUMBER: Final = 0
+"""In place of a number of devices: hosts have these axes whatever their number."""
+PlanAxes = tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
+"""By the number of a host's devices, ascending, the axes of a replica's devices inside it with their sizes, outermost
+first; empty: none are prescribed."""
 
 
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,7 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
         absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
         losses: that are estimated; of others it is not known what they would make. That of no host is among them.
         joins: the same of hosts that are absent.
+        incomplete: the hosts that count with fewer devices than the topology gives them: one that joins may have more.
     """
 
     generation: GenerationNumber
@@ -45,3 +51,4 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
     absent: tuple[tuple[HostName, ...], ...] = ()
     losses: tuple[PlanChange, ...] = ()
     joins: tuple[PlanChange, ...] = ()
+    incomplete: tuple[HostName, ...] = ()

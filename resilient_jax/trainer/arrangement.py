@@ -19,7 +19,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_axes_search import search_host_axes_plan
+from resilient_jax.planning.host_axes_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
@@ -27,7 +27,7 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.program_analysis.program_analysis import analyze_program
-from resilient_jax.protocol.plan_records import PlanAxes
+from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import (
@@ -52,6 +52,8 @@ FIRST_GENERATION: Final = 1
 """The number of a job's first generation, in which hosts have all of their devices."""
 WHY_OFF: Final = "axes_by_host is off. Planner(axes_by_host=True) allows others"
 """Why hosts have the same axes where the planner does not allow others."""
+AnyPlan = Plan | UnequalPlan
+"""One whose replicas are equal, or one of teams, of the hosts with each number of devices."""
 AXES_EQUAL: Final = "equal"
 AXES_UNEQUAL: Final = "unequal"
 """Whether the replicas of a plan have the same axes on all hosts, in an event."""
@@ -69,7 +71,7 @@ class Arrangement:
 
     replica_shape: ReplicaShape
     placement: Placement
-    plan: Plan | UnequalPlan | None = None
+    plan: AnyPlan | None = None
 
     @property
     def has_shards(self) -> bool:
@@ -89,7 +91,7 @@ class Arranger:
     def __init__(self, config: FitConfig) -> None:
         self._config = config
         self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
-        self._last: Plan | UnequalPlan | None = None
+        self._last: AnyPlan | None = None
         self._stage_plan: Plan | None = None
         self.why_equal_stages = ""
 
@@ -117,7 +119,7 @@ class Arranger:
         plan = self.plan_searcher.find_plan(world.hosts)
         # A host that joins finds in its rehearsal which axes the others have now.
         axes = () if world.is_rehearsal else world.step_services.plan_axes
-        if axes and not (isinstance(plan, Plan) and list_plan_axes(plan) == axes):
+        if axes and list_plan_axes(plan) != axes:
             # As the leader decided. With other devices than it knew of they may not fit: then on all hosts alike.
             plan = self.plan_searcher.find_plan_with_axes(world.hosts, axes) or plan
         self._record_plan(world, plan)
@@ -167,7 +169,7 @@ class Arranger:
             can_reduce=not self.why_equal_stages and (is_fewer or not is_first),
         )
 
-    def _record_plan(self, world: World, plan: Plan | UnequalPlan) -> None:
+    def _record_plan(self, world: World, plan: AnyPlan) -> None:
         last, self._last = self._last, plan
         if last is None or last.shape != plan.shape:
             world.record_event(
@@ -180,9 +182,9 @@ class Arranger:
                 reason=plan.reason,
             )
 
-    def _estimate_kept_step_s(self, world: World, last: Plan | UnequalPlan | None) -> float:
+    def _estimate_kept_step_s(self, world: World, last: AnyPlan | None) -> float:
         """Return the seconds of a step of these hosts with the axes of another plan; 0: there are none."""
-        if not isinstance(last, Plan) or self.plan_searcher is None or last is self._stage_plan:
+        if last is None or self.plan_searcher is None or last is self._stage_plan:
             return 0.0
         return self.plan_searcher.estimate_step_s(world.hosts, last)
 
@@ -204,9 +206,9 @@ class PlanSearcher:
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._found: dict[HostName, int] = {}
         """The devices of hosts that were in the job."""
-        self._plans: dict[tuple[tuple[HostName, int], ...], Plan | UnequalPlan] = {}
+        self._plans: dict[tuple[tuple[HostName, int], ...], AnyPlan] = {}
         """By hosts and their devices."""
-        self._plans_with_axes: dict[tuple[object, ...], Plan | None] = {}
+        self._plans_with_axes: dict[tuple[object, ...], AnyPlan | None] = {}
         """By the same, and axes."""
 
     @functools.cached_property
@@ -220,7 +222,7 @@ class PlanSearcher:
         if self.allows_axes_by_host and why_mesh_bound:
             self.why_equal = f"{why_mesh_bound}, whose bits depend on them. Another optimizer allows others"
 
-    def find_plan(self, hosts: tuple[HostName, ...]) -> Plan | UnequalPlan:
+    def find_plan(self, hosts: tuple[HostName, ...]) -> AnyPlan:
         """Return the best plan for these hosts; of unequal teams where hosts have unequal numbers of devices.
 
         Raises:
@@ -239,23 +241,24 @@ class PlanSearcher:
             self._plans[key] = self._search(self._restrict_topology(counts))
         return self._plans[key]
 
-    def estimate_step_s(self, hosts: tuple[HostName, ...], plan: Plan) -> float:
+    def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
         found = self.find_plan_with_axes(hosts, list_plan_axes(plan))
         return found.step_time_s if found is not None else 0.0
 
-    def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> Plan | None:
+    def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:
         """Return the plan for these hosts whose replicas have such axes; None: none fits."""
         counts = self._count_devices(hosts)
         key = (*counts.items(), axes)
         if key not in self._plans_with_axes:
             request = self._make_request(self._restrict_topology(counts))
-            try:
-                plan = search_host_local_plan(dataclasses.replace(request, axes=dict(axes)))
-                self._plans_with_axes[key] = plan
-            except PlanError:
-                self._plans_with_axes[key] = None
+            self._plans_with_axes[key] = _make_plan_with_axes(request, axes)
         return self._plans_with_axes[key]
+
+    def list_incomplete(self) -> tuple[HostName, ...]:
+        """Return the hosts that were found with fewer devices than the topology gives them."""
+        found = self._found.items()
+        return tuple(host for host, count in found if count < self._topology.host(host).devices)
 
     def group_alike(self, hosts: tuple[HostName, ...]) -> list[tuple[HostName, ...]]:
         """Return the hosts in groups in which it makes no difference to a plan which one is lost."""
@@ -280,7 +283,7 @@ class PlanSearcher:
             evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
         )
 
-    def _search(self, topology: Topology) -> Plan | UnequalPlan:
+    def _search(self, topology: Topology) -> AnyPlan:
         request = self._make_request(topology)
         is_equal = len({host.devices for host in topology.hosts}) == 1
         try:
@@ -369,7 +372,7 @@ class PlanSearcher:
                 )
             self._found[host] = found
 
-    def make_arrangement(self, plan: Plan | UnequalPlan, devices: list[Device], params: Tree) -> Arrangement:
+    def make_arrangement(self, plan: AnyPlan, devices: list[Device], params: Tree) -> Arrangement:
         """Return the arrangement that a plan gives a host with these devices."""
         by_devices = _list_axes_by_devices(plan)
         sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
@@ -406,7 +409,7 @@ class PlanSearcher:
         return self._specs[key]
 
 
-def _list_axes_by_devices(plan: Plan | UnequalPlan) -> dict[int, dict[Axis, int]]:
+def _list_axes_by_devices(plan: AnyPlan) -> dict[int, dict[Axis, int]]:
     """Return the axes of a replica by the number of devices of its host."""
     plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
     return {
@@ -416,9 +419,29 @@ def _list_axes_by_devices(plan: Plan | UnequalPlan) -> dict[int, dict[Axis, int]
     }
 
 
-def list_plan_axes(plan: Plan) -> PlanAxes:
-    """Return the axes of a replica of a plan."""
-    return _name_axes({axis: plan.axis_sizes[axis] for axis in REPLICA_AXES})
+def has_axes_for(plan: AnyPlan, num_devices: int) -> bool:
+    """Return whether a host with so many devices may take part in a plan."""
+    return isinstance(plan, Plan) or num_devices in _list_axes_by_devices(plan)
+
+
+def list_plan_axes(plan: AnyPlan) -> PlanAxes:
+    """Return the axes of a replica of a plan; of one whose replicas are equal, whatever the devices of a host."""
+    by_devices = _list_axes_by_devices(plan)
+    if isinstance(plan, Plan):
+        by_devices = {ANY_NUMBER: next(iter(by_devices.values()))}
+    return tuple((number, _name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
+
+
+def _make_plan_with_axes(request: MicrobatchRequest, axes: PlanAxes) -> AnyPlan | None:
+    by_devices = {number: dict(sizes) for number, sizes in axes}
+    counts = {host.devices for host in request.topology.hosts}
+    equal = by_devices.get(ANY_NUMBER if ANY_NUMBER in by_devices or len(counts) > 1 else min(counts))
+    if equal is None:
+        return make_host_axes_plan(request, by_devices) if counts <= by_devices.keys() else None
+    try:
+        return search_host_local_plan(dataclasses.replace(request, axes=equal))
+    except PlanError:
+        return None
 
 
 def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:

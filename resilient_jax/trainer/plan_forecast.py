@@ -16,10 +16,9 @@ import msgspec
 from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
-from resilient_jax.planning.plan import Plan
 from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
-from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
+from resilient_jax.trainer.arrangement import AnyPlan, PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
 
 LEAST_COMPILE_S: Final = 1.0
@@ -42,13 +41,13 @@ class PlanForecast:
     """
 
     def __init__(
-        self, searcher: PlanSearcher, world: World, plan: Plan, is_ready: Callable[[Plan], bool]
+        self, searcher: PlanSearcher, world: World, plan: AnyPlan, is_ready: Callable[[AnyPlan], bool]
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
         self._present: HostGroups = ()
         self._absent: HostGroups = ()
-        self._losses: tuple[tuple[PlanChange, Plan], ...] = ()
-        self._joins: tuple[tuple[PlanChange, Plan], ...] = ()
+        self._losses: tuple[tuple[PlanChange, AnyPlan], ...] = ()
+        self._joins: tuple[tuple[PlanChange, AnyPlan], ...] = ()
         """Each with the best plan after it."""
 
     def estimate(self, check: CancellationCheck) -> None:
@@ -90,7 +89,7 @@ class PlanForecast:
             return
         world, compile_s = self._world, max(compile_s, LEAST_COMPILE_S)
 
-        def price(found: tuple[tuple[PlanChange, Plan], ...]) -> tuple[PlanChange, ...]:
+        def price(found: tuple[tuple[PlanChange, AnyPlan], ...]) -> tuple[PlanChange, ...]:
             return tuple(
                 msgspec.structs.replace(change, prepare_s=0.0 if self._is_ready(plan) else compile_s)
                 for change, plan in found
@@ -104,6 +103,7 @@ class PlanForecast:
                 absent=self._absent,
                 losses=price(self._losses),
                 joins=price(self._joins),
+                incomplete=self._searcher.list_incomplete(),
             )
         )
 
@@ -114,7 +114,7 @@ class PlanForecast:
         most: int,
         change: Callable[[list[HostName]], tuple[HostName, ...]],
         check: CancellationCheck,
-    ) -> tuple[tuple[PlanChange, Plan], ...]:
+    ) -> tuple[tuple[PlanChange, AnyPlan], ...]:
         """Return the likeliest changes, with the plans after them.
 
         Args:
@@ -135,12 +135,10 @@ class PlanForecast:
 
     def _estimate_change(
         self, groups: tuple[int, ...], hosts: tuple[HostName, ...]
-    ) -> tuple[PlanChange, Plan] | None:
+    ) -> tuple[PlanChange, AnyPlan] | None:
         try:
             best = self._searcher.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
-            return None
-        if not isinstance(best, Plan):
             return None
         # v = t_now / t_then: a step has the same examples.
         kept_s = self._searcher.estimate_step_s(hosts, self._plan)

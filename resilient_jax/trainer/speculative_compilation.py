@@ -15,7 +15,6 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJo
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.planning.plan import Plan
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
@@ -23,7 +22,7 @@ from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
-from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, list_plan_axes
+from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, has_axes_for, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.plan_forecast import PlanForecast
 from resilient_jax.trainer.train_step import TrainStep
@@ -86,14 +85,18 @@ class SpeculativeCompiler:
             forecast.report(max(self._longest_s, self._first_s))
 
     def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
-        if not isinstance(current.plan, Plan):
+        if current.plan is None:
             return None
         devices, params = world.local_devices, self._programs.abstract_state.variables.params
         return PlanForecast(
             self._planner,
             world,
             current.plan,
-            lambda plan: _make_key(self._planner.make_arrangement(plan, devices, params)) in known,
+            # After the loss of this host there may be none with as many devices.
+            lambda plan: (
+                has_axes_for(plan, len(devices))
+                and _make_key(self._planner.make_arrangement(plan, devices, params)) in known
+            ),
         )
 
     def _estimate_changes(self, check: CancellationCheck) -> bool:
@@ -117,7 +120,7 @@ class SpeculativeCompiler:
         axes = world.step_services.plan_axes
         if not axes:
             present = self._planner.find_plan(tuple(host for host in world.hosts if host != world.host))
-            axes = list_plan_axes(present) if isinstance(present, Plan) else ()
+            axes = list_plan_axes(present)
         kept = self._planner.find_plan_with_axes(world.hosts, axes) if axes else None
         if kept is None or best.plan is None:
             return

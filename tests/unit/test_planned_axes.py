@@ -22,8 +22,12 @@ from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 
-AXES = (("fsdp", 2), ("expert", 1), ("tensor", 1))
-BEST_AXES = (("fsdp", 1), ("expert", 1), ("tensor", 1))
+
+def make_axes(fsdp):
+    return ((0, (("fsdp", fsdp), ("expert", 1), ("tensor", 1))),)
+
+
+AXES, BEST_AXES = make_axes(2), make_axes(1)
 NAMES = tuple(map(HostName, "abcd"))
 KEPT, BEST = 0.7, 0.75
 """Speeds of three hosts of four."""
@@ -186,7 +190,7 @@ def test_the_entry_is_that_of_the_groups_which_lost_a_host():
     groups = tuple(tuple(map(HostName, names)) for names in ("ac", "bd"))
     job = training(*"abcd", spare_seats=8)
     losses = tuple(
-        PlanChange(groups=lost, kept=0.5, best=0.6, best_axes=(("fsdp", axis),))
+        PlanChange(groups=lost, kept=0.5, best=0.6, best_axes=make_axes(axis))
         for axis, lost in enumerate([(0,), (1,), (0, 0), (0, 1), (1, 1), (0, 1, 1)], 1)
     )
     plans = PlanOutlook(generation=GenerationNumber(1), axes=AXES, groups=groups, losses=losses)
@@ -197,7 +201,7 @@ def test_the_entry_is_that_of_the_groups_which_lost_a_host():
         kept = [status for host, status in statuses.items() if host not in gone]
         found = find_plan_change(kept, ())
         assert found is not None
-        assert found[1].best_axes == (("fsdp", axis),)
+        assert found[1].best_axes == make_axes(axis)
     assert find_plan_change(list(statuses.values()), ()) is None, "of no change nothing was reported"
     assert find_plan_change([statuses[HostName("b")]], ()) is None, "of a, c and d nothing was reported"
 
@@ -238,21 +242,21 @@ def foresee_all(generation: int = 1) -> PlanOutlook:
         groups=groups,
         absent=absent,
         losses=(
-            PlanChange(groups=(), kept=1.0, best=1.1, best_axes=(("fsdp", 3),)),
-            PlanChange(groups=(0,), kept=0.7, best=0.75, best_axes=(("fsdp", 4),)),
+            PlanChange(groups=(), kept=1.0, best=1.1, best_axes=make_axes(3)),
+            PlanChange(groups=(0,), kept=0.7, best=0.75, best_axes=make_axes(4)),
         ),
-        joins=(PlanChange(groups=(1,), kept=1.2, best=1.3, best_axes=(("fsdp", 5),)),),
+        joins=(PlanChange(groups=(1,), kept=1.2, best=1.3, best_axes=make_axes(5)),),
     )
 
 
 @pytest.mark.parametrize(
     ("lost", "joining", "axes"),
     [
-        ("d", "", (("fsdp", 4),)),
-        ("d", "e", (("fsdp", 3),)),
-        ("d", "d", (("fsdp", 3),)),
-        ("cd", "e", (("fsdp", 4),)),
-        ("", "f", (("fsdp", 5),)),
+        ("d", "", make_axes(4)),
+        ("d", "e", make_axes(3)),
+        ("d", "d", make_axes(3)),
+        ("cd", "e", make_axes(4)),
+        ("", "f", make_axes(5)),
         ("d", "f", None),
         ("cd", "", None),
     ],
@@ -267,6 +271,15 @@ def test_a_host_that_joins_is_in_the_place_of_one_like_it(lost, joining, axes):
     assert (found and found[1].best_axes) == axes
 
 
+def test_of_a_host_that_may_have_got_its_devices_back_nothing_is_foreseen():
+    job = training(*"abcdef", spare_seats=8)
+    for name in "abcd":
+        job.report(name, plans=msgspec.structs.replace(foresee_all(), incomplete=(HostName("d"),)))
+    kept = [job.status(name) for name in "abc"]
+    assert find_plan_change(kept, [job.status("e")]) is not None
+    assert find_plan_change(kept, [job.status("d")]) is None
+
+
 def test_the_axes_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
     job = training(*"abcd", spare_seats=8)
     job.spare("e")
@@ -276,7 +289,7 @@ def test_the_axes_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
     job.worker("d", exit_code=-9)
     job.acknowledge(*"abc", step=5, holds_state=True)
     assert decided(job).action is RecoveryAction.REPLACE
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), (("fsdp", 3),))
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), make_axes(3))
 
 
 def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
@@ -285,7 +298,7 @@ def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
         job.report(name, plans=foresee_all())
     job.change("b", is_draining=True)
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("acd"), (("fsdp", 4),))
+    assert (sorted(job.members), job.generation.plan_axes) == (list("acd"), make_axes(4))
 
 
 def test_the_axes_that_follow_those_that_were_kept_are_recorded():
@@ -297,7 +310,7 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
         job.report(name, plans=msgspec.structs.replace(left, groups=(tuple(map(HostName, "acd")), ())))
     job.wait(2 * decided(job).wait_s)
     stop_at_boundary(job, 8)
-    assert (job.members, job.generation.plan_axes) == (list("acd"), (("fsdp", 3),))
+    assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
 
 
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():

@@ -313,7 +313,7 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
 
 
 def test_a_rehearsal_knows_the_axes_of_the_others_and_when_the_next_failure_is_expected():
-    axes = (("fsdp", 2),)
+    axes = ((0, (("fsdp", 2),)),)
     history = JobHistory(observed_s=3600.0, failures=9)
     generation = msgspec.structs.replace(ORDER.generation, plan_axes=axes, history=history)
     order = msgspec.structs.replace(ORDER, generation=generation)

@@ -126,9 +126,7 @@ def make_forecast(
         generation=3,
         step_services=SimpleNamespace(report_plans=reported.append),
     )
-    plan = searcher.find_plan(hosts)
-    assert isinstance(plan, Plan)
-    return PlanForecast(searcher, world, plan, lambda _: is_ready), reported
+    return PlanForecast(searcher, world, searcher.find_plan(hosts), lambda _: is_ready), reported
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -145,9 +143,9 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
     now = searcher.find_plan(hosts)
     assert isinstance(now, Plan)
     assert (reported[0].groups, reported[0].axes) == ((hosts,), list_plan_axes(now))
-    assert [loss.groups for loss in reported[0].losses] == [(0,) * number for number in range(1, 8)]
+    assert [loss.groups for loss in reported[0].losses] == [(0,) * number for number in range(8)]
     for loss, again in zip(reported[0].losses, reported[1].losses, strict=True):
-        best = searcher.find_plan(hosts[: -len(loss.groups)])
+        best = searcher.find_plan(hosts[: len(hosts) - len(loss.groups)])
         assert isinstance(best, Plan)
         assert (loss.best_axes, loss.prepare_s) == (list_plan_axes(best), 0.0 if is_ready else 20.0)
         # Also where the first step found its programs in a cache: what is not ready takes time.
@@ -185,7 +183,8 @@ def test_losses_of_several_hosts_are_estimated_by_the_groups_that_lose_one():
             assert isinstance(best, Plan)
             loss = found[tuple(sorted(places[host] for host in lost))]
             assert loss.best == pytest.approx(now.step_time_s / best.step_time_s), "whichever of the groups"
-    assert len({loss.best for loss in found.values()}) == len(found) == 7
+    assert found[()].best == pytest.approx(1.0)
+    assert len({loss.best for loss in found.values()}) == len(found) == 8
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -234,7 +233,7 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_where_they
     present = searcher.find_plan(hosts[:-1])
     assert isinstance(best, Plan)
     assert isinstance(present, Plan)
-    for decided in ((), *((("fsdp", fsdp), ("expert", 1), ("tensor", 1)) for fsdp in (1, 2))):
+    for decided in ((), *(((0, (("fsdp", fsdp), ("expert", 1), ("tensor", 1))),) for fsdp in (1, 2))):
         axes = decided or list_plan_axes(present)
         kept = searcher.find_plan_with_axes(hosts, axes)
         assert kept is not None
@@ -267,7 +266,57 @@ def test_the_estimates_are_bounded_and_the_likeliest_losses_come_first(monkeypat
     forecast, reported = make_forecast(hosts_with([4] * 3))
     forecast.estimate(lambda: None)
     forecast.report(20.0)
-    assert [loss.groups for loss in reported[0].losses] == [(0,)]
+    assert [loss.groups for loss in reported[0].losses] == [(), (0,)]
+
+
+def test_what_changes_make_of_axes_by_host_is_reported_by_the_number_of_devices():
+    topology = hosts_with([4, 4, 3, 4])
+    forecast, reported = make_forecast(topology, num_hosts=3)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    searcher = make_searcher(topology)
+    hosts = searcher.all_hosts
+    now = searcher.find_plan(hosts[:3])
+    assert isinstance(now, UnequalPlan)
+    (outlook,) = reported
+    assert outlook.axes == list_plan_axes(now)
+    assert [number for number, _ in outlook.axes] == [3, 4]
+    assert (outlook.groups, outlook.absent) == ((hosts[:2], hosts[2:3]), (hosts[3:], ()))
+    left = {(0,): hosts[1:3], (1,): hosts[:2], (): hosts[:3], (0, 0): hosts[2:3], (0, 1): hosts[1:2]}
+    for change, then in ((one, left[one.groups]) for one in outlook.losses):
+        best = searcher.find_plan(then)
+        kept = searcher.find_plan_with_axes(then, outlook.axes)
+        assert kept is not None
+        assert (change.best_axes, change.best) == (list_plan_axes(best), now.step_time_s / best.step_time_s)
+        assert change.kept == pytest.approx(now.step_time_s / kept.step_time_s)
+    assert {one.groups for one in outlook.losses} == set(left)
+    (join,) = outlook.joins
+    assert (join.groups, join.best_axes) == ((0,), list_plan_axes(searcher.find_plan(hosts)))
+
+
+def test_a_plan_of_unequal_hosts_has_the_axes_that_the_leader_chose():
+    searcher = make_searcher(hosts_with([4, 4, 3]))
+    best = searcher.find_plan(searcher.all_hosts)
+    assert isinstance(best, UnequalPlan)
+    found = searcher.find_plan_with_axes(searcher.all_hosts, list_plan_axes(best))
+    assert isinstance(found, UnequalPlan)
+    assert (found.teams, found.step_time_s) == (best.teams, best.step_time_s)
+    fours, threes = ((number, (("fsdp", number), ("expert", 1), ("tensor", 1))) for number in (4, 3))
+    other = searcher.find_plan_with_axes(searcher.all_hosts, (threes, fours))
+    assert isinstance(other, UnequalPlan)
+    assert list_plan_axes(other) == (threes, fours)
+    assert searcher.find_plan_with_axes(searcher.all_hosts, (fours,)) is None, (
+        "of three devices nothing is said"
+    )
+    alone = searcher.find_plan_with_axes(searcher.all_hosts[:2], (threes, fours))
+    assert isinstance(alone, Plan)
+    assert list_plan_axes(alone) == ((0, fours[1]),)
+
+
+def test_hosts_with_fewer_devices_than_the_topology_gives_them_are_reported():
+    searcher = make_searcher(hosts_with([4] * 3))
+    searcher._found = dict(zip(searcher.all_hosts, (4, 2, 4), strict=True))
+    assert searcher.list_incomplete() == searcher.all_hosts[1:2]
 
 
 def test_hosts_whose_loss_leaves_other_devices_are_other_groups():
@@ -280,12 +329,12 @@ def test_a_plan_has_the_axes_that_the_leader_chose_and_none_where_they_do_not_fi
     best = searcher.find_plan(searcher.all_hosts)
     assert isinstance(best, Plan)
     for fsdp in (1, 2, 4):
-        axes = (("fsdp", fsdp), ("expert", 1), ("tensor", 1))
+        axes = ((0, (("fsdp", fsdp), ("expert", 1), ("tensor", 1))),)
         plan = searcher.find_plan_with_axes(searcher.all_hosts, axes)
         assert plan is not None
         assert list_plan_axes(plan) == axes
         assert plan.step_time_s >= best.step_time_s
-    assert searcher.find_plan_with_axes(searcher.all_hosts, (("fsdp", 8),)) is None
+    assert searcher.find_plan_with_axes(searcher.all_hosts, ((0, (("fsdp", 8),)),)) is None
 
 
 def loss(params, batch):
