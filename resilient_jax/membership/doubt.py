@@ -6,7 +6,12 @@ Pure.
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.facts import MembershipState, have_all_finished_step, list_live_workers
+from resilient_jax.membership.facts import (
+    MembershipState,
+    has_lost_service,
+    have_all_finished_step,
+    list_live_workers,
+)
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
 from resilient_jax.protocol.snapshots import VoidSnapshots
 
@@ -56,11 +61,24 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
     return generation.trusted_step is None and is_current and report.has_finished_step
 
 
-def are_parts_still_doubtful(state: MembershipState) -> bool:
-    """Return whether parts may not fit together when a generation ends; not if all have finished a step in it."""
+def doubt_parts(state: MembershipState, attempts: int) -> bool:
+    """Return whether parts may not fit together when a generation ends early.
+
+    Args:
+        state: of the job.
+        attempts: how many have failed in a row although no host died, this one included.
+    """
     generation = state.generation
+    # The end of the service explains a failure as a death does.
+    if attempts and not has_lost_service(state):
+        return True
+    # Peers may notice a death before its agent does: then it explains the failure that they have reported.
+    is_explained_late = (
+        generation.phase is GenerationPhase.QUIESCE and generation.attempts == 1 and attempts == 0
+    )
+    # Not if all have finished a step in it.
     is_over = generation.phase is GenerationPhase.ACTIVE and have_all_finished_step(state)
-    return generation.are_parts_doubtful and not is_over
+    return generation.are_parts_doubtful and not (is_over or is_explained_late)
 
 
 def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Generation | None:

@@ -267,6 +267,14 @@ def has_service(state: MembershipState) -> bool:
     return any(s.address == generation.service_address for s in list_services(state, generation.world))
 
 
+def has_lost_service(state: MembershipState) -> bool:
+    """Return whether the service has ended since the generation formed.
+
+    One that formed without needs none: it makes one step, in which no clique is formed.
+    """
+    return bool(state.generation.service_address) and not has_service(state)
+
+
 def find_user_error(state: MembershipState) -> JobOutcome | None:
     """Return the user's own error, from any worker; None if there is none."""
     # By name, so that each leader would name the same host.
@@ -319,8 +327,7 @@ def find_disruption(state: MembershipState) -> Disruption | None:
     cliques_pending = generation.phase is GenerationPhase.FORM or (
         generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
     )
-    # One without a service since it formed needs none: it makes one step, in which no clique is formed.
-    if cliques_pending and generation.service_address and not has_service(state):
+    if cliques_pending and has_lost_service(state):
         return Disruption("lost the coordination service before the world was complete")
     return None
 

@@ -55,7 +55,7 @@ from resilient_jax.membership.config import (
     OLDER_STATE_FACTOR,
     MembershipConfig,
 )
-from resilient_jax.membership.doubt import are_parts_still_doubtful, doubt_newer_states, find_corrupt_hosts
+from resilient_jax.membership.doubt import doubt_newer_states, doubt_parts, find_corrupt_hosts
 from resilient_jax.membership.facts import (
     Disruption,
     MembershipState,
@@ -232,11 +232,6 @@ def _quiesce(
     made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
-    # Peers may notice a death before its agent does: then it explains the failure that they have reported.
-    is_explained_late = generation.phase is GenerationPhase.QUIESCE and (generation.attempts, attempts) == (
-        1,
-        0,
-    )
     before = generation.suspects if attempts > 1 else ()
     suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
     return msgspec.structs.replace(
@@ -253,7 +248,7 @@ def _quiesce(
         dropped_workers=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
         attempts=attempts,
-        are_parts_doubtful=attempts > 0 or (are_parts_still_doubtful(state) and not is_explained_late),
+        are_parts_doubtful=doubt_parts(state, attempts),
         failed_host=why.failed_host,
         suspects=suspects,
         taken_out=generation.taken_out if attempts > 1 else None,

@@ -271,8 +271,9 @@ def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners:
     its own, where its devices need no network between them. Standbys in their seats need no member that is kept: with
     none, no clique of the failed one is left, and one failure is allowed, which may come to light before its death.
     """
+    is_explained = state.generation.attempts <= (0 if kept else 1)
     is_any_other = len(kept) + len(joiners) > 1
-    return is_any_other and has_service(state) and _are_in_world(state, kept, joiners)
+    return is_explained and is_any_other and has_service(state) and _are_in_world(state, kept, joiners)
 
 
 def is_in_place(
@@ -282,7 +283,7 @@ def is_in_place(
 
     Members of a pipeline that have lost others finish the step under way in theirs, also if its service has ended, or
     one of them is left: what they tell each other goes by mail, so no clique is needed. Of a world whose service has
-    ended all leave between two steps.
+    ended all leave between two steps. After a failure that is not explained members have no state in parts.
     """
     is_step_under_way = state.generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
     is_by_mail = is_step_under_way and bool(kept) and not joiners and _are_in_world(state, kept, joiners)
@@ -293,8 +294,7 @@ def _are_in_world(state: MembershipState, kept: list[HostStatus], joiners: list[
     generation = state.generation
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
     has_seats = all(has_taken_seat(generation, status) for status in joiners)
-    is_trusted = generation.attempts <= (0 if kept else 1)
-    return is_trusted and connected and has_seats and generation.world > 0
+    return connected and has_seats and generation.world > 0
 
 
 def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | None:

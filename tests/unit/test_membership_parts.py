@@ -314,6 +314,17 @@ def test_members_whose_service_has_ended_finish_their_step_where_they_are():
     assert job.phase is GenerationPhase.ACTIVE, "no clique is awaited"
 
 
+def test_a_service_that_ends_while_the_world_forms_is_done_without():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d")
+    job.change("a", services=())
+    assert job.generation.reason == "lost the coordination service before the world was complete"
+    unwind(job, "a", "c", "d")
+    assert (job.generation.change, job.generation.service_address) == (WorldChange.SHRINK, "")
+    assert (job.generation.is_state_in_parts, job.generation.step) == (True, 6)
+
+
 def test_after_that_step_all_leave_their_world_with_their_parts():
     job = lose_host_and_service()
     job.form()
