@@ -166,7 +166,8 @@ class WorldConnector:
         assert connection is not None, "a generation begins in a world"
         seats = tuple(member.seat for member in generation.members)
         set_members(seats)
-        if self._cliques.is_broken(seats):
+        # Without a service none is formed, and none is needed.
+        if generation.service_address and self._cliques.is_broken(seats):
             raise FormingFailed(
                 f"{connection.place.seat}: the clique of seats {seats} was aborted earlier, and cannot be made again"
             )
@@ -177,7 +178,7 @@ class WorldConnector:
             )
             self._connection = dataclasses.replace(connection, gloo=gloo)
             self._known_seats |= frozenset(unknown)
-        # In a re-form they met when they formed the world; without a service they form no clique.
+        # In a re-form they met when they formed the world.
         if generation.change is not WorldChange.REFORM and generation.service_address:
             self._meet(seats)
         self._cliques.begin(seats)
