@@ -63,8 +63,9 @@ from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
+from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, LeaderRecord
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.store_keys import (

@@ -7,9 +7,10 @@ import msgspec
 from resilient_jax.errors import JoinRefused, MessageError
 from resilient_jax.protocol.generation_change import GenerationChange
 from resilient_jax.protocol.job_records import JobRecord, ScriptRecord
+from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, HostLosses, QuarantineRecord
-from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
+from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.store.interface import KeyValue
 
 ENCODER: Final = msgspec.msgpack.Encoder()

@@ -483,17 +483,3 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     def agent_endpoint(self) -> str:
         """Where the agent listens, as host:port."""
         return f"{self.address}:{self.port}"
-
-
-class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token.
-
-    Attributes:
-        host: its host.
-        agent_id: its id.
-        endpoint: where it listens, as host:port.
-    """
-
-    host: HostName
-    agent_id: str
-    endpoint: str

@@ -94,8 +94,8 @@ class FitGeneration:
         return self.layout.step(self.programs, state, step, self.sum_microbatches)
 
     def end_step(self, number: int, seconds: float) -> None:
-        """Note that the step of this number in the generation, from 0, took so long."""
-        if self.compiler is not None:
+        """Note that the step of this number in the generation, from 0, took so long. A rehearsal has no next world."""
+        if self.compiler is not None and not self.world.is_rehearsal:
             self.compiler.end_step(self.world, self.layout.arrangement, number, seconds)
 
 
