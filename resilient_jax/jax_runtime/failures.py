@@ -16,6 +16,10 @@ class FormingFailed(PeerError):
     """The world was not complete in time, or a step of joining it failed."""
 
 
+class ServiceEnded(FormingFailed):
+    """A collective was needed in a world whose coordination service has ended; nothing else is wrong."""
+
+
 class CollectiveGivenUp(PeerError):
     """The collective did not return although its connections were shut; its world cannot be used again."""
 

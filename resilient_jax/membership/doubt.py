@@ -61,16 +61,16 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
     return generation.trusted_step is None and is_current and report.has_finished_step
 
 
-def doubt_parts(state: MembershipState, attempts: int) -> bool:
+def doubt_parts(state: MembershipState, attempts: int, *, is_explained: bool) -> bool:
     """Return whether parts may not fit together when a generation ends early.
 
     Args:
         state: of the job.
         attempts: how many have failed in a row although no host died, this one included.
+        is_explained: whether the end of the service explains this failure, as a death would.
     """
     generation = state.generation
-    # The end of the service explains a failure as a death does.
-    if attempts and not has_lost_service(state):
+    if attempts and not (is_explained or has_lost_service(state)):
         return True
     # Peers may notice a death before its agent does: then it explains the failure that they have reported.
     is_explained_late = (

@@ -270,7 +270,7 @@ def has_service(state: MembershipState) -> bool:
 def has_lost_service(state: MembershipState) -> bool:
     """Return whether the service has ended since the generation formed.
 
-    One that formed without needs none: it makes one step, in which no clique is formed.
+    One that formed without needs none: no clique is formed in it.
     """
     return bool(state.generation.service_address) and not has_service(state)
 
@@ -302,64 +302,6 @@ def find_user_error_on(status: HostStatus) -> JobOutcome | None:
     else:
         return None
     return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=status.host, message=text)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Disruption:
-    """The reason why the members cannot continue, and what the next generation records of it."""
-
-    reason: str
-    failed_host: HostName | None = None
-    failure_text: str = ""
-    unreadable_snapshot: SnapshotId | None = None
-    """A snapshot that must not be read again."""
-
-
-def find_disruption(state: MembershipState) -> Disruption | None:
-    """Return why the members cannot continue as they are; None if they can."""
-    generation = state.generation
-    lost = [m.host for m in generation.members if find_worker(state, m) is None]
-    if lost:
-        return Disruption(f"lost {join_names(lost)}")
-    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
-        if (disruption := find_disruption_by(generation, member, worker)) is not None:
-            return disruption
-    cliques_pending = generation.phase is GenerationPhase.FORM or (
-        generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
-    )
-    if cliques_pending and has_lost_service(state):
-        return Disruption("lost the coordination service before the world was complete")
-    return None
-
-
-def find_disruption_by(generation: Generation, member: Member, worker: WorkerStatus) -> Disruption | None:
-    """Return why the members cannot continue because of this one, whose worker lives; None if they can."""
-    failure = worker.report.failure
-    # In FORM, a joiner may still carry the failure of a generation it was in long ago.
-    is_old = generation.phase is GenerationPhase.FORM and worker.report.generation < generation.number
-    if failure is not None and not is_old and failure.kind is WorkerFailureKind.COLLECTIVE:
-        return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
-    if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
-        return Disruption(
-            f"{member.host} could not read the snapshot",
-            member.host,
-            failure.text,
-            unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
-        )
-    if failure is not None and not is_old and failure.kind is WorkerFailureKind.CORRUPTION:
-        return Disruption(failure.text, member.host, failure.text)
-    if _stopped_early(generation, worker):
-        return Disruption(f"{member.host} stopped training (it lost the store)")
-    return None
-
-
-def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
-    """Return whether a worker is idle where it should train, because it stopped when its host lost the store."""
-    report = worker.report
-    if report.is_done or report.state is not WorkerState.IDLE:
-        return False
-    at_boundary = generation.phase is GenerationPhase.BOUNDARY and report.step == generation.boundary_step
-    return generation.phase is not GenerationPhase.FORM and not at_boundary
 
 
 def find_suspect(state: MembershipState, min_hosts: int) -> HostName | None:

@@ -92,13 +92,13 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
 
 
 def _do_parts_stay(state: MembershipState) -> bool:
-    """Return whether the members that stay have all of the state in parts, in a world that they keep.
+    """Return whether the members that stay have all of the state in parts, which they take into another world, too.
 
     Then a snapshot is worth no more in the pause than between any two steps, where nobody waits for one.
     """
     workers = [status.worker for status in list_staying(state) if status.worker is not None]
     parts = [worker.report.part for worker in workers if worker.report.part is not None]
-    return has_service(state) and are_parts_trusted(state.generation) and are_parts_complete(parts)
+    return are_parts_trusted(state.generation) and are_parts_complete(parts)
 
 
 def _expect_members(

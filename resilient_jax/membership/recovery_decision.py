@@ -85,8 +85,11 @@ def decide_after_loss(
         if not is_wait_over(state, now) and not set(recorded.awaited).isdisjoint(awaited):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
-    # A world without a service is left after the step: that is when the model is cut anew, at the latest.
+    # Not where all leave their world after the step: the model is cut anew at once.
     stage = find_stage_loss(kept, joiners) if has_service(state) else None
+    # In a new world that follows between two steps there are seats again.
+    has_seats = generation.next_seat < generation.num_seats if has_service(state) else config.spare_seats > 0
+    in_place = is_in_place(state, kept, joiners, origin)
     planned = find_plan_change(kept, joiners)
     # With hosts that join now no other axes are an option; those that follow are recorded all the same.
     foreseen = planned if planned is not None and planned[1].groups and not joiners else None
@@ -102,8 +105,8 @@ def decide_after_loss(
         num_seated=len(joiners),
         num_lost=len(lost),
         awaited=tuple(awaited.values()),
-        is_in_place=is_in_place(state, kept, joiners, origin),
-        can_join_in_place=has_service(state) and generation.next_seat < generation.num_seats,
+        is_in_place=in_place,
+        can_join_in_place=has_seats and (in_place or has_service(state)),
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
         stage=stage,

@@ -81,7 +81,7 @@ class Admission:
         is_last_copy: whether the next loss may be that of the state.
         has_stage: whether the stage of one that is ready was kept for it.
         before: what was chosen for the same hosts before; None: nothing.
-        plan: what the join makes of planned axes, if that is known.
+        plan: what the change makes of planned axes, if that is known.
         has_new_axes: whether the best axes with the hosts that join are others than the job has.
     """
 

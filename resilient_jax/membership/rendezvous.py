@@ -7,12 +7,13 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     count_unreplaced,
+    has_service,
     is_on_its_way,
     is_snapshot_settling,
 )
 from resilient_jax.membership.redundancy import is_last_copy_without
 from resilient_jax.membership.spare_hosts import count_missing_places, count_places
-from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place
+from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, can_go_on_by_mail
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
 
 
@@ -42,7 +43,9 @@ def decide_to_wait(
         origin: of the state that these hosts resume from.
         config: of the machine.
     """
-    if waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners, config):
+    # Who comes to members that go on without a service joins after their step.
+    is_awaited = has_service(state) or not can_go_on_by_mail(state, kept, joiners, origin)
+    if is_awaited and waited_s <= config.last_copy_grace_s and _may_gain_copy(state, kept, joiners, config):
         return Rendezvous.WAITING
     kept_in = None if origin.part_holders else origin.snapshot
     if kept_in and waited_s <= config.snapshot_grace_s and is_snapshot_settling(state, kept_in):

@@ -11,11 +11,11 @@ The rules, from which the code below follows:
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
    left. A member that is not idle within the timeout is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
-   unplanned change is decided joins in the same change. While others train a host is given a spare seat of their world,
+   unplanned change is decided joins in the same change (but in 13). While others train a host is given a spare seat of their world,
    and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
    A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and so is ready.
 6. The newest complete state wins: a member's, which the others fetch; or that which members have together, each a part,
-   where they stay in their world; or a snapshot of which enough is left on the hosts, which all restore. If there is
+   and take along into a new world; or a snapshot of which enough is left on the hosts, which all restore. If there is
    none in a job that had made progress, all begin with the newest checkpoint that a host sees on storage; without one
    the job ends with that reason, unless its policy is to restart.
    Members that find a host which computes wrongly say which states it cannot have touched: others count no more.
@@ -33,6 +33,8 @@ The rules, from which the code below follows:
    comes back, and whether hosts that are ready join now. Its decision is in the generation, and every leader obeys it.
 12. A slow host that costs more than shares by speed give back is replaced, taken out, or given fewer layers, where the
    policy finds that worth a planned change (`slowness`): one host at a time.
+13. After a loss the members of a pipeline finish their step in their world, by mail, also if its coordination service
+   has ended (`world_formation.can_go_on_by_mail`). A world without a service is left between two steps.
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
@@ -55,12 +57,11 @@ from resilient_jax.membership.config import (
     OLDER_STATE_FACTOR,
     MembershipConfig,
 )
+from resilient_jax.membership.disruptions import Disruption, find_disruption
 from resilient_jax.membership.doubt import doubt_newer_states, doubt_parts, find_corrupt_hosts
 from resilient_jax.membership.facts import (
-    Disruption,
     MembershipState,
     awaits_snapshot_report,
-    find_disruption,
     find_newest_step,
     find_recoverable_step,
     find_snapshot,
@@ -248,7 +249,7 @@ def _quiesce(
         dropped_workers=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
         attempts=attempts,
-        are_parts_doubtful=doubt_parts(state, attempts),
+        are_parts_doubtful=doubt_parts(state, attempts, is_explained=why.is_explained),
         failed_host=why.failed_host,
         suspects=suspects,
         taken_out=generation.taken_out if attempts > 1 else None,

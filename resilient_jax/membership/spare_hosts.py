@@ -27,8 +27,8 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.world_formation import (
     can_be_seated,
     can_change_in_place,
+    can_go_on_by_mail,
     find_state_origin,
-    is_in_place,
 )
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 
@@ -140,7 +140,7 @@ def choose_joiners(
     generation = state.generation
     if not has_service(state) and config.spare_seats and len(kept) >= max(config.min_hosts, 1):
         leaves_world = generation.phase is GenerationPhase.BOUNDARY and len(kept) > 1
-        if leaves_world or is_in_place(state, kept, [], find_state_origin(state, kept, [])):
+        if leaves_world or can_go_on_by_mail(state, kept, [], find_state_origin(state, kept, [])):
             return []
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
     seated = [status for status in admitted if has_taken_seat(generation, status)]

@@ -9,10 +9,10 @@ import enum
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.disruptions import find_disruption_by
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
-    find_disruption_by,
     find_user_error_on,
     find_worker,
     has_taken_seat,
@@ -228,7 +228,7 @@ class MembershipTally:
 
     def _lacks_service(self) -> bool:
         generation, counts = self._state.generation, self._counts
-        if counts[Fact.SERVES_WORLD]:
+        if counts[Fact.SERVES_WORLD] or not generation.service_address:
             return False
         return generation.phase is GenerationPhase.FORM or (
             generation.phase is GenerationPhase.ACTIVE and counts[Fact.STEPPED] < len(generation.members)

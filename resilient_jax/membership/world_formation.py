@@ -179,7 +179,7 @@ def form_next_generation(
             generation,
             change=change,
             members=keep_seats(generation, kept, joiners),
-            service_address=generation.service_address if has_service(state) else "",
+            service_address=generation.service_address if _can_form_cliques(state, kept) else "",
         )
         built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
     else:
@@ -265,7 +265,7 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
 
 
 def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
-    """Return whether all are in the world already and its service runs (new cliques need it).
+    """Return whether all are in the world already, and new cliques can be formed in it.
 
     After a failure that no death explains, a new world is more likely to work; and a host alone resumes in a world of
     its own, where its devices need no network between them. Standbys in their seats need no member that is kept: with
@@ -273,21 +273,44 @@ def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners:
     """
     is_explained = state.generation.attempts <= (0 if kept else 1)
     is_any_other = len(kept) + len(joiners) > 1
-    return is_explained and is_any_other and has_service(state) and _are_in_world(state, kept, joiners)
+    can_form = _can_form_cliques(state, kept) and _are_in_world(state, kept, joiners)
+    return is_explained and is_any_other and can_form
+
+
+def can_go_on_by_mail(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], origin: StateOrigin
+) -> bool:
+    """Return whether members finish the step under way in their world, and need no clique for it.
+
+    So do those of a pipeline that have lost others, also if their service has ended, or one of them is left: what they
+    tell each other goes by mail. Of a world whose service has ended all leave between two steps. Not after a failure
+    that is not explained, where members have no state in parts, and not if one has needed a clique all the same.
+    """
+    generation = state.generation
+    is_step_under_way = generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
+    has_failed = not generation.service_address and generation.attempts > 0
+    return (
+        is_step_under_way
+        and not has_failed
+        and bool(kept)
+        and not joiners
+        and _are_in_world(state, kept, joiners)
+    )
 
 
 def is_in_place(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], origin: StateOrigin
 ) -> bool:
-    """Return whether the next generation of these hosts is in their world.
+    """Return whether the next generation of these hosts is in their world."""
+    return can_change_in_place(state, kept, joiners) or can_go_on_by_mail(state, kept, joiners, origin)
 
-    Members of a pipeline that have lost others finish the step under way in theirs, also if its service has ended, or
-    one of them is left: what they tell each other goes by mail, so no clique is needed. Of a world whose service has
-    ended all leave between two steps. After a failure that is not explained members have no state in parts.
-    """
-    is_step_under_way = state.generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
-    is_by_mail = is_step_under_way and bool(kept) and not joiners and _are_in_world(state, kept, joiners)
-    return is_by_mail or can_change_in_place(state, kept, joiners)
+
+def _can_form_cliques(state: MembershipState, kept: list[HostStatus]) -> bool:
+    """Return whether the service of the world runs, and no member has taken it for dead."""
+    world = state.generation.world
+    return has_service(state) and not any(
+        status.worker is not None and status.worker.report.detached_from == world for status in kept
+    )
 
 
 def _are_in_world(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:

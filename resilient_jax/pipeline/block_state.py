@@ -115,7 +115,9 @@ class BlockState:
 
         Until then a host may be given tasks of theirs, or need them, because it has not received them yet.
         """
-        self._units_until_commit, self.states = self.all_states, dict(states)
+        # Of a unit that it holds from now on, too, nothing else is needed.
+        until = {number: state for number, state in self.all_states.items() if number not in states}
+        self._units_until_commit, self.states = until, dict(states)
 
     def move_to_host(self) -> None:
         """Copy the units to host memory, where they outlive the devices."""
@@ -126,8 +128,7 @@ class BlockState:
         self._change_all(lambda number, state: place_unit(self.units[number], state, sharding))
 
     def _change_all(self, change: Callable[[int, UnitState], UnitState]) -> None:
-        # A unit that is here after the commit, too, is there once.
-        until = {number: one for number, one in self._units_until_commit.items() if number not in self.states}
+        until = self._units_until_commit
         self._units_until_commit = {number: change(number, state) for number, state in until.items()}
         self.states = {number: change(number, state) for number, state in self.states.items()}
 

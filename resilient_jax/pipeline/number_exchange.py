@@ -1,4 +1,4 @@
-"""What hosts tell each other in a few numbers, by mail: for worlds that can form no collective."""
+"""Small arrays that hosts tell each other by mail: for worlds that can form no collective."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from resilient_jax.transport.mail_protocol import MailKind
 
 
 class HostNumbers(msgspec.Struct, frozen=True):
-    """The numbers of a host, as raw bytes: all hosts know how many there are, and of which dtypes."""
+    """Arrays of a host, as raw bytes: all hosts know their shapes and dtypes."""
 
     data: bytes
 

@@ -20,6 +20,7 @@ from resilient_jax.blocks.cut_model import Block, CutModel
 from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.errors import InternalError, PeerUnreachable
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.host_copies import can_copy, copy_to_host, place_copies
 from resilient_jax.pipeline.step_mail import StepMail
@@ -103,11 +104,21 @@ class StageRunner:
         self._log.clear()
 
     def move_to_host(self) -> bool:
-        """Copy what tasks have left, and sent, to host memory until `place`; return whether it could be."""
+        """Copy what tasks have left, and sent, to host memory until `place`; return whether it could be.
+
+        If not, the step is to be dropped.
+        """
         left = self._residuals, self._kept, self._results
         if not can_copy([list(found.values()) for found in left]):
             return False
-        self._change_left(copy_to_host)
+        try:
+            self._change_left(copy_to_host)
+        except (
+            JaxRuntimeError,
+            ValueError,
+            RuntimeError,
+        ):  # of a task that failed when a clique was broken off
+            return False
         self._log.move_to_host()
         return True
 

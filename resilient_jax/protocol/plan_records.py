@@ -40,7 +40,7 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
         axes: that it has.
         groups: its hosts. Which one of a group is lost makes no difference.
         absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
-        losses: that are estimated; of others it is not known what they would make. That of no host is among them.
+        losses: that are estimated; of others it is not known what they would make. One has no `groups`: nobody is lost.
         joins: the same of hosts that are absent.
         incomplete: the hosts that count with fewer devices than the topology gives them: one that joins may have more.
     """

@@ -241,6 +241,8 @@ class WorkerFailureKind(enum.StrEnum):
 
     COLLECTIVE = "collective"
     """A collective or the forming of a world failed: another host's death, or the network."""
+    NO_SERVICE = "no_service"
+    """A collective was needed in a world whose coordination service has ended."""
     SNAPSHOT = "snapshot"
     """The snapshot that the generation resumes from is corrupt beyond its parity."""
     CORRUPTION = "corruption"
@@ -293,9 +295,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
         corrupt_hosts: the hosts because of which they are, and which must take no part any more.
         entered: the generation in which it has trained last, or trains.
+        detached_from: the world whose service it has found dead: it forms no clique there any more; None: none.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
         slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
-        plans: of the first three workers: what losses of hosts would make of planned axes; None: not known.
+        plans: of the first nine workers: what losses of hosts would make of planned axes; None: not known.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -319,6 +322,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     trusted_step: int | None = None
     corrupt_hosts: tuple[HostName, ...] = ()
     entered: GenerationNumber = GenerationNumber(0)
+    detached_from: WorldId | None = None
     slow_hosts: tuple[SlowHost, ...] = ()
     slowdown: Slowdown | None = None
     plans: PlanOutlook | None = None

@@ -435,10 +435,13 @@ def list_plan_axes(plan: AnyPlan) -> PlanAxes:
 def _make_plan_with_axes(request: MicrobatchRequest, axes: PlanAxes) -> AnyPlan | None:
     by_devices = {number: dict(sizes) for number, sizes in axes}
     counts = {host.devices for host in request.topology.hosts}
-    equal = by_devices.get(ANY_NUMBER if ANY_NUMBER in by_devices or len(counts) > 1 else min(counts))
-    if equal is None:
-        return make_host_axes_plan(request, by_devices) if counts <= by_devices.keys() else None
+    is_any = ANY_NUMBER in by_devices
+    if not is_any and not counts <= by_devices.keys():
+        return None
+    if not is_any and len(counts) > 1:
+        return make_host_axes_plan(request, by_devices)
     try:
+        equal = by_devices[ANY_NUMBER if is_any else min(counts)]
         return search_host_local_plan(dataclasses.replace(request, axes=equal))
     except PlanError:
         return None

@@ -1,7 +1,7 @@
 """Where the mailboxes of a pipeline's hosts are."""
 
 from resilient_jax.ids import HostName
-from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.worker.world import World
 
@@ -20,13 +20,13 @@ class MailAddresses:
             own: the address of this host, which stays the same as long as its worker lives.
 
         Raises:
-            FormingFailed: an address is not known, and the world can form no clique to ask.
+            ServiceEnded: an address is not known, and the world can form no clique to ask.
         """
         if world.step_services.mail_sums is None:
             assert len(own.encode()) <= ROW_SIZE, "an address is short"
             self._known = dict(zip(world.hosts, gather_texts(world, own.encode()), strict=True))
         elif unknown := sorted(set(world.hosts).difference(self._known)):
-            raise FormingFailed(
+            raise ServiceEnded(
                 f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "
                 "coordination service of their world hosts cannot ask each other. A new world follows"
             )

@@ -64,7 +64,7 @@ class MailKind(enum.StrEnum):
     DEVICES = "devices"
     """What a host has measured of its devices, at the same time as the others."""
     HOST_NUMBERS = "host_numbers"
-    """Whole numbers of a host that are added up over all, in a world that can form no collective."""
+    """Small arrays of a host that are added up over all, in a world that can form no collective."""
     PROGRESS = "progress"
     """What a host says about its tasks when a step goes on in another generation."""
     STATE = "state"

@@ -23,7 +23,7 @@ class KeptArrays(Protocol):
         ...
 
     def move_to_host(self) -> None:
-        """Copy the part to host memory, and drop what was done of the step under way: the devices are going away."""
+        """Copy all of them to host memory: the devices are going away."""
         ...
 
     def drop(self) -> None:

@@ -1,7 +1,7 @@
 """Sums over hosts by mail, in a generation whose world can form no clique because its coordination service has ended.
 
-Such a generation makes the step that was under way, and a new world follows. A sum has the bits that a collective would
-give it.
+Such a generation trains until its members pause between two steps, and a new world follows. A sum has the bits that a
+collective would give it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from resilient_jax.ids import ProcessIndex
-from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import ExactReduce
@@ -37,11 +37,11 @@ class MailSums:
         """Return the sum over all hosts of each leaf; see `World.all_reduce`.
 
         Raises:
-            FormingFailed: there is no exchange: this sum would need a collective.
+            ServiceEnded: there is no exchange: this sum would need a collective.
             PeerUnreachable: a host is lost, or late.
         """
         if self.exchange is None:
-            raise FormingFailed(
+            raise ServiceEnded(
                 "all_reduce: found a world whose coordination service has ended, expected one that forms collectives. "
                 "A new world follows"
             )

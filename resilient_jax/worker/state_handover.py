@@ -61,7 +61,7 @@ class StateHandover:
             return
         if generation.snapshot is not None:
             if not in_place:
-                self._leave_devices_for_snapshot(generation.snapshot)
+                self._leave_devices_for_snapshot(generation, generation.snapshot)
             committed.set_snapshot_plan(generation.snapshot)
             return
         if self._host in generation.receivers:
@@ -84,12 +84,16 @@ class StateHandover:
                 committed.move_contributions_to_host()
                 committed.drop_kept()
 
-    def _leave_devices_for_snapshot(self, plan: SnapshotPlan) -> None:
-        """Keep what was done of the step after a snapshot, in host memory."""
+    def _leave_devices_for_snapshot(self, generation: Generation, plan: SnapshotPlan) -> None:
+        """Keep what was done of the step after a snapshot, in host memory; not after a failure that nothing explains.
+
+        What hosts have done may be wrong then, or not fit together.
+        """
         committed = self._committed
         is_of_this_step = not committed.is_empty and committed.step == plan.id.step
+        is_doubtful = generation.are_parts_doubtful or generation.trusted_step is not None
         committed.move_contributions_to_host()
-        if is_of_this_step:
+        if is_of_this_step and not is_doubtful:
             committed.move_kept_to_host()
         else:
             committed.drop_kept()

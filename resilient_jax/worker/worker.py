@@ -22,8 +22,9 @@ from resilient_jax.errors import CallerError, PeerError, SnapshotLost
 from resilient_jax.events import Event, EventKind
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
-from resilient_jax.jax_runtime.failures import is_collective_failure
+from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failure
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
+from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
 from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerFailureKind, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -204,6 +205,8 @@ class Worker:
             )
             if self._connector.is_broken:
                 self._agent.report_found(worker_protocol.report_world, None)
+            elif is_detached():
+                self._agent.report_found(worker_protocol.report_detached, order.generation.world)
             # Last of all: after this report the leader may order this worker into the next world.
             self._agent.report_idle(
                 step=self._committed.step,
@@ -259,7 +262,9 @@ class Worker:
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
             if is_collective_failure(error) or isinstance(error, PeerError):
                 self._record_event(EventKind.COLLECTIVE_FAILED, error=_summarize(error))
-                return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
+                is_explained = isinstance(error, ServiceEnded)
+                kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE
+                return False, WorkerFailure(kind=kind, text=text)
             self._record_event(EventKind.USER_ERROR, error=_summarize(error))
             self._agent.report_failure(
                 WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._committed.step

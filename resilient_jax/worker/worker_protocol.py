@@ -371,6 +371,11 @@ def report_world(state: WorkerProtocol, world: WorldId | None) -> Transition:
     return _report(state, world=world)
 
 
+def report_detached(state: WorkerProtocol, world: WorldId) -> Transition:
+    """The coordination service of this world was found dead."""
+    return _report(state, detached_from=world)
+
+
 def report_checkpoint(state: WorkerProtocol, step: int | None) -> Transition:
     """The newest checkpoint on storage is of `step`; None: there is none."""
     return _report(state, checkpoint_step=step, is_polling_checkpoints=False)

@@ -27,7 +27,6 @@ from resilient_jax.jax_runtime.live_processes import set_members
 from resilient_jax.jax_runtime.world_forming import (
     WorldSeat,
     interrupt_forming,
-    is_detached,
     limit_interruption,
 )
 from resilient_jax.protocol.records import Generation, WorldChange
@@ -79,16 +78,11 @@ class WorldConnector:
     def is_broken(self) -> bool:
         """Whether a change in place is impossible.
 
-        The local clique is broken, a collective was given up, the service was found dead, or a replica spans hosts
-        whose cliques do not outlive a failure elsewhere: those of gloo do.
+        The local clique is broken, a collective was given up, or a replica spans hosts whose cliques do not outlive a
+        failure elsewhere: those of gloo do.
         """
         has_replicas = self._partners is not None and self._partners.span_hosts
-        return (
-            self._are_spared_broken
-            or self._has_given_up
-            or is_detached()
-            or (has_replicas and not self._trains_on_cpu)
-        )
+        return self._are_spared_broken or self._has_given_up or (has_replicas and not self._trains_on_cpu)
 
     def prepare(self) -> None:
         """Forget that the previous generation was interrupted."""
@@ -171,7 +165,8 @@ class WorldConnector:
             raise FormingFailed(
                 f"{connection.place.seat}: the clique of seats {seats} was aborted earlier, and cannot be made again"
             )
-        if unknown := [seat for seat in seats if seat not in self._known_seats]:
+        unknown = [seat for seat in seats if seat not in self._known_seats]
+        if unknown and generation.service_address:
             listeners = find_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)
             gloo = dataclasses.replace(
                 connection.gloo, peer_listeners=connection.gloo.peer_listeners | listeners

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.ids import ProcessIndex
-from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import ExactReduce
 from resilient_jax.step.running_total import merge_totals, start_total_of_hosts
@@ -65,5 +65,5 @@ def test_arrays_on_devices_have_the_bits_and_the_sharding_that_a_collective_give
 
 
 def test_without_the_addresses_of_hosts_nothing_is_added_up():
-    with pytest.raises(FormingFailed, match="coordination service has ended"):
+    with pytest.raises(ServiceEnded, match="coordination service has ended"):
         MailSums(jax.local_devices(), ProcessIndex(0)).add_up(np.array([1]))

@@ -16,6 +16,7 @@ from resilient_jax.protocol.records import (
     GenerationPhase,
     WorkerFailure,
     WorkerFailureKind,
+    WorkerReport,
     WorkerState,
     WorldChange,
 )
@@ -353,13 +354,40 @@ def test_a_host_that_is_back_joins_once_it_has_rehearsed_in_the_new_world(
     assert (job.generation.change, sorted(job.members)) == (WorldChange.REFORM, members)
 
 
-def test_a_step_that_fails_in_a_world_without_a_service_is_made_in_a_new_one():
+@pytest.mark.parametrize(
+    ("kind", "is_in_parts"), [(WorkerFailureKind.NO_SERVICE, True), (WorkerFailureKind.COLLECTIVE, False)]
+)
+def test_a_step_that_fails_in_a_world_without_a_service_is_made_in_a_new_one(kind, is_in_parts: bool):
+    """With the parts that members have, if all that is wrong is that it needed a clique."""
     job = lose_host_and_service()
     job.form()
-    job.report("c", failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="no clique can be formed"))
+    job.report("c", failure=WorkerFailure(kind=kind, text="a collective"))
     unwind(job, "a", "c", "d")
     job.serve("c")
     assert job.generation.change is WorldChange.REFORM
+    assert (job.generation.is_state_in_parts, job.generation.step) == (is_in_parts, 6 if is_in_parts else 5)
+
+
+def test_a_member_that_took_the_service_for_dead_forms_no_clique_and_finishes_the_step():
+    job = sharded("abcd")
+    job.give(HostLeft(HostName("b")))
+    unwind(job, "a", "c", "d", detached_from=job.generation.world)
+    assert (job.generation.change, job.generation.service_address) == (WorldChange.SHRINK, "")
+    job.form()
+    for name in "acd":
+        job.report(name, has_finished_step=True, step=7)
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service has ended")
+
+
+def test_a_host_on_its_way_is_not_waited_for_where_it_would_not_join():
+    """Also with the last copy of the state: it joins after the step."""
+    job = sharded("abcd", parity=0)
+    job.restart("b")
+    job.worker("b", report=WorkerReport(state=WorkerState.STARTING))
+    job.change("a", services=())
+    unwind(job, "a", "c", "d")
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.change is WorldChange.SHRINK
 
 
 @pytest.mark.parametrize(("spare_seats", "change"), [(2, WorldChange.SHRINK), (0, WorldChange.REFORM)])
