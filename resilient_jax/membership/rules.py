@@ -11,9 +11,9 @@ The rules, from which the code below follows:
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
    left. A member that is not idle within the timeout is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
-   unplanned change is decided joins in the same change (but in 13). While others train a host is given a spare seat of their world,
-   and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a re-form.
-   A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and so is ready.
+   unplanned change is decided joins in the same change (but in 13). While others train a host is given a spare seat
+   of their world, and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a
+   re-form. A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and ready.
 6. The newest complete state wins: a member's, which the others fetch; or that which members have together, each a part,
    and take along into a new world; or a snapshot of which enough is left on the hosts, which all restore. If there is
    none in a job that had made progress, all begin with the newest checkpoint that a host sees on storage; without one
