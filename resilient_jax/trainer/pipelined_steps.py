@@ -153,6 +153,7 @@ class PipelinedSteps:
         if world.is_rehearsal:
             return placement
         # Before the first collective: until then no host begins the generation's mail, with which that of copies ends.
+        # Without collectives a host may begin it sooner; a copy that lacks sums because of that is given up.
         self._prefetch.take(placement, worker, units.abstract)
         addresses = self._addresses.learn(world, worker.service.address)
         worker.begin_generation(
