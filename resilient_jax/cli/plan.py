@@ -1,9 +1,11 @@
 """`resilient-jax plan`: search plans for a job before it runs."""
 
 import time
+from pathlib import Path
 
 from resilient_jax.cli.console import open_console
 from resilient_jax.cli.plan_json import print_plans_as_json
+from resilient_jax.cli.plan_losses import decide_losses, print_losses
 from resilient_jax.cli.plan_options import (
     AfterLossOption,
     AxisOption,
@@ -24,13 +26,13 @@ from resilient_jax.cli.plan_options import (
     parse_axes,
 )
 from resilient_jax.cli.plan_slow_hosts import decide_slow_hosts, print_slow_hosts
-from resilient_jax.cli.plan_table import print_losses, print_plans
+from resilient_jax.cli.plan_table import print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.possible_losses import decide_losses
+from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.replanning import ReplanDecision, replan
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer
@@ -64,8 +66,8 @@ def plan(
     Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
 
-    With --decide also what would be done if a device, a host, two hosts or a failure domain were lost then, and what
-    the leader of a job would do about a host or a device at 0.8, 0.5 and 0.25 of its speed.
+    With --decide also what the leader of a job would do if a device, a host, two hosts or a failure domain were lost
+    then, and about a host or a device at 0.8, 0.5 and 0.25 of its speed.
 
     Or only validate a topology file (see meshes/README.md): resilient-jax plan --check meshes/mine.toml
     """
@@ -88,8 +90,7 @@ def plan(
         )
     before = load_topology(topology)
     now = change_topology(before, without or (), slow or ())
-    shape = load_model_shape(model)
-    cost = analyze_transformer(shape.transformer, name=shape.name)
+    cost = _load_cost(model)
     constants = find_calibration(calibration, topology)
     constraints = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
@@ -102,8 +103,9 @@ def plan(
     plans = find(now, top)
     search_s = time.monotonic() - started
     change = _replan(find(before, 1)[0], now, constraints) if now != before else None
-    losses = decide_losses(plans[0], now, min_replicas=min_replicas) if decide else None
-    slow_hosts = decide_slow_hosts(plans[0], now, devices_after_loss, spare, min_replicas) if decide else None
+    asked = (plans[0], now, devices_after_loss, spare, min_replicas)
+    losses = decide_losses(*asked) if decide else None
+    slow_hosts = decide_slow_hosts(*asked) if decide else None
     with open_console() as console:
         if json_only:
             print_plans_as_json(plans, change, search_s, losses, slow_hosts)
@@ -113,6 +115,11 @@ def plan(
                 print_losses(console, losses)
             if slow_hosts is not None:
                 print_slow_hosts(console, slow_hosts)
+
+
+def _load_cost(model: Path) -> ProgramCost:
+    shape = load_model_shape(model)
+    return analyze_transformer(shape.transformer, name=shape.name)
 
 
 def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from resilient_jax.cli.plan_losses import LossDecision, describe_loss
 from resilient_jax.cli.plan_slow_hosts import SlowDecision, describe_slow_host
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.possible_losses import LossDecision
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 from resilient_jax.planning.unequal_plan import UnequalPlan
 
@@ -27,7 +27,7 @@ def print_plans_as_json(
         "change": None if change is None else _describe_change(change),
     }
     if losses is not None:
-        values["losses"] = [_describe_loss(loss) for loss in losses]
+        values["losses"] = [describe_loss(loss) for loss in losses]
     if slow_hosts is not None:
         values["slow"] = [describe_slow_host(decision) for decision in slow_hosts]
     sys.stdout.write(msgspec.json.encode(values).decode() + "\n")
@@ -55,16 +55,6 @@ def describe_plan(plan: Plan) -> dict[str, object]:
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.model_flops_utilization,
         "reason": plan.reason,
-    }
-
-
-def _describe_loss(loss: LossDecision) -> dict[str, object]:
-    return {
-        "kind": loss.loss.kind,
-        "lost": loss.loss.names,
-        "num_alike": loss.loss.num_alike,
-        "why_not": loss.why_not,
-        "decision": None if loss.decision is None else _describe_change(loss.decision),
     }
 
 

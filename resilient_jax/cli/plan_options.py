@@ -57,18 +57,22 @@ DecideOption = Annotated[
     bool,
     typer.Option(
         "--decide",
-        help="Show what would be done after each possible loss (a device, a host, two hosts, a failure domain), and "
-        "about a host or a device at 0.8, 0.5 and 0.25 of its speed: keep, replace, take_out, fewer_devices, redivide.",
+        help="Show what a job's leader would do after each possible loss (a device, a host, two hosts, a failure "
+        "domain): shrink, keep_axes, keep_stages, replace, restore, stop; and about a host or a device at 0.8, 0.5 and "
+        "0.25 of its speed: keep, replace, take_out, fewer_devices, redivide.",
     ),
 ]
 SpareOption = Annotated[
-    bool, typer.Option("--spare", help="With --decide: a host spares, and may take the place of a slow one.")
+    bool,
+    typer.Option(
+        "--spare", help="With --decide: a host spares, and may take the place of a slow or a lost one."
+    ),
 ]
 AfterLossOption = Annotated[
     DevicesAfterLoss,
     typer.Option(
-        help="With --decide: what a host does with the devices that are left without a slow one, as the key of this "
-        "name in the configuration of a job: even (as many as divide the host's number), all, or host (nothing)."
+        help="With --decide: what a host does with the devices that are left without a slow or lost one, as the key of "
+        "this name in the configuration of a job: even (as many as divide the host's number), all, or host (nothing)."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from resilient_jax.cli.topology_table import format_si
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.possible_losses import LossDecision
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 BAR_CELLS = 50
@@ -36,31 +35,6 @@ def print_plans(
     if change is not None:
         console.print(_tabulate_options(change))
         console.print(f"what to do: {escape(change.reason)}")
-
-
-def print_losses(console: Console, losses: Sequence[LossDecision]) -> None:
-    """Print what would be done after each possible loss: a row for each option, and the reason of each choice."""
-    table = Table("loss", "", "plan", title="after each possible loss, the choice first")
-    for name in ("step", "transition", "samples/s until the next failure"):
-        table.add_column(name, justify="right")
-    for loss in losses:
-        what = escape(f"{loss.loss.describe()} (1 of {loss.loss.num_alike})")
-        if loss.decision is None:
-            table.add_row(what, "stop", "-", "-", "-", "0")
-            continue
-        for place, option in enumerate((loss.decision.chosen, *loss.decision.others)):
-            table.add_row(
-                what if place == 0 else "",
-                str(option.action),
-                option.plan.shape,
-                f"{option.step_time_s:.4g} s",
-                f"{option.transition_s:.3g} s",
-                f"{option.score:.4g}",
-            )
-    console.print(table)
-    for loss in losses:
-        reason = loss.why_not if loss.decision is None else loss.decision.reason
-        console.print(f"{escape(loss.loss.describe())}: {escape(reason)}")
 
 
 def tabulate_plans(plans: Sequence[Plan]) -> Table:

@@ -1,13 +1,18 @@
-"""The losses that a cluster may meet, one of each kind, and what would be done after each."""
+"""The losses that a cluster may meet, one of each kind, and what each would make of a plan."""
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Final
 
-from resilient_jax.planning.errors import NoFeasiblePlan
+from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import ReplanDecision, replan
+from resilient_jax.planning.replanning import ReplanAction, ReplanOption, replan, try_keep
+from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.topology import Host, Topology
+
+COMPILED_AHEAD_HOSTS: Final = 2
+"""A job compiles what it would need after the loss of so many hosts while it trains."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +39,21 @@ class PossibleLoss:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LossDecision:
-    """What would be done after a loss.
+class LossEstimate:
+    """What a loss makes of a plan, by the cost model.
 
     Attributes:
-        loss: the loss.
-        decision: the options and the choice; None: no plan fits.
-        why_not: why no plan fits; empty: one does.
+        best: the fastest plan that a job can run with what is left, and what precedes its first step.
+        kept: the plan before, its program on as many replicas as are left; None: it does not fit.
+        kept_stages_s: a step in which the replicas that have lost a host compute nothing, in seconds; 0: the plan is no
+            pipeline, or no replica is complete.
+        unequal: a faster plan of unequal teams that no job runs; None: there is none.
     """
 
-    loss: PossibleLoss
-    decision: ReplanDecision | None
-    why_not: str = ""
+    best: ReplanOption
+    kept: ReplanOption | None
+    kept_stages_s: float
+    unequal: ReplanOption | None
 
 
 def list_possible_losses(topology: Topology) -> list[PossibleLoss]:
@@ -58,35 +66,62 @@ def list_possible_losses(topology: Topology) -> list[PossibleLoss]:
     return list({loss.names: loss for loss in reversed(losses)}.values())[::-1]
 
 
-def decide_losses(
-    plan: Plan, topology: Topology, *, next_failure_s: float | None = None, min_replicas: int = 1
-) -> list[LossDecision]:
-    """Return what `replan` would choose after each possible loss.
+def estimate_loss(
+    plan: Plan, topology: Topology, lost: Collection[str], *, min_replicas: int = 1
+) -> LossEstimate:
+    """Return what a loss makes of a plan.
 
     Args:
         plan: the plan that runs.
         topology: on which it runs.
-        next_failure_s: as of `replan`.
+        lost: hosts and devices, as `Topology.without` takes them.
         min_replicas: as of `replan`.
+
+    Raises:
+        PlanError: no plan fits what is left, or it is too little for as many replicas.
     """
-    return [
-        _decide(plan, topology, loss, next_failure_s, min_replicas) for loss in list_possible_losses(topology)
+    hosts = {name for name in lost if "/" not in name}
+    is_compiled = len(hosts) <= COMPILED_AHEAD_HOSTS
+    decision = replan(
+        plan, topology.without(*lost), is_compiled=lambda _: is_compiled, min_replicas=min_replicas
+    )
+    options = [
+        option for option in (decision.chosen, *decision.others) if option.action is not ReplanAction.REROUTE
     ]
+    can_run = [option for option in options if _can_run(option.plan, plan)]
+    best = min(can_run, key=lambda option: option.step_time_s)
+    unequal = [o for o in options if o not in can_run and o.step_time_s < best.step_time_s]
+    return LossEstimate(
+        best=best,
+        kept=next((option for option in can_run if option.action is ReplanAction.KEEP), None),
+        kept_stages_s=_price_kept_stages_s(plan, topology, hosts),
+        unequal=next(iter(unequal), None),
+    )
 
 
-def _decide(
-    plan: Plan, topology: Topology, loss: PossibleLoss, next_failure_s: float | None, min_replicas: int
-) -> LossDecision:
-    try:
-        decision = replan(
-            plan,
-            topology.without(*loss.names),
-            next_failure_s=next_failure_s,
-            min_replicas=min_replicas,
-        )
-    except NoFeasiblePlan as error:
-        return LossDecision(loss=loss, decision=None, why_not=str(error))
-    return LossDecision(loss=loss, decision=decision)
+def _can_run(after: Plan | UnequalPlan, before: Plan) -> bool:
+    """Return whether a job can go on with a plan: its teams share no host, and are pipelines only if it was one."""
+    if isinstance(after, Plan):
+        return True
+    hosts = [host.name for team in after.teams for host in team.plan.request.topology.hosts]
+    return len(set(hosts)) == len(hosts) and all(
+        layout.stages_per_host == 1
+        if before.layout.axes.pipeline > 1
+        else layout.axes.pipeline == layout.host_slots == 1
+        for layout in (team.plan.layout for team in after.teams)
+    )
+
+
+def _price_kept_stages_s(plan: Plan, topology: Topology, lost: set[str]) -> float:
+    if plan.layout.axes.pipeline == 1 or not lost:
+        return 0.0
+    placed = place_replicas(topology, plan.request.pool, plan.layout, plan.compositions, plan.blocks)
+    replicas = [{topology.hosts[place].name for place in places} for places in placed]
+    out = lost.union(*(hosts for hosts in replicas if hosts & lost))
+    if len(out) == len(topology.hosts):
+        return 0.0
+    kept = try_keep(plan, topology.without(*out), 1)
+    return kept.step_time_s if kept is not None else 0.0
 
 
 def _list_losses(topology: Topology) -> Iterator[PossibleLoss]:

@@ -411,9 +411,7 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
         ""
         if any(option.action is ReplanAction.KEEP for option in options)
         else f"{before.shape} does not fit the hosts that are left.",
-        "No job runs unequal teams yet: this is what they would keep."
-        if best.action is ReplanAction.UNEQUAL
-        else "",
+        "Of unequal teams jobs run those of whole hosts." if best.action is ReplanAction.UNEQUAL else "",
         "" if stays else explain_change(best.plan, before),
         f"{best.migration.bytes_lost / 1e9:.3g} GB are on no host that is left: they come from parity or a checkpoint."
         if best.migration.bytes_lost

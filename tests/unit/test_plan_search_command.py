@@ -99,7 +99,7 @@ DECIDED = (
 
 
 def test_what_would_be_done_after_each_possible_loss_is_printed(run):
-    code, shown, errors = run(*DECIDED)
+    code, shown, errors = run(*DECIDED, "--min-replicas", "4")
     assert (code, errors) == (ExitCode.DONE, "")
     for loss in (
         "a device: host-7/7",
@@ -108,29 +108,37 @@ def test_what_would_be_done_after_each_possible_loss_is_printed(run):
         "a rack: host-4 to host-7",
     ):
         assert loss in shown
-    assert "unequal" in shown
+    assert "when host-7 is back with 4 devices" in shown
+    assert "a host: host-7: the job goes on in place: 7 hosts after" in shown
 
 
-def test_each_possible_loss_has_its_options_as_json_the_best_score_first(run):
-    code, shown, _ = run(*DECIDED, "--json")
+def test_each_possible_loss_has_its_options_as_json_the_choice_first(run):
+    code, shown, _ = run(*DECIDED, "--min-replicas", "4", "--json")
     losses = json.loads(shown)["losses"]
     assert code == ExitCode.DONE
     assert [loss["kind"] for loss in losses] == ["a device", "a host", "two hosts", "a rack"]
     assert [loss["num_alike"] for loss in losses] == [64, 8, 28, 2]
     for loss in losses:
-        scores = [option["score"] for option in loss["decision"]["options"]]
-        assert scores == sorted(scores, reverse=True)
-        assert scores[0] > 0
-    best = [loss["decision"]["options"][0]["score"] for loss in losses]
-    assert best == sorted(best, reverse=True), "the more is lost, the less is kept"
+        options = loss["changes"][0]["options"]
+        assert {option["action"] for option in options} > {
+            "shrink",
+            "keep_axes",
+            "keep_stages",
+            "wait",
+            "stop",
+        }
+        assert next(option["action"] for option in options if not option["why_not"]) == "shrink"
+        assert all(option["why_not"] or option["speed"] > 0 for option in options)
+    speeds = [loss["changes"][-1]["options"][0]["speed"] for loss in losses]
+    assert speeds == sorted(speeds, reverse=True), "the more is lost, the less is kept"
 
 
 def test_a_loss_after_which_no_plan_fits_has_the_reason(run):
     code, shown, _ = run(*DECIDED, "--min-replicas", "32", "--json")
     losses = {loss["kind"]: loss for loss in json.loads(shown)["losses"]}
     assert code == ExitCode.DONE
-    assert losses["a rack"]["decision"] is None
-    assert "found no plan for the 32 devices" in losses["a rack"]["why_not"]
+    assert losses["a rack"]["changes"] == []
+    assert "found no plan for the 32 devices" in losses["a rack"]["why_stop"]
     _, table, _ = run(*DECIDED, "--min-replicas", "32")
     assert "stop" in table
 
