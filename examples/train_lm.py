@@ -57,8 +57,12 @@ def make_trainer(
 def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
     """Return the trainer's parallelism, or the planner that searches a plan for the live hosts."""
     if settings.plan.topology is not None:
-        topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
-        return {"planner": rj.Planner(topology=topology, compile_ahead=ahead)}
+        topology, plan = folder / settings.plan.topology, settings.plan
+        return {
+            "planner": rj.Planner(
+                topology=topology, calibrate=plan.calibrate, compile_ahead=plan.compile_ahead
+            )
+        }
     if settings.pipeline.stages is not None:
         return {"parallelism": rj.Parallelism(pipeline=rj.Pipeline(num_stages=settings.pipeline.stages))}
     # The model is small: each device is a replica, without communication inside a microbatch.

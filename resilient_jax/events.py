@@ -257,6 +257,11 @@ class EventKind(enum.StrEnum):
     """The planner chose another plan. Detail: `plan`, `before`, `axes` of the replicas of hosts ("equal", "unequal"),
     `step_s` (estimated), `kept_step_s` (the same for the hosts that there are with the axes before; 0: they do not fit,
     there were none, or they were unequal), `reason`."""
+    PLAN_CALIBRATED = "plan.calibrated"
+    """The constants of estimates were fitted to this job's steps. Detail: `plan`, `step_s` (measured), `estimated_s`
+    (with the constants that the job was given), `calibrated_s` (with those fitted), `error_before`, `error` (of the two
+    over all `plans` that the job has run: root mean square of the logarithm, 0.1 is about 10 %), `constants` that
+    changed."""
     PIPELINE_FORMED = "pipeline.formed"
     """The model is split over the hosts of a generation. Detail: `replicas`, `blocks` of the model, `cut` (the hosts of
     each replica, with their first and last block; of one with fewer devices than others their number)."""

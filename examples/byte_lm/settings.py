@@ -56,6 +56,8 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     topology: str | None = None
     """The topology's file, relative to that of the settings; without a topology each device is a replica."""
+    calibrate: bool = True
+    """Fit the planner's constants to the steps of this job."""
     compile_ahead: bool = True
     """Compile the programs of the likely next worlds while training continues."""
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.plan_records import PlanAxes, PlanChange, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanAxes, PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 
@@ -124,6 +124,17 @@ def list_axes(
     # Of a change that was decided for another reason, such as a notice, or the end of axes that were kept.
     change = find_plan_change(kept, joiners)
     return change[1].best_axes if change is not None else ()
+
+
+def find_constants(before: Generation, kept: Collection[HostStatus]) -> PlanConstants:
+    """Return the constants of the cost model by which the next generation plans: the newest that members have fitted.
+
+    Args:
+        before: the present generation.
+        kept: the members that stay.
+    """
+    fitted = (outlook.constants for outlook in _list_outlooks(kept) if outlook.constants)
+    return next(fitted, before.plan_constants)
 
 
 def find_decided_number(decision: RecoveryDecision) -> GenerationNumber:

@@ -84,7 +84,7 @@ from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.job_history import note_progress, note_transition
 from resilient_jax.membership.kept_stages import list_groups, note_stage_hosts
 from resilient_jax.membership.leader_memory import LeaderMemory
-from resilient_jax.membership.planned_axes import list_axes
+from resilient_jax.membership.planned_axes import find_constants, list_axes
 from resilient_jax.membership.planned_change import decide_in_pause, plan_change
 from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
@@ -490,5 +490,7 @@ def _form(
     places = count_places(state, staying, config.num_hosts)
     formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
     formed = note_stage_hosts(state, formed, decision, kept)
-    formed = msgspec.structs.replace(formed, plan_axes=list_axes(state.generation, decision, kept, joiners))
+    axes = list_axes(state.generation, decision, kept, joiners)
+    constants = find_constants(state.generation, kept)
+    formed = msgspec.structs.replace(formed, plan_axes=axes, plan_constants=constants)
     return forget_outdated(formed, state.quarantined)

@@ -3,6 +3,10 @@
 With estimates e_i(c) of measured times t_i, the constants c minimize `sqrt(mean_i ln(e_i(c) / t_i)^2)`: a short step
 counts as much as a long one. The minimum is found by a pattern search over factors of each constant, which needs no
 derivatives of maxima and integers (Hooke and Jeeves 1961, https://doi.org/10.1145/321062.321069).
+
+A running job has measured few plans, often one, which say nothing of most constants alone. Then each constant is drawn
+back to where it began, as by a log-normal prior: those that matter most for the measured steps are changed most, and
+what was not measured stays as it was.
 """
 
 import dataclasses
@@ -28,6 +32,10 @@ are equally long, so that attention is a fixed part of its products, and what ov
 _PARTS = frozenset(
     {*FITTED_CONSTANTS[:3], "attention_efficiency", "fsdp_overlap", "activation_overlap", "usable_memory"}
 )
+JOB_SPREAD = math.log(2.0)
+"""Of a running job's constants: assumed right within a factor of two, for two thirds of them."""
+MEASURED_SPREAD = 0.05
+"""Standard deviation of the logarithm of measured over estimated times with the best constants: docs/benchmarks.md."""
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
 WORTHWHILE = 0.99
 """If the error falls by less than this ratio, the factor is reduced."""
@@ -79,6 +87,7 @@ def fit_calibration(
     *,
     constants: Sequence[str] = FITTED_CONSTANTS,
     estimate: Estimate = estimate_step_s,
+    spread: float = math.inf,
 ) -> CalibrationFit:
     """Return the constants whose estimates are nearest to measured steps.
 
@@ -88,6 +97,7 @@ def fit_calibration(
         start: initial constants; None: those of the first plan.
         constants: names of the constants to fit, in this order.
         estimate: for steps of another program than a plan's own, such as one with another pipeline schedule.
+        spread: standard deviation of the logarithm of each constant around where it begins; infinite: it may be any.
 
     Raises:
         PlanError: there is no measurement, or a time is not positive.
@@ -96,8 +106,8 @@ def fit_calibration(
         raise PlanError(
             f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
         )
-    fit = _Fit(measurements, constants, estimate)
     base = measurements[0].plan.request.calibration if start is None else start
+    fit = _Fit(measurements, constants, estimate, base, spread)
     error_before = base_error = fit.error(base)
     # Factors are 2, 2^(1/2), 2^(1/4), ...: one that lowers the error by less than 1 % is replaced by its root.
     factor = FIRST_FACTOR
@@ -110,7 +120,18 @@ def fit_calibration(
             ahead = fit.move_beyond(base, best)
             base, base_error = best, error
             best, error = fit.explore(ahead, fit.error(ahead), factor)
-    return CalibrationFit(calibration=base, error=base_error, error_before=error_before)
+    return CalibrationFit(
+        calibration=base, error=find_error(measurements, base, estimate), error_before=error_before
+    )
+
+
+def find_error(
+    measurements: Sequence[StepMeasurement], calibration: Calibration, estimate: Estimate = estimate_step_s
+) -> float:
+    """Return the root mean square of ln(estimated / measured): 0.1 is about 10 %."""
+    # sqrt(mean_i ln(e_i / t_i)^2), without unit; e_i estimated and t_i measured, both in s.
+    squares = [math.log(estimate(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
+    return math.sqrt(sum(squares) / len(squares))
 
 
 class _Fit(NamedTuple):
@@ -119,6 +140,8 @@ class _Fit(NamedTuple):
     measurements: Sequence[StepMeasurement]
     constants: Sequence[str]
     estimate: Estimate
+    start: Calibration
+    spread: float
 
     def explore(self, calibration: Calibration, error: float, factor: float) -> tuple[Calibration, float]:
         """Return the best calibration found by changing each constant by a factor in turn, and its error."""
@@ -137,10 +160,17 @@ class _Fit(NamedTuple):
         return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
 
     def error(self, calibration: Calibration) -> float:
-        """Return the root mean square of ln(estimated / measured)."""
-        # sqrt(mean_i ln(e_i / t_i)^2), without unit; e_i estimated and t_i measured, both in s.
-        squares = [math.log(self.estimate(m.plan, calibration) / m.step_s) ** 2 for m in self.measurements]
-        return math.sqrt(sum(squares) / len(squares))
+        """Return what is minimized."""
+        # sqrt(E^2 + (s_t / s_c)^2 / n sum_j ln(c_j / c_j0)^2): the mode of the posterior, with s_t the spread of times
+        # and s_c that of constants.
+        error = find_error(self.measurements, calibration, self.estimate)
+        if math.isinf(self.spread):
+            return error
+        away = sum(
+            math.log(max(getattr(calibration, name), LEAST) / max(getattr(self.start, name), LEAST)) ** 2
+            for name in self.constants
+        )
+        return math.hypot(error, MEASURED_SPREAD / self.spread * math.sqrt(away / len(self.measurements)))
 
 
 def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:

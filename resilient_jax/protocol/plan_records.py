@@ -13,6 +13,10 @@ PlanAxes = tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
 first; empty: none are prescribed."""
 
 
+PlanConstants = tuple[tuple[str, float], ...]
+"""Constants of the cost model by name, as a job has fitted them to its own steps; empty: those that it was given."""
+
+
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """What it would make if these hosts were lost at once, or joined. Speeds are parts of the present one.
 
@@ -42,6 +46,7 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
         absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
         losses: that are estimated; of others it is not known what they would make. One has no `groups`: nobody is lost.
         joins: the same of hosts that are absent.
+        constants: of the cost model, by which all this is estimated.
         incomplete: the hosts that count with fewer devices than the topology gives them: one that joins may have more.
     """
 
@@ -52,3 +57,4 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[PlanChange, ...] = ()
     joins: tuple[PlanChange, ...] = ()
     incomplete: tuple[HostName, ...] = ()
+    constants: PlanConstants = ()

@@ -12,7 +12,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
-from resilient_jax.protocol.plan_records import PlanAxes, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
@@ -119,6 +119,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
             follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
         plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
+        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
         newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
         spares: the hosts for which there was no place when the last of those seats was given.
         service_address: of the world's coordination service; empty until it is known, and if it ended before this.
@@ -167,6 +168,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     stage_hosts: tuple[HostName, ...] = ()
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
+    plan_constants: PlanConstants = ()
     newcomers: tuple[Member, ...] = ()
     spares: tuple[HostName, ...] = ()
     service_address: str = ""

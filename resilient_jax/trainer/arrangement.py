@@ -1,5 +1,6 @@
 """Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -27,7 +28,7 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.program_analysis.program_analysis import analyze_program
-from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes
+from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes, PlanConstants
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import (
@@ -115,6 +116,7 @@ class Arranger:
                 replica_shape=self._config.parallelism.replica_shape,
                 placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)),
             )
+        self.plan_searcher.calibrate(world.step_services.plan_constants)
         self.plan_searcher.note_devices(world)
         plan = self.plan_searcher.find_plan(world.hosts)
         # A host that joins finds in its rehearsal which axes the others have now.
@@ -194,6 +196,7 @@ class PlanSearcher:
 
     Attributes:
         why_equal: why all hosts must have the same axes, and what to change, in words; "": they may differ.
+        calibration: constants of the cost model, by which it searches.
     """
 
     def __init__(self, config: FitConfig) -> None:
@@ -202,6 +205,7 @@ class PlanSearcher:
         topology = self._planner.topology
         self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
         self.why_equal = WHY_OFF
+        self.calibration = self._planner.calibration
         self._program_cost: ProgramCost | None = self._planner.program_cost
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._found: dict[HostName, int] = {}
@@ -221,6 +225,19 @@ class PlanSearcher:
         self.why_equal = "" if self.allows_axes_by_host else WHY_OFF
         if self.allows_axes_by_host and why_mesh_bound:
             self.why_equal = f"{why_mesh_bound}, whose bits depend on them. Another optimizer allows others"
+
+    def calibrate(self, constants: PlanConstants) -> None:
+        """Search by these constants from now on; without any, by those that were given."""
+        calibration = dataclasses.replace(self._planner.calibration, **dict(constants))
+        if calibration != self.calibration:
+            self.calibration, self._plans, self._plans_with_axes = calibration, {}, {}
+
+    def copy_with(self, constants: PlanConstants) -> "PlanSearcher":
+        """Return a searcher of the same job with other constants, for another thread."""
+        found = copy.copy(self)
+        found._plans, found._plans_with_axes = {}, {}
+        found.calibrate(constants)
+        return found
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> AnyPlan:
         """Return the best plan for these hosts; of unequal teams where hosts have unequal numbers of devices.
@@ -278,7 +295,7 @@ class PlanSearcher:
             topology=topology,
             microbatch_size=self._config.microbatch_size,
             num_microbatches=self._config.recipe.num_microbatches,
-            calibration=self._planner.calibration,
+            calibration=self.calibration,
             axes=self._planner.axis_sizes,
             evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
         )

@@ -16,7 +16,7 @@ import msgspec
 from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.trainer.arrangement import AnyPlan, PlanSearcher, list_plan_axes
 from resilient_jax.worker.world import World
@@ -38,12 +38,20 @@ class PlanForecast:
         world: of the generation.
         plan: of the generation.
         is_ready: whether the programs of a plan are compiled, here.
+        constants: of the searcher, as this job has fitted them; empty: those that it was given.
     """
 
     def __init__(
-        self, searcher: PlanSearcher, world: World, plan: AnyPlan, is_ready: Callable[[AnyPlan], bool]
+        self,
+        searcher: PlanSearcher,
+        world: World,
+        plan: AnyPlan,
+        is_ready: Callable[[AnyPlan], bool],
+        constants: PlanConstants = (),
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
+        self._present_s = plan.step_time_s
+        self._constants = constants
         self._present: HostGroups = ()
         self._absent: HostGroups = ()
         self._losses: tuple[tuple[PlanChange, AnyPlan], ...] = ()
@@ -57,8 +65,10 @@ class PlanForecast:
             check: raises if the search is to end.
         """
         world, searcher = self._world, self._searcher
-        if world.host not in world.hosts[: MAX_FORESEEN_HOSTS + 1]:
+        if not is_forecaster(world):
             return
+        # By the constants of this estimate, which may be newer than those that the plan was chosen by.
+        self._present_s = searcher.estimate_step_s(world.hosts, self._plan) or self._plan.step_time_s
         groups = searcher.group_alike((*world.hosts, *searcher.all_hosts))
         self._present, self._absent = (
             tuple(tuple(host for host in group if (host in world.hosts) is is_here) for group in groups)
@@ -104,6 +114,7 @@ class PlanForecast:
                 losses=price(self._losses),
                 joins=price(self._joins),
                 incomplete=self._searcher.list_incomplete(),
+                constants=self._constants,
             )
         )
 
@@ -144,11 +155,16 @@ class PlanForecast:
         kept_s = self._searcher.estimate_step_s(hosts, self._plan)
         change = PlanChange(
             groups=groups,
-            kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
-            best=self._plan.step_time_s / best.step_time_s,
+            kept=self._present_s / kept_s if kept_s else 0.0,
+            best=self._present_s / best.step_time_s,
             best_axes=list_plan_axes(best),
         )
         return change, best
+
+
+def is_forecaster(world: World) -> bool:
+    """Return whether this host estimates changes: so many do that one of them is left after any that is foreseen."""
+    return world.host in world.hosts[: MAX_FORESEEN_HOSTS + 1]
 
 
 def list_likely_groups(sizes: Sequence[int], most: int, limit: int) -> list[tuple[int, ...]]:

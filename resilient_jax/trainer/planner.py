@@ -40,6 +40,9 @@ class Planner:
         program_cost: the cost of the model's program; None: analyzed when the job begins, which compiles the model's
             gradient twice.
         calibration: constants of the cost model.
+        calibrate: fit them to the steps of this job, which counts from its next change of hosts on (event
+            `plan.calibrated`). Then the plan that is chosen also depends on how fast this machine is. Not for
+            pipelines, whose axes are chosen once.
         axis_sizes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
             background. Reductions over one and two hosts fewer are always compiled ahead.
@@ -58,6 +61,7 @@ class Planner:
     program_cost: ProgramCost | None = None
     calibration: Calibration = DEFAULT_CALIBRATION
     axis_sizes: AxisSizes = dataclasses.field(default_factory=dict)
+    calibrate: bool = True
     compile_ahead: bool = True
     axes_by_host: bool | None = None
 

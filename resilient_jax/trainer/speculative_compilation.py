@@ -13,8 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.planning.plan import Plan
+from resilient_jax.protocol.plan_records import PlanConstants
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
@@ -24,7 +27,8 @@ from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, has_axes_for, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.plan_forecast import PlanForecast
+from resilient_jax.trainer.plan_calibration import PlanCalibrator
+from resilient_jax.trainer.plan_forecast import PlanForecast, is_forecaster
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.worker.world import World
 
@@ -43,9 +47,18 @@ class SpeculativeCompiler:
 
     def __init__(self, planner: PlanSearcher, config: FitConfig, programs: TrainStep, example: Tree) -> None:
         self._planner, self._programs, self._example = planner, programs, example
-        self._is_on = config.planner is not None and config.planner.compile_ahead
+        assert config.planner is not None, "its searcher was made from it"
+        self._is_on = config.planner.compile_ahead
+        self._calibrator = PlanCalibrator(config.planner.calibration) if config.planner.calibrate else None
+        self._newest = planner
+        """Searches by the newest constants; the generation runs a plan of `planner`, whose constants all hosts have."""
+        self._constants: PlanConstants = ()
+        self._has_fitted = False
+        """Whether constants were fitted since what is likely was compiled."""
         self._forecast: PlanForecast | None = None
         """Of this generation."""
+        self._known: set[Key] = set()
+        """What is compiled, in this generation: programs for another one are gone."""
         self._first_s, self._longest_s = 0.0, 0.0
         """The first step of this generation until the second is over; how much longer first steps were, at most."""
         self._job = AccumulationSpec(
@@ -69,11 +82,46 @@ class SpeculativeCompiler:
         """
         if number == 0:
             self._first_s = seconds
+            self._known = {_make_key(current)}
+            self._constants = self._constants or world.step_services.plan_constants
+            self._forecast = self._make_forecast(world, current)
             world.compile_ahead(self._list_jobs(world, current))
         elif number == 1:
             self._longest_s = max(self._longest_s, self._first_s - seconds)
             self._first_s = 0.0
             self._report_forecast()
+        self._calibrate(world, current, number, seconds)
+
+    def _calibrate(self, world: World, current: Arrangement, number: int, seconds: float) -> None:
+        """Fit constants to the steps of this job, on the thread that compiles, and go on with them."""
+        if self._has_fitted:
+            self._has_fitted = False
+            self._forecast = self._make_forecast(world, current)
+            world.compile_ahead(self._list_jobs(world, current))
+        # Of unequal teams it is not seen which of them took the time.
+        if self._calibrator is None or not isinstance(current.plan, Plan):
+            return
+        if self._calibrator.end_step(current.plan, number, seconds) and is_forecaster(world):
+            fit = functools.partial(self._fit, world, self._calibrator)
+            world.compile_ahead([CompilationJob("constants of estimates", fit)])
+
+    def _fit(self, world: World, calibrator: PlanCalibrator, check: CancellationCheck) -> bool:
+        found = calibrator.fit(check)
+        self._constants, self._newest = found.constants, self._planner.copy_with(found.constants)
+        self._has_fitted = True
+        if world.host_index == 0:
+            world.record_event(
+                EventKind.PLAN_CALIBRATED,
+                plan=found.measured.plan.shape,
+                step_s=found.measured.step_s,
+                estimated_s=found.estimated_s,
+                calibrated_s=found.calibrated_s,
+                error_before=found.fit.error_before,
+                error=found.fit.error,
+                plans=found.num_plans,
+                constants=found.describe_changes(),
+            )
+        return False
 
     def leave_world(self) -> None:
         """Keep nothing of a generation that has ended: its devices may go away."""
@@ -84,12 +132,16 @@ class SpeculativeCompiler:
         if forecast is not None:
             forecast.report(max(self._longest_s, self._first_s))
 
-    def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
+    def _make_forecast(self, world: World, current: Arrangement) -> PlanForecast | None:
         if current.plan is None:
             return None
-        devices, params = world.local_devices, self._programs.abstract_state.variables.params
+        devices, params, known = (
+            world.local_devices,
+            self._programs.abstract_state.variables.params,
+            self._known,
+        )
         return PlanForecast(
-            self._planner,
+            self._newest,
             world,
             current.plan,
             # After the loss of this host there may be none with as many devices.
@@ -97,6 +149,7 @@ class SpeculativeCompiler:
                 has_axes_for(plan, len(devices))
                 and _make_key(self._planner.make_arrangement(plan, devices, params)) in known
             ),
+            self._constants,
         )
 
     def _estimate_changes(self, check: CancellationCheck) -> bool:
@@ -142,9 +195,6 @@ class SpeculativeCompiler:
             world: of this generation.
             current: the arrangement of this generation, which is compiled already.
         """
-        # Of this generation only: programs that were compiled for another one are gone.
-        known: set[Key] = {_make_key(current)}
-        self._forecast = self._make_forecast(world, current, known)
         yield CompilationJob("plans after a change", self._estimate_changes)
         if not self._is_on:
             return
@@ -157,15 +207,18 @@ class SpeculativeCompiler:
             like=self._programs.abstract_sums,
         )
         likely = list_likely_hosts(world.hosts, self._planner.all_hosts)
-        if current.plan is not self._planner.find_plan(world.hosts):
-            # The leader decided for others than the best axes, which follow later.
+        best = self._newest.find_plan(world.hosts)
+        if current.plan is not None and list_plan_axes(current.plan) != list_plan_axes(best):
+            # The leader decided for others than the best axes, which follow later; or now other axes are the best.
             likely = itertools.chain([world.hosts], likely)
         for hosts in likely:
             if world.host not in hosts:
                 continue
             # Here, and not on the thread that compiles: the members may change while it does.
             grid = _make_grid(world, hosts)
-            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction, grid)
+            prepare = functools.partial(
+                self._prepare, self._known, hosts, world.local_devices, reduction, grid
+            )
             yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
@@ -179,7 +232,7 @@ class SpeculativeCompiler:
     ) -> bool:
         """Compile for these hosts; return False if there was nothing to do."""
         try:
-            plan = self._planner.find_plan(hosts)
+            plan = self._newest.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return False
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)

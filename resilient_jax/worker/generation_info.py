@@ -11,7 +11,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.plan_records import PlanAxes
+from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants
 from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
@@ -39,6 +39,7 @@ class GenerationInfo:
             follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
         plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, that the others have.
             Empty: each finds the best plan.
+        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
         is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
             has left.
         next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
@@ -57,6 +58,7 @@ class GenerationInfo:
     stage_hosts: tuple[HostName, ...] = ()
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
+    plan_constants: PlanConstants = ()
     is_joining: bool = False
     next_failure_s: float = math.inf
     events: tuple[Event, ...] = ()
@@ -123,6 +125,7 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         stage_hosts=generation.stage_hosts,
         earlier_stage_hosts=generation.earlier_stage_hosts,
         plan_axes=generation.plan_axes,
+        plan_constants=generation.plan_constants,
         events=events,
         has_service=bool(generation.service_address),
     )

@@ -158,6 +158,7 @@ def _rehearse(
         stage_hosts=generation.stage_hosts if is_kept else (),
         earlier_stage_hosts=() if is_kept else (*generation.earlier_stage_hosts, present),
         plan_axes=generation.plan_axes,
+        plan_constants=generation.plan_constants,
         next_failure_s=1 / estimate_rate(generation.history, hosts),
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )

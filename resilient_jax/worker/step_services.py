@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.plan_records import PlanAxes, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.device_throttle import DeviceThrottle
@@ -36,6 +36,7 @@ class StepServices:
         earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
         plan_axes: the planned axes that every worker takes; in a rehearsal, that the others have. Empty: those of the
             best plan.
+        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
         next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
         mail_sums: adds up what hosts tell each other, if the world can form no clique; None: it can.
@@ -51,6 +52,7 @@ class StepServices:
     is_joining: bool = False
     earlier_stage_hosts: tuple[tuple[HostName, ...], ...] = ()
     plan_axes: PlanAxes = ()
+    plan_constants: PlanConstants = ()
     throttle: DeviceThrottle | None = None
     next_failure_s: float = math.inf
     mail_sums: MailSums | None = None

@@ -112,6 +112,7 @@ class World:
             info.is_joining,
             info.earlier_stage_hosts,
             info.plan_axes,
+            info.plan_constants,
             reducer.throttle,
             info.next_failure_s,
             None if info.has_service else MailSums(self.local_devices, info.process_index),

@@ -46,6 +46,7 @@ if __name__ == "__main__":
     parser.add_argument("--axes-by-host", action="store_true", help="hosts may have replicas with other axes")
     parser.add_argument("--trace-s", type=float, default=0.0, help="how long each trace of the loss takes")
     parser.add_argument("--no-compile-ahead", action="store_true")
+    parser.add_argument("--calibrate", action="store_true", help="plans depend on how fast this machine is")
     parser.add_argument("--own-loop", action="store_true", help="make the steps in a loop of the script's")
     parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
     asked = parser.parse_args()
@@ -68,6 +69,7 @@ if __name__ == "__main__":
             # None: as the topology says.
             axes_by_host=asked.axes_by_host or None,
             compile_ahead=not asked.no_compile_ahead,
+            calibrate=asked.calibrate,
         ),
         checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
         if asked.checkpoints

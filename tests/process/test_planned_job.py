@@ -1,6 +1,7 @@
 """A real job whose trainer searches its plans: the plan changes with the hosts, and training continues."""
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -16,7 +17,7 @@ from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.cluster.standby_schedule import SETTLING_S
 from resilient_jax.errors import ExitCode
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder
 from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
 
@@ -236,6 +237,50 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
         events = job.read_events()
     assert "replica 4 x fsdp 2" in {e.detail["plan"] for e in events if e.kind is EventKind.PLAN_CHOSEN}
     assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
+
+
+def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change_on(tmp_path):
+    survivors = ["host-0", "host-2", "host-3"]
+    with launch(tmp_path, "--calibrate", steps=MANY_STEPS) as job:
+
+        def wait_calibrated(generation: int) -> Event:
+            """Wait for a fit of this generation, the last one for which threads still compile."""
+            return job.wait_event(
+                f"constants of generation {generation}",
+                lambda event: event.kind is EventKind.PLAN_CALIBRATED and event.generation == generation,
+                DEADLINE_S,
+            )
+
+        first = wait_calibrated(1).detail
+        job.wait_report(
+            "constants of all hosts, which foresee each loss with them",
+            lambda report: all(
+                host.worker is not None
+                and host.worker.report.plans is not None
+                and host.worker.report.plans.constants
+                for host in report.hosts
+            ),
+            DEADLINE_S,
+        )
+        job.kill(JobComponent.HOST, "host-1")
+        second = wait_calibrated(2).detail
+        chosen = [
+            event
+            for event in job.read_events()
+            if event.kind is EventKind.PLAN_CHOSEN and event.generation == 2
+        ]
+    assert float(first["error"]) < float(first["error_before"])
+    assert int(second["plans"]) == 2
+    assert sorted(event.host for event in chosen) == survivors
+    assert len({(event.detail["plan"], event.detail["step_s"]) for event in chosen}) == 1, (
+        "the same constants"
+    )
+    # The plan of the second generation had not been measured when it was chosen.
+    before, after = (
+        abs(math.log(float(estimate) / float(second["step_s"])))
+        for estimate in (second["estimated_s"], chosen[0].detail["step_s"])
+    )
+    assert after < before
 
 
 def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):

@@ -18,7 +18,7 @@ from resilient_jax.membership.recovery_policy import (
     choose_admission,
     choose_after_loss,
 )
-from resilient_jax.protocol.plan_records import PlanChange, PlanOutlook
+from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 
@@ -44,6 +44,7 @@ def estimate(
     best_axes=BEST_AXES,
     generation: int = 1,
     most_lost: int = 2,
+    constants: PlanConstants = (),
 ) -> PlanOutlook:
     losses = (
         PlanChange(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
@@ -52,7 +53,11 @@ def estimate(
         ),
     )
     return PlanOutlook(
-        generation=GenerationNumber(generation), axes=AXES, groups=(NAMES,), losses=losses[:most_lost]
+        generation=GenerationNumber(generation),
+        axes=AXES,
+        groups=(NAMES,),
+        losses=losses[:most_lost],
+        constants=constants,
     )
 
 
@@ -311,6 +316,20 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
     job.wait(2 * decided(job).wait_s)
     stop_at_boundary(job, 8)
     assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
+
+
+@pytest.mark.parametrize("is_new_leader", [False, True])
+def test_the_constants_that_members_have_fitted_are_those_of_the_next_generations(is_new_leader):
+    fitted = (("matrix_efficiency", 0.3),)
+    job = lose(0.0, None, constants=fitted, is_new_leader=is_new_leader)
+    job.form()
+    assert job.generation.plan_constants == fitted
+    # Nobody has fitted any in the next one, whose estimates are by these.
+    job.train(7)
+    job.worker("d", exit_code=-9)
+    job.acknowledge("a", "c", step=7, holds_state=True)
+    job.form()
+    assert (sorted(job.members), job.generation.plan_constants) == (["a", "c"], fitted)
 
 
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():

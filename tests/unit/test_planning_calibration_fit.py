@@ -1,17 +1,26 @@
 """Fitted constants are recovered from step times that were computed with them."""
 
 import dataclasses
+import math
 
 import pytest
 from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import StepMeasurement, estimate_step_s, fit_calibration
+from resilient_jax.planning.calibration_fit import (
+    FITTED_CONSTANTS,
+    JOB_SPREAD,
+    StepMeasurement,
+    estimate_step_s,
+    find_error,
+    fit_calibration,
+)
 from resilient_jax.planning.device_layout import NO_LAYER_LIMITS
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.search import search_plan
 
+DEFAULT = Calibration()
 TRUE = Calibration(
     matrix_efficiency=0.41,
     link_efficiency=0.55,
@@ -55,6 +64,37 @@ def test_constants_without_influence_stay_as_they_were():
     assert fit.calibration.link_efficiency == Calibration().link_efficiency
     assert fit.calibration.fsdp_overlap == Calibration().fsdp_overlap
     assert fit.error < 0.01
+
+
+def test_one_measured_plan_changes_most_what_its_step_depends_on_most():
+    plan = search_plan(small_profile(), cluster([1.0] * 4), global_batch=48)
+    measured = [StepMeasurement(plan=plan, step_s=3 * plan.step_time_s)]
+    fit = fit_calibration(measured, spread=JOB_SPREAD)
+    assert fit.error < 0.02 < 1 < fit.error_before
+    influence = {
+        name: abs(
+            estimate_step_s(plan, dataclasses.replace(DEFAULT, **{name: getattr(DEFAULT, name) / 1.1}))
+            / plan.step_time_s
+            - 1
+        )
+        for name in FITTED_CONSTANTS
+    }
+    changes = {
+        name: abs(math.log(getattr(fit.calibration, name) / getattr(DEFAULT, name)))
+        for name in FITTED_CONSTANTS
+    }
+    assert max(changes, key=changes.__getitem__) == max(influence, key=influence.__getitem__)
+    least = min(influence, key=influence.__getitem__)
+    assert changes[least] < 0.1, "the step says nothing of it"
+
+
+def test_a_plan_that_was_not_run_is_estimated_better_after_the_fit_to_one_that_was():
+    plans = plans_of(small_profile())
+    fit = fit_calibration(
+        [StepMeasurement(plan=plans[0], step_s=estimate_step_s(plans[0], TRUE))], spread=JOB_SPREAD
+    )
+    others = [StepMeasurement(plan=plan, step_s=estimate_step_s(plan, TRUE)) for plan in plans[1:]]
+    assert find_error(others, fit.calibration) < find_error(others, DEFAULT)
 
 
 def test_no_measurement_is_refused():

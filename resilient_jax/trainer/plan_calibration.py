@@ -1,0 +1,124 @@
+"""Fits the constants of the cost model to the steps of a running job, so that its estimates improve by themselves.
+
+The measured step of each plan that this job has run counts once. The fit begins with the constants that the job was
+given, and changes those least that the measured steps say little of (`planning.calibration_fit`).
+"""
+
+import math
+import statistics
+from collections import deque
+from typing import Final, NamedTuple
+
+from resilient_jax.compile.ahead_of_time import CancellationCheck
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration_fit import (
+    FITTED_CONSTANTS,
+    JOB_SPREAD,
+    CalibrationFit,
+    StepMeasurement,
+    estimate_step_s,
+    fit_calibration,
+)
+from resilient_jax.planning.plan import Plan
+from resilient_jax.protocol.plan_records import PlanConstants
+
+FIRST_STEP: Final = 2
+"""In a generation the first step waits for programs, and the second may for what they leave to the first call."""
+FITTED_AFTER: Final = (12, 48, 192, 768)
+"""The numbers of steps in a generation after which constants are fitted. In the first ones threads still compile for
+other plans, which slows steps down where they share cores; so they are fitted again."""
+MEDIAN_STEPS: Final = 64
+"""A plan's step is the median of so many, the last ones."""
+MAX_PLANS: Final = 8
+"""The newest plans count: a fit tries some hundred constants for each."""
+
+LEAST_CHANGE: Final = 0.01
+"""A constant that changes by less is not named."""
+
+
+class PlanCalibration(NamedTuple):
+    """A fit to the steps of a job.
+
+    Attributes:
+        measured: the plan that runs, with its measured step.
+        fit: of the constants, to the steps of all plans so far.
+        num_plans: how many these are.
+        given: the constants that the job began with.
+    """
+
+    measured: StepMeasurement
+    fit: CalibrationFit
+    num_plans: int
+    given: Calibration
+
+    @property
+    def constants(self) -> PlanConstants:
+        """The fitted constants by name."""
+        return tuple((name, getattr(self.fit.calibration, name)) for name in FITTED_CONSTANTS)
+
+    @property
+    def estimated_s(self) -> float:
+        """The estimate of a step of the plan that runs, with the constants that the job began with."""
+        return estimate_step_s(self.measured.plan, self.given)
+
+    @property
+    def calibrated_s(self) -> float:
+        """The same with the fitted constants."""
+        return estimate_step_s(self.measured.plan, self.fit.calibration)
+
+    def describe_changes(self) -> str:
+        """Return what the fit has changed, such as "matrix_efficiency 0.75 to 0.31"."""
+        return ", ".join(
+            f"{name} {getattr(self.given, name):.3g} to {value:.3g}"
+            for name, value in self.constants
+            if not math.isclose(value, getattr(self.given, name), rel_tol=LEAST_CHANGE)
+        )
+
+
+class PlanCalibrator:
+    """Measures the steps of plans, in all generations of a process, and fits constants to them.
+
+    Args:
+        given: the constants that the job began with.
+    """
+
+    def __init__(self, given: Calibration) -> None:
+        self._given = given
+        self._steps: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        """Of this generation."""
+        self._measured: dict[tuple[str, int], StepMeasurement] = {}
+        """By plan and its devices, the oldest first."""
+
+    def end_step(self, plan: Plan, number: int, seconds: float) -> bool:
+        """Note a step; return whether constants are to be fitted now.
+
+        Args:
+            plan: of the generation.
+            number: of the step in this generation, from 0.
+            seconds: that it took.
+        """
+        if number < FIRST_STEP:
+            self._steps.clear()
+            return False
+        self._steps.append(seconds)
+        if number not in FITTED_AFTER:
+            return False
+        key = (plan.shape, plan.device_count)
+        self._measured.pop(key, None)
+        self._measured[key] = StepMeasurement(plan=plan, step_s=statistics.median(self._steps))
+        return True
+
+    def fit(self, check: CancellationCheck) -> PlanCalibration:
+        """Return the constants for the steps so far. Thread-safe; takes a second of one core for a few plans.
+
+        Args:
+            check: raises if the fit is to end.
+        """
+
+        def estimate(plan: Plan, calibration: Calibration) -> float:
+            check()
+            return estimate_step_s(plan, calibration)
+
+        measured = list(self._measured.values())[-MAX_PLANS:]
+        found = fit_calibration(measured, self._given, estimate=estimate, spread=JOB_SPREAD)
+        return PlanCalibration(measured[-1], found, len(measured), self._given)
