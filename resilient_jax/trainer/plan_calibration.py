@@ -22,11 +22,8 @@ from resilient_jax.planning.calibration_fit import (
 from resilient_jax.planning.plan import Plan
 from resilient_jax.protocol.plan_records import PlanConstants
 
-FIRST_STEP: Final = 2
-"""In a generation the first step waits for programs, and the second may for what they leave to the first call."""
-FITTED_AFTER: Final = (12, 48, 192, 768)
-"""The numbers of steps in a generation after which constants are fitted. In the first ones threads still compile for
-other plans, which slows steps down where they share cores; so they are fitted again."""
+FITTED_AFTER: Final = (8, 32, 128, 512)
+"""The numbers of measured steps in a generation after which constants are fitted."""
 MEDIAN_STEPS: Final = 64
 """A plan's step is the median of so many, the last ones."""
 MAX_PLANS: Final = 8
@@ -85,23 +82,26 @@ class PlanCalibrator:
     def __init__(self, given: Calibration) -> None:
         self._given = given
         self._steps: deque[float] = deque(maxlen=MEDIAN_STEPS)
-        """Of this generation."""
+        """Of this generation, as is their number."""
+        self._num_steps = 0
         self._measured: dict[tuple[str, int], StepMeasurement] = {}
         """By plan and its devices, the oldest first."""
 
-    def end_step(self, plan: Plan, number: int, seconds: float) -> bool:
-        """Note a step; return whether constants are to be fitted now.
+    def begin_generation(self) -> None:
+        """Measure another plan from now on."""
+        self._steps.clear()
+        self._num_steps = 0
+
+    def end_step(self, plan: Plan, seconds: float) -> bool:
+        """Note a step of this generation that waited for no program; return whether constants are to be fitted now.
 
         Args:
             plan: of the generation.
-            number: of the step in this generation, from 0.
             seconds: that it took.
         """
-        if number < FIRST_STEP:
-            self._steps.clear()
-            return False
         self._steps.append(seconds)
-        if number not in FITTED_AFTER:
+        self._num_steps += 1
+        if self._num_steps not in FITTED_AFTER:
             return False
         key = (plan.shape, plan.device_count)
         self._measured.pop(key, None)

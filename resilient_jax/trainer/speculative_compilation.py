@@ -53,6 +53,8 @@ class SpeculativeCompiler:
         self._newest = planner
         """Searches by the newest constants; the generation runs a plan of `planner`, whose constants all hosts have."""
         self._constants: PlanConstants = ()
+        self._is_quiet = False
+        """Whether nothing is compiled, so that steps take as long as they do in the long run."""
         self._has_fitted = False
         """Whether constants were fitted since what is likely was compiled."""
         self._forecast: PlanForecast | None = None
@@ -82,6 +84,9 @@ class SpeculativeCompiler:
         """
         if number == 0:
             self._first_s = seconds
+            self._is_quiet = self._has_fitted = False
+            if self._calibrator is not None:
+                self._calibrator.begin_generation()
             self._known = {_make_key(current)}
             self._constants = self._constants or world.step_services.plan_constants
             self._forecast = self._make_forecast(world, current)
@@ -90,18 +95,27 @@ class SpeculativeCompiler:
             self._longest_s = max(self._longest_s, self._first_s - seconds)
             self._first_s = 0.0
             self._report_forecast()
-        self._calibrate(world, current, number, seconds)
+        elif number == 2:
+            # Behind all that is compiled after the first steps.
+            world.compile_ahead([CompilationJob("steps are measured", self._note_quiet)])
+        else:
+            self._calibrate(world, current, seconds)
 
-    def _calibrate(self, world: World, current: Arrangement, number: int, seconds: float) -> None:
+    def _note_quiet(self, _: CancellationCheck) -> bool:
+        self._is_quiet = True
+        return False
+
+    def _calibrate(self, world: World, current: Arrangement, seconds: float) -> None:
         """Fit constants to the steps of this job, on the thread that compiles, and go on with them."""
         if self._has_fitted:
-            self._has_fitted = False
+            self._is_quiet = self._has_fitted = False
             self._forecast = self._make_forecast(world, current)
             world.compile_ahead(self._list_jobs(world, current))
+            world.compile_ahead([CompilationJob("steps are measured", self._note_quiet)])
         # Of unequal teams it is not seen which of them took the time.
-        if self._calibrator is None or not isinstance(current.plan, Plan):
+        if self._calibrator is None or not self._is_quiet or not isinstance(current.plan, Plan):
             return
-        if self._calibrator.end_step(current.plan, number, seconds) and is_forecaster(world):
+        if self._calibrator.end_step(current.plan, seconds) and is_forecaster(world):
             fit = functools.partial(self._fit, world, self._calibrator)
             world.compile_ahead([CompilationJob("constants of estimates", fit)])
 

@@ -240,18 +240,16 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
 
 
 def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change_on(tmp_path):
-    survivors = ["host-0", "host-2", "host-3"]
     with launch(tmp_path, "--calibrate", steps=MANY_STEPS) as job:
 
-        def wait_calibrated(generation: int) -> Event:
-            """Wait for a fit of this generation, the last one for which threads still compile."""
+        def wait_calibrated(what: str, before: str = "") -> Event:
             return job.wait_event(
-                f"constants of generation {generation}",
-                lambda event: event.kind is EventKind.PLAN_CALIBRATED and event.generation == generation,
+                f"constants fitted to {what}",
+                lambda event: event.kind is EventKind.PLAN_CALIBRATED and event.detail["plan"] != before,
                 DEADLINE_S,
             )
 
-        first = wait_calibrated(1).detail
+        first = wait_calibrated("the first plan").detail
         job.wait_report(
             "constants of all hosts, which foresee each loss with them",
             lambda report: all(
@@ -263,19 +261,20 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
             DEADLINE_S,
         )
         job.kill(JobComponent.HOST, "host-1")
-        second = wait_calibrated(2).detail
+        fitted = wait_calibrated("another plan", str(first["plan"]))
         chosen = [
             event
             for event in job.read_events()
-            if event.kind is EventKind.PLAN_CHOSEN and event.generation == 2
+            if event.kind is EventKind.PLAN_CHOSEN and event.generation == fitted.generation
         ]
+    second = fitted.detail
     assert float(first["error"]) < float(first["error_before"])
-    assert int(second["plans"]) == 2
-    assert sorted(event.host for event in chosen) == survivors
+    assert int(second["plans"]) >= 2
+    assert {"host-0", "host-2", "host-3"} <= {event.host for event in chosen}
     assert len({(event.detail["plan"], event.detail["step_s"]) for event in chosen}) == 1, (
         "the same constants"
     )
-    # The plan of the second generation had not been measured when it was chosen.
+    # The plan had not been measured when it was chosen.
     before, after = (
         abs(math.log(float(estimate) / float(second["step_s"])))
         for estimate in (second["estimated_s"], chosen[0].detail["step_s"])

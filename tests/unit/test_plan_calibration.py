@@ -5,7 +5,7 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.search import search_plan
-from resilient_jax.trainer.plan_calibration import FIRST_STEP, FITTED_AFTER, PlanCalibrator
+from resilient_jax.trainer.plan_calibration import FITTED_AFTER, PlanCalibrator
 
 TOPOLOGY = cluster([1.0] * 4)
 
@@ -15,25 +15,24 @@ def find_plan(*lost):
     return search_plan(small_profile(), topology, global_batch=48)
 
 
-def run(calibrator, plan, step_s, *, steps=FITTED_AFTER[0] + 1):
-    """Return the numbers of the steps after which constants are to be fitted."""
-    return [number for number in range(steps) if calibrator.end_step(plan, number, step_s)]
+def run(calibrator, plan, step_s, *, steps=FITTED_AFTER[0]):
+    """Return the numbers of the steps of one generation after which constants are to be fitted."""
+    calibrator.begin_generation()
+    return [number for number in range(1, steps + 1) if calibrator.end_step(plan, step_s)]
 
 
-def test_constants_are_fitted_after_some_steps_and_again_when_threads_have_compiled():
+def test_constants_are_fitted_after_some_steps_of_each_generation_and_again_after_more():
     calibrator, plan = PlanCalibrator(Calibration()), find_plan()
-    assert run(calibrator, plan, 1.0, steps=FITTED_AFTER[-1] + 1) == list(FITTED_AFTER)
+    for _ in range(2):
+        assert run(calibrator, plan, 1.0, steps=FITTED_AFTER[-1] + 1) == list(FITTED_AFTER)
 
 
-def test_the_first_steps_of_a_generation_and_those_of_the_one_before_do_not_count():
+def test_a_plan_counts_once_with_the_steps_of_its_newest_generation():
     calibrator, plan = PlanCalibrator(Calibration()), find_plan()
-    run(calibrator, plan, 0.5)
-    for number in range(FITTED_AFTER[0] + 1):
-        calibrator.end_step(plan, number, 100.0 if number < FIRST_STEP else 2.0)
+    for step_s in (0.5, 2.0):
+        run(calibrator, plan, step_s)
     found = calibrator.fit(lambda: None)
-    assert (found.measured.step_s, found.num_plans) == (2.0, 1), (
-        "the same plan counts once, the newest steps of it"
-    )
+    assert (found.measured.step_s, found.num_plans) == (2.0, 1)
 
 
 def test_the_plans_of_all_generations_count_and_how_far_off_the_estimates_were_is_known():
