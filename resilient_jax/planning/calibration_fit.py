@@ -1,8 +1,8 @@
 """Fit of the cost model's constants to measured step times.
 
 With estimates e_i(c) of measured times t_i, the constants c minimize `sqrt(mean_i ln(e_i(c) / t_i)^2)`: a short step
-counts as much as a long one. The minimum is found by a pattern search over factors of each constant, which needs no
-derivatives of maxima and integers (Hooke and Jeeves 1961, https://doi.org/10.1145/321062.321069).
+counts as much as a long one. In the logarithms of constants that is a problem of least squares, which the method of
+Levenberg and Marquardt solves (Marquardt 1963, https://doi.org/10.1137/0111030), with differences for derivatives.
 
 A running job has measured few plans, often one, which say nothing of most constants alone. Then each constant is drawn
 back to where it began, as by a log-normal prior: those that matter most for the measured steps are changed most, and
@@ -11,8 +11,10 @@ what was not measured stays as it was.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.cost_model import CostModel
@@ -36,11 +38,18 @@ JOB_SPREAD = math.log(2.0)
 """Of a running job's constants: assumed right within a factor of two, for two thirds of them."""
 MEASURED_SPREAD = 0.05
 """Standard deviation of the logarithm of measured over estimated times with the best constants: docs/benchmarks.md."""
-FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
-WORTHWHILE = 0.99
-"""If the error falls by less than this ratio, the factor is reduced."""
-LEAST = 1e-9
+LEAST: Final = 1e-9
 """Lower bound of constants that are not fractions, so that a factor can change them."""
+DIFFERENCE: Final = 0.05
+"""Of the logarithm of a constant, for a derivative: estimates have maxima and whole numbers in them."""
+MAX_STEP: Final = 1.0
+"""Of the logarithm of a constant, in an iteration: estimates are far from linear beyond."""
+MAX_ITERATIONS: Final = 60
+WORTHWHILE: Final = 1e-3
+"""If an iteration lowers the squares by less than this part, it is the last one."""
+FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING, DAMPING_FACTOR = 1.0, 1e-4, 1e5, 4.0
+LEAST_WEIGHT: Final = 1e-12
+"""Of the prior, so that constants without influence stay as they were."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +117,11 @@ def fit_calibration(
         )
     base = measurements[0].plan.request.calibration if start is None else start
     fit = _Fit(measurements, constants, estimate, base, spread)
-    error_before = base_error = fit.error(base)
-    # Factors are 2, 2^(1/2), 2^(1/4), ...: one that lowers the error by less than 1 % is replaced by its root.
-    factor = FIRST_FACTOR
-    while factor > LAST_FACTOR:
-        best, error = fit.explore(base, base_error, factor)
-        if error >= base_error * WORTHWHILE:
-            factor = math.sqrt(factor)
-        # The pattern move of Hooke and Jeeves: repeat the last improvement while it improves.
-        while error < base_error:
-            ahead = fit.move_beyond(base, best)
-            base, base_error = best, error
-            best, error = fit.explore(ahead, fit.error(ahead), factor)
+    fitted = fit.calibrate(_minimize(fit))
     return CalibrationFit(
-        calibration=base, error=find_error(measurements, base, estimate), error_before=error_before
+        calibration=fitted,
+        error=find_error(measurements, fitted, estimate),
+        error_before=find_error(measurements, base, estimate),
     )
 
 
@@ -143,39 +143,57 @@ class _Fit(NamedTuple):
     start: Calibration
     spread: float
 
-    def explore(self, calibration: Calibration, error: float, factor: float) -> tuple[Calibration, float]:
-        """Return the best calibration found by changing each constant by a factor in turn, and its error."""
-        for name in self.constants:
-            for times in (factor, 1 / factor):
-                other = _with(calibration, {name: getattr(calibration, name) * times})
-                if (found := self.error(other)) < error:
-                    calibration, error = other, found
-                    break
-        return calibration, error
+    def calibrate(self, logarithms: np.ndarray) -> Calibration:
+        """Return the constants whose ratios to those at the start have these logarithms [constants], as allowed."""
+        values = {}
+        for name, logarithm in zip(self.constants, logarithms, strict=True):
+            value = max(getattr(self.start, name), LEAST) * math.exp(logarithm)
+            values[name] = min(value, 1.0) if name in _PARTS else max(value, LEAST)
+        return dataclasses.replace(self.start, **values)
 
-    def move_beyond(self, start: Calibration, end: Calibration) -> Calibration:
-        """Return the calibration as far beyond `end` as `end` is from `start`, in factors."""
-        # c_ahead = c_end (c_end / c_start) for each constant: the pattern move in logarithms.
-        ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in self.constants}
-        return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
-
-    def error(self, calibration: Calibration) -> float:
-        """Return what is minimized."""
-        # sqrt(E^2 + (s_t / s_c)^2 / n sum_j ln(c_j / c_j0)^2): the mode of the posterior, with s_t the spread of times
-        # and s_c that of constants.
-        error = find_error(self.measurements, calibration, self.estimate)
-        if math.isinf(self.spread):
-            return error
-        away = sum(
-            math.log(max(getattr(calibration, name), LEAST) / max(getattr(self.start, name), LEAST)) ** 2
+    def limit(self, logarithms: np.ndarray) -> np.ndarray:
+        """Return logarithms [constants] with which no part is above 1."""
+        most = [
+            -math.log(max(getattr(self.start, name), LEAST)) if name in _PARTS else math.inf
             for name in self.constants
-        )
-        return math.hypot(error, MEASURED_SPREAD / self.spread * math.sqrt(away / len(self.measurements)))
+        ]
+        return np.minimum(logarithms, most)
+
+    def measure(self, logarithms: np.ndarray) -> np.ndarray:
+        """Return ln(estimated / measured) [measurements] over its spread."""
+        calibration = self.calibrate(logarithms)
+        found = [math.log(self.estimate(one.plan, calibration) / one.step_s) for one in self.measurements]
+        return np.array(found) / MEASURED_SPREAD
+
+    def differentiate(self, logarithms: np.ndarray, here: np.ndarray) -> np.ndarray:
+        """Return the derivatives [measurements, constants] of `measure`, which is `here` now."""
+        # Downwards, where all constants may go.
+        below = [self.measure(logarithms - DIFFERENCE * unit) for unit in np.eye(len(logarithms))]
+        return (here[:, None] - np.stack(below, axis=1)) / DIFFERENCE
 
 
-def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
-    """Return the calibration with these constants, clipped to their ranges."""
-    allowed = {
-        name: min(value, 1.0) if name in _PARTS else max(value, LEAST) for name, value in values.items()
-    }
-    return dataclasses.replace(calibration, **allowed)
+def _minimize(fit: _Fit) -> np.ndarray:
+    """Return the logarithms [constants] with the least squares."""
+    # |r|^2 + w |x|^2 with residuals r(x), over their spread, and w = 1 / (spread of x)^2: twice the negative logarithm
+    # of the posterior. A step s solves (J^T J + w + d diag(J^T J + w)) s = -(J^T r + w x), with the damping d.
+    weight, damping = max(fit.spread**-2, LEAST_WEIGHT), FIRST_DAMPING
+    x = np.zeros(len(fit.constants))
+    r = fit.measure(x)
+    squares = r @ r
+    for _ in range(MAX_ITERATIONS):
+        slopes = fit.differentiate(x, r)
+        matrix = slopes.T @ slopes + weight * np.eye(len(x))
+        gradient = slopes.T @ r + weight * x
+        before = squares
+        while squares == before and damping < MOST_DAMPING:
+            step = -np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient)
+            tried = fit.limit(x + np.clip(step, -MAX_STEP, MAX_STEP))
+            found = fit.measure(tried)
+            if (fewer := found @ found + weight * (tried @ tried)) < squares:
+                x, r, squares = tried, found, fewer
+                damping = max(damping / DAMPING_FACTOR, LEAST_DAMPING)
+            else:
+                damping *= DAMPING_FACTOR
+        if before - squares <= WORTHWHILE * before:
+            break
+    return x
