@@ -45,9 +45,11 @@ DIFFERENCE: Final = 0.05
 MAX_STEP: Final = 1.0
 """Of the logarithm of a constant, in an iteration: estimates are far from linear beyond."""
 MAX_ITERATIONS: Final = 60
-WORTHWHILE: Final = 1e-3
+WORTHWHILE: Final = 1e-5
 """If an iteration lowers the squares by less than this part, it is the last one."""
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING, DAMPING_FACTOR = 1.0, 1e-4, 1e5, 4.0
+FAR_BELOW: Final = -3.0
+"""Logarithm of all constants over their start, for another beginning."""
 LEAST_WEIGHT: Final = 1e-12
 """Of the prior, so that constants without influence stay as they were."""
 
@@ -117,7 +119,10 @@ def fit_calibration(
         )
     base = measurements[0].plan.request.calibration if start is None else start
     fit = _Fit(measurements, constants, estimate, base, spread)
-    fitted = fit.calibrate(_minimize(fit))
+    # A prior has one best place. Without one a part may belong at 0, far away from where it begins.
+    begins = (0.0,) if math.isfinite(spread) else (0.0, FAR_BELOW)
+    _, best = min((_minimize(fit, begin) for begin in begins), key=lambda one: one[0])
+    fitted = fit.calibrate(best)
     return CalibrationFit(
         calibration=fitted,
         error=find_error(measurements, fitted, estimate),
@@ -172,14 +177,14 @@ class _Fit(NamedTuple):
         return (here[:, None] - np.stack(below, axis=1)) / DIFFERENCE
 
 
-def _minimize(fit: _Fit) -> np.ndarray:
-    """Return the logarithms [constants] with the least squares."""
+def _minimize(fit: _Fit, begin: float) -> tuple[float, np.ndarray]:
+    """Return the least squares that are found from these logarithms on, and the logarithms [constants] with them."""
     # |r|^2 + w |x|^2 with residuals r(x), over their spread, and w = 1 / (spread of x)^2: twice the negative logarithm
     # of the posterior. A step s solves (J^T J + w + d diag(J^T J + w)) s = -(J^T r + w x), with the damping d.
     weight, damping = max(fit.spread**-2, LEAST_WEIGHT), FIRST_DAMPING
-    x = np.zeros(len(fit.constants))
+    x = np.full(len(fit.constants), begin)
     r = fit.measure(x)
-    squares = r @ r
+    squares = r @ r + weight * (x @ x)
     for _ in range(MAX_ITERATIONS):
         slopes = fit.differentiate(x, r)
         matrix = slopes.T @ slopes + weight * np.eye(len(x))
@@ -196,4 +201,4 @@ def _minimize(fit: _Fit) -> np.ndarray:
                 damping *= DAMPING_FACTOR
         if before - squares <= WORTHWHILE * before:
             break
-    return x
+    return squares, x
