@@ -123,6 +123,7 @@ def test_the_policy_misses_little_and_is_not_worse_than_a_fixed_rule():
     assert 0 <= found.decision_regret < 0.01
     assert found.policy_gain_at_once >= 0
     assert found.policy_gain_waiting >= 0
+    assert found.policy_gain_rerouting >= 0
     assert found.waits > 0
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from benchmarks.plan.estimate_errors import (
+    CalibratedError,
     MemoryCase,
     PlanMeasurements,
     TimedModel,
@@ -22,6 +23,8 @@ def model(name, *rows):
             TimedPlan(plan=f"plan {i}", estimated_s=e, step_s=s, cpu_s=c, halves_s=(s, c))
             for i, (e, s, c) in enumerate(rows)
         ],
+        error_given=0.4,
+        errors_calibrated=[CalibratedError(plans=1, error=0.3), CalibratedError(plans=4, error=0.1)],
     )
 
 
@@ -48,6 +51,8 @@ def test_regret_is_the_excess_time_of_the_chosen_plan_over_the_best_in_the_worst
     assert found.models[1].regret_cpu == 0
     assert [one.repeatability for one in found.models] == [pytest.approx(1), pytest.approx(0.5)]
     assert (found.regret, found.rank_correlation) == (pytest.approx(0.2), pytest.approx(0.5))
+    assert (found.estimate_error, found.estimate_error_calibrated) == (0.4, 0.1)
+    assert found.models[0].estimate_errors_calibrated == {"1": 0.3, "4": 0.1}
 
 
 def test_memory_errors_are_summarized_by_largest_and_median_absolute_error():

@@ -21,7 +21,7 @@ from benchmarks.decide.figures import (
     measure_kept_speed,
 )
 from benchmarks.paths import REPOSITORY
-from benchmarks.plan.command import MESH, analyze_model, measure_programs
+from benchmarks.plan.command import MESH, analyze_model, measure_programs, tabulate_programs
 from benchmarks.plan.estimate_errors import make_program_figures
 from benchmarks.plan.figures import SEARCH_CASES, SearchCase, make_topology
 from benchmarks.report import describe_machine, open_console, print_json_line
@@ -56,10 +56,13 @@ def decide(
 
     decision_regret: work until the next failure that a leader's choices miss, of
     the best option in hindsight; drawn changes of members. policy_gain_at_once,
-    policy_gain_waiting: over going on at once, and over waiting, each time.
+    policy_gain_waiting: over going on at once with the fastest plan, and over
+    waiting, each time. policy_gain_rerouting: in pipelines, over keeping the
+    lost stage each time.
 
-    regret, rank_correlation: as of the plan benchmark, which says what they
-    are; --no-programs leaves them out. n: rounds.
+    regret, rank_correlation, estimate_error, estimate_error_calibrated: as of
+    the plan benchmark, which says what they are; --no-programs leaves them out.
+    n: rounds.
     """
     if rounds < 1:
         raise CallerError(f"decide: found --rounds {rounds}, expected 1 or more")
@@ -77,7 +80,8 @@ def decide(
     figures.decision_ms = statistics.median(measure_decision_ms(DECISION_HOSTS) for _ in range(rounds))
     if programs:
         console.print("all plans of four models on eight CPU devices")
-        figures.programs = make_program_figures(measure_programs(rounds))
+        figures.programs = make_program_figures(measure_programs())
+        console.print(tabulate_programs(figures.programs))
     console.print(_tabulate_kept(figures))
     console.print(_tabulate_searches(figures))
     console.print(_tabulate_drawn(figures.drawn))
@@ -124,6 +128,7 @@ def _tabulate_drawn(found: DrawnFigures) -> Table:
     table = Table("figure", "found", "aim", title=f"{found.changes} drawn changes of members")
     table.add_row("decision_regret", f"{found.decision_regret:.5f}", "0.03")
     table.add_row("policy_gain_at_once", f"{found.policy_gain_at_once:.5f}", "")
+    table.add_row("policy_gain_rerouting", f"{found.policy_gain_rerouting:.5f}", "")
     table.add_row("policy_gain_waiting", f"{found.policy_gain_waiting:.5f}", "")
     table.add_row("share of changes in which it waits", f"{found.waits:.3f}", "")
     return table

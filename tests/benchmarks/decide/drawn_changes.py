@@ -53,7 +53,9 @@ class DrawnFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         decision_regret: mean of the share of the work of the best option in hindsight that is missed.
-        policy_gain_at_once: work over that of going on, and joining, at once each time; less 1.
+        policy_gain_at_once: work over that of going on, with the fastest plan, and joining at once each time; less 1.
+        policy_gain_rerouting: the same over keeping a lost stage each time, as long as nobody is back in it; in changes
+            of pipelines alone.
         policy_gain_waiting: the same over waiting, or gathering, whenever a host is on its way; less 1.
         waits: share of changes in which the policy waits, gathers or postpones.
         keeps: share of changes in which it keeps the stage of a lost host for it.
@@ -62,6 +64,7 @@ class DrawnFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     decision_regret: float
     policy_gain_at_once: float
+    policy_gain_rerouting: float
     policy_gain_waiting: float
     waits: float
     keeps: float
@@ -202,11 +205,13 @@ _TIMED: Final[Mapping[RecoveryAction, TimedChange]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
-    """The work of the policy's choice, of the best option, and of two rules without a policy."""
+    """The work of the policy's choice, of the best option, and of rules without a policy."""
 
     chosen: float
     best: float
     at_once: float
+    rerouting: float | None
+    """None: no pipeline."""
     waiting: float
     is_wait: bool
     keeps: bool
@@ -219,9 +224,16 @@ def judge_drawn_changes(count: int, seed: int = 0) -> DrawnFigures:
     chosen, at_once, waiting = (
         sum(getattr(one, name) / one.best for one in played) for name in ("chosen", "at_once", "waiting")
     )
+    stages = [one for one in played if one.rerouting is not None]
     return DrawnFigures(
         decision_regret=round(1 - chosen / count, 5),
         policy_gain_at_once=round(chosen / at_once - 1, 5),
+        policy_gain_rerouting=round(
+            sum(one.chosen / one.best for one in stages)
+            / max(sum((one.rerouting or 0.0) / one.best for one in stages), 1e-9)
+            - 1,
+            5,
+        ),
         policy_gain_waiting=round(chosen / waiting - 1, 5),
         waits=round(sum(one.is_wait for one in played) / count, 3),
         keeps=round(sum(one.keeps for one in played) / count, 3),
@@ -324,11 +336,16 @@ def _compare(
     }
     chosen = works[choice.action, choice.num_awaited]
     all_waited = works.get((waiting, len(awaited)), works[at_once, 0])
+    rerouting = None
+    if keeps:
+        always = dataclasses.replace(outcome, num_awaited=max(len(awaited), 1))
+        rerouting = max(play(RecoveryAction.KEEP_STAGES, always), 1e-9)
     # A failure that comes before anybody trains leaves no option any work.
     return _Played(
         chosen=max(chosen, 1e-9),
         best=max(*works.values(), 1e-9),
         at_once=max(works[at_once, 0], 1e-9),
+        rerouting=rerouting,
         waiting=max(all_waited, 1e-9),
         is_wait=choice.action in WAITS,
         keeps=choice.action is RecoveryAction.KEEP_STAGES,

@@ -97,6 +97,8 @@ class DecideFigures:
             fields |= {
                 "regret": self.programs.regret,
                 "rank_correlation": self.programs.rank_correlation,
+                "estimate_error": self.programs.estimate_error,
+                "estimate_error_calibrated": self.programs.estimate_error_calibrated,
             }
         fields |= {"n": self.n, "machine": self.machine}
         return msgspec.defstruct("DecideLine", list(fields))(**fields)

@@ -4,7 +4,9 @@
 
 For each of four models, the script compiles the step of every feasible plan without a pipeline and with one microbatch
 per replica, and times it in ROUNDS rounds of one step per plan. It fits the constants of the cost model to the first
-model, and estimates the plans of the other three with them. It writes `PlanMeasurements` to FOUND.
+model, and estimates the plans of the other three with them. Then it does with each of these what a running job does: it
+fits the constants to the plans with the least estimates, and estimates the others. It writes `PlanMeasurements` to
+FOUND.
 """
 
 import dataclasses
@@ -21,10 +23,22 @@ import msgspec
 
 import resilient_jax as rj
 from benchmarks.paths import REPOSITORY
-from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedModel, TimedPlan
+from benchmarks.plan.estimate_errors import (
+    CalibratedError,
+    MemoryCase,
+    PlanMeasurements,
+    TimedModel,
+    TimedPlan,
+)
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import StepMeasurement, estimate_step_s, fit_calibration
+from resilient_jax.planning.calibration_fit import (
+    JOB_SPREAD,
+    StepMeasurement,
+    estimate_step_s,
+    find_error,
+    fit_calibration,
+)
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
@@ -35,6 +49,7 @@ from tests.support.memory_grid import GRID, KINDS, compare
 
 DEVICES = 8
 MESH = REPOSITORY / "meshes" / "local_1x8.toml"
+PLANS_OF_A_JOB = (1, 2, 4)
 START = Calibration(fsdp_overlap=0.0, staging_bytes=0.0)
 """XLA's CPU devices run collectives synchronously, so no communication overlaps with computation."""
 
@@ -136,8 +151,13 @@ def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], li
 
 def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedModel:
     """Time all plans of a model, and estimate them with `constants`."""
+    timed = time_model(model, rounds)
+    measured = [StepMeasurement(plan=plan, step_s=statistics.median(seconds)) for plan, seconds, _ in timed]
+    measured.sort(key=lambda one: estimate_step_s(one.plan, START))
     return TimedModel(
         name=model.name,
+        error_given=find_error(measured, START),
+        errors_calibrated=[calibrate(measured[:count], measured[count:]) for count in PLANS_OF_A_JOB],
         plans=[
             TimedPlan(
                 plan=plan.shape,
@@ -146,9 +166,15 @@ def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedMod
                 cpu_s=statistics.median(processor),
                 halves_s=(statistics.median(seconds[::2]), statistics.median(seconds[1::2] or seconds)),
             )
-            for plan, seconds, processor in time_model(model, rounds)
+            for plan, seconds, processor in timed
         ],
     )
+
+
+def calibrate(ran: list[StepMeasurement], others: list[StepMeasurement]) -> CalibratedError:
+    """Return how far off a job's estimates of other plans are when it has run these."""
+    fit = fit_calibration(ran, START, spread=JOB_SPREAD)
+    return CalibratedError(plans=len(ran), error=find_error(others, fit.calibration))
 
 
 def measure(rounds: int) -> PlanMeasurements:

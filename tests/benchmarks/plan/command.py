@@ -43,6 +43,9 @@ from resilient_jax.topology import Topology
 AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
 PROGRAMS_LIMIT_S = 3600.0
 """To compile and time eighty programs: ten minutes on two idle cores, longer on busy ones."""
+STEP_ROUNDS = 40
+"""Times that the step of each plan is timed, in turn. With ten of them the order of plans that differ by some percent
+is that of the machine's load."""
 STALLS = {"compile_in_stall_s": True, "compile_in_stall_uncached_s": False}
 """Keys of the line of JSON, and whether programs are compiled ahead."""
 MESH = "meshes/h100_2048x8.toml"
@@ -85,13 +88,18 @@ def plan(
     estimate, and the rank correlation. The constants are fitted to a fourth
     model. models: each of the three, by step time and by processor time.
 
+    estimate_error, estimate_error_calibrated: of the same plans, how far off
+    (root mean square of the logarithm) the constants are that a job is given,
+    and those that it has fitted to the four plans with the least estimates,
+    of the other plans.
+
     compile_in_stall_s, compile_in_stall_uncached_s: how long the first step
     after a kill that changed the plan waited for programs, compiled ahead and
     kept on disk, or neither. --no-job leaves them out.
 
     spread: least and most of each time. n: rounds. programs_n: rounds in which
     programs were timed. --no-programs leaves out the measurements that compile
-    programs, which take ten minutes on two idle cores.
+    programs, which take a quarter of an hour on two idle cores.
     """
     if rounds < 1:
         raise CallerError(f"plan: found --rounds {rounds}, expected 1 or more")
@@ -112,8 +120,8 @@ def plan(
     figures.layouts = compare_layouts(LAYOUTS, is_fitted_anew=fit)
     if programs:
         console.print("all plans of four models on eight CPU devices")
-        figures.programs = make_program_figures(measure_programs(rounds))
-        console.print(_tabulate_programs(figures.programs))
+        figures.programs = make_program_figures(measure_programs())
+        console.print(tabulate_programs(figures.programs))
     if job:
         figures.stalls = _measure_stalls(console)
         console.print(_tabulate_stalls(figures.stalls))
@@ -152,7 +160,7 @@ def _measure_memory(profile: ProgramCost, topology: Topology, case: SearchCase) 
     return most / 2**20
 
 
-def measure_programs(rounds: int) -> PlanMeasurements:
+def measure_programs() -> PlanMeasurements:
     """Run the script that compiles and times programs, in a process of its own with eight devices.
 
     Raises:
@@ -165,7 +173,7 @@ def measure_programs(rounds: int) -> PlanMeasurements:
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
             "JAX_PLATFORMS": "cpu",
         }
-        run_alone([str(script), str(found), str(rounds)], Path(folder), environment, PROGRAMS_LIMIT_S)
+        run_alone([str(script), str(found), str(STEP_ROUNDS)], Path(folder), environment, PROGRAMS_LIMIT_S)
         return msgspec.json.decode(found.read_bytes(), type=PlanMeasurements)
 
 
@@ -194,10 +202,19 @@ def _tabulate_stalls(stalls: Mapping[str, ProgramStall]) -> Table:
     return table
 
 
-def _tabulate_programs(figures: ProgramFigures) -> Table:
+def tabulate_programs(figures: ProgramFigures) -> Table:
+    """Return the table of the models whose plans were run."""
     title = f"memory_error {figures.memory_error}, constants from {figures.calibrated_on!r}"
     table = Table("model", "plans", "chosen", "best", title=title)
-    for name in ("regret", "rank correlation", "of two halves", "by processor time", ""):
+    for name in (
+        "regret",
+        "rank correlation",
+        "of two halves",
+        "by processor time",
+        "",
+        "error",
+        "calibrated",
+    ):
         table.add_column(name, justify="right")
     for model in figures.models:
         table.add_row(
@@ -210,6 +227,8 @@ def _tabulate_programs(figures: ProgramFigures) -> Table:
             f"{model.repeatability:.2f}",
             f"{model.regret_cpu:.1%}",
             f"{model.rank_correlation_cpu:.2f}",
+            f"{model.estimate_error:.3f}",
+            ", ".join(f"{plans}: {error:.3f}" for plans, error in model.estimate_errors_calibrated.items()),
         )
     return table
 

@@ -1,5 +1,6 @@
 """Errors of the estimates of plans: of memory, and of which plan is fastest. Pure."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -37,11 +38,32 @@ class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
     halves_s: tuple[float, float]
 
 
+class CalibratedError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far off estimates are after a job has fitted constants to the steps of its plans.
+
+    Attributes:
+        plans: that it has run: those with the least estimates.
+        error: root mean square of ln(estimated / measured) over the others.
+    """
+
+    plans: int
+    error: float
+
+
 class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with all of its feasible plans."""
+    """A model with all of its feasible plans.
+
+    Attributes:
+        name: of the model.
+        plans: with the constants that were fitted to another model.
+        error_given: root mean square of ln(estimated / measured) with the constants that a job is given.
+        errors_calibrated: after a job that was given these has run some plans.
+    """
 
     name: str
     plans: list[TimedPlan]
+    error_given: float
+    errors_calibrated: list[CalibratedError]
 
 
 class PlanMeasurements(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +95,9 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
         regret: `step time of the chosen / step time of the best - 1`.
         rank_correlation: Spearman's, of estimates and measured step times.
         repeatability: Spearman's, of the even and the odd measured steps; a `rank_correlation` above it means nothing.
+        estimate_error: root mean square of ln(estimated / measured) with the constants that a job is given.
+        estimate_errors_calibrated: the same of the plans that a job has not run yet, by the number of those that it has
+            run and fitted its constants to.
     """
 
     name: str
@@ -84,6 +109,8 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
     repeatability: float
     regret_cpu: float
     rank_correlation_cpu: float
+    estimate_error: float
+    estimate_errors_calibrated: dict[str, float]
 
 
 class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +120,7 @@ class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
         memory_error: `largest` and `median` absolute error.
         memory_cases: `estimated / measured - 1` of each program.
         regret, rank_correlation: of the worst model.
+        estimate_error, estimate_error_calibrated: root mean square over the models, the latter after the most plans.
         models: figures of each model.
         calibrated_on, calibration, fit_error: as in `PlanMeasurements`.
         programs_n: number of rounds.
@@ -102,6 +130,8 @@ class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory_cases: dict[str, float]
     regret: float
     rank_correlation: float
+    estimate_error: float
+    estimate_error_calibrated: float
     models: list[ModelFigures]
     calibrated_on: str
     calibration: dict[str, float]
@@ -159,6 +189,8 @@ def make_program_figures(found: PlanMeasurements) -> ProgramFigures:
         memory_cases={case.name: round(case.error, 4) for case in found.memory},
         regret=max(model.regret for model in models),
         rank_correlation=min(model.rank_correlation for model in models),
+        estimate_error=_find_mean([model.error_given for model in found.models]),
+        estimate_error_calibrated=_find_mean([model.errors_calibrated[-1].error for model in found.models]),
         models=models,
         calibrated_on=found.calibrated_on,
         calibration=found.calibration,
@@ -182,7 +214,14 @@ def make_model_figures(model: TimedModel) -> ModelFigures:
         repeatability=round(correlate_ranks(*zip(*(plan.halves_s for plan in model.plans), strict=True)), 4),
         regret_cpu=round(chosen.cpu_s / min(plan.cpu_s for plan in model.plans) - 1, 4),
         rank_correlation_cpu=round(correlate_ranks(estimates, [plan.cpu_s for plan in model.plans]), 4),
+        estimate_error=round(model.error_given, 4),
+        estimate_errors_calibrated={str(one.plans): round(one.error, 4) for one in model.errors_calibrated},
     )
+
+
+def _find_mean(errors: Sequence[float]) -> float:
+    """Return the root mean square."""
+    return round(math.sqrt(statistics.fmean(error**2 for error in errors)), 4)
 
 
 def summarize_memory_errors(cases: Sequence[MemoryCase]) -> dict[str, float]:
