@@ -285,6 +285,13 @@ class PlanSearcher:
             groups.setdefault((host.accelerator, count, host.device_speeds, host.speed), []).append(name)
         return [tuple(names) for names in groups.values()]
 
+    def list_failure_domains(self, hosts: tuple[HostName, ...]) -> list[tuple[HostName, ...]]:
+        """Return which of these hosts may be lost as one, such as those of a rack: never all, from the inside out."""
+        levels = self._topology.failure_levels[1:]
+        domains = [set(domain.hosts) for level in levels for domain in self._topology.domains(level)]
+        found = [tuple(host for host in hosts if host in domain) for domain in domains]
+        return [domain for domain in found if 0 < len(domain) < len(hosts)]
+
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 

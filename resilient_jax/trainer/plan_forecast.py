@@ -8,7 +8,7 @@ where programs are compiled ahead.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -24,8 +24,8 @@ from resilient_jax.worker.world import World
 LEAST_COMPILE_S: Final = 1.0
 """Programs that are not ready take at least so long, also if those of the first step came from a cache."""
 MAX_CHANGES: Final = 32
-"""So many losses are estimated, and so many joins, each by two searches; enough for all of one and two hosts of six
-groups, and for all of eight equal ones."""
+"""So many losses are estimated, so many of whole failure domains, and so many joins, each by two searches; enough for
+all of one and two hosts of six groups, and for all of eight equal ones."""
 HostGroups = tuple[tuple[HostName, ...], ...]
 """In each of them it makes no difference to a plan which host is lost, or joins."""
 
@@ -65,7 +65,7 @@ class PlanForecast:
             check: raises if the search is to end.
         """
         world, searcher = self._world, self._searcher
-        if not is_forecaster(world):
+        if not is_forecaster(world, searcher):
             return
         # By the constants of this estimate, which may be newer than those that the plan was chosen by.
         self._present_s = searcher.estimate_step_s(world.hosts, self._plan) or self._plan.step_time_s
@@ -78,13 +78,13 @@ class PlanForecast:
         self._losses = (unchanged,) if unchanged is not None else ()
         self._losses += self._estimate_changes(
             self._present,
-            most=len(world.hosts) - 1,
+            [*list_likely_changes(self._present, len(world.hosts) - 1), *self._list_domains()],
             change=lambda lost: tuple(host for host in world.hosts if host not in lost),
             check=check,
         )
         self._joins = self._estimate_changes(
             self._absent,
-            most=sum(map(len, self._absent)),
+            list_likely_changes(self._absent, sum(map(len, self._absent))),
             change=lambda joining: (*world.hosts, *joining),
             check=check,
         )
@@ -121,28 +121,35 @@ class PlanForecast:
     def _estimate_changes(
         self,
         groups: HostGroups,
+        likely: Iterable[tuple[int, ...]],
         *,
-        most: int,
         change: Callable[[list[HostName]], tuple[HostName, ...]],
         check: CancellationCheck,
     ) -> tuple[tuple[PlanChange, AnyPlan], ...]:
-        """Return the likeliest changes, with the plans after them.
+        """Return changes, with the plans after them.
 
         Args:
             groups: of the hosts that are lost or join.
-            most: how many of them can be.
+            likely: the changes, as indices of groups.
             change: returns the hosts that train after a loss or join of these.
             check: raises if the search is to end.
         """
-        sizes = [len(group) for group in groups]
         found = []
         # After another one each host takes the best plan, and the decision says why.
-        for chosen in list_likely_groups(sizes, min(most, MAX_FORESEEN_HOSTS), MAX_CHANGES):
+        for chosen in dict.fromkeys(likely):
             check()
             # Of hosts of one group the last ones.
             hosts = [groups[index][-1 - chosen[:place].count(index)] for place, index in enumerate(chosen)]
             found.append(self._estimate_change(chosen, change(hosts)))
         return tuple(one for one in found if one is not None)
+
+    def _list_domains(self) -> list[tuple[int, ...]]:
+        """Return the losses of whole failure domains, as indices of groups, of so many kinds at most."""
+        index = {host: number for number, group in enumerate(self._present) for host in group}
+        domains = self._searcher.list_failure_domains(self._world.hosts)
+        return list(dict.fromkeys(tuple(sorted(index[host] for host in hosts)) for hosts in domains))[
+            :MAX_CHANGES
+        ]
 
     def _estimate_change(
         self, groups: tuple[int, ...], hosts: tuple[HostName, ...]
@@ -162,9 +169,21 @@ class PlanForecast:
         return change, best
 
 
-def is_forecaster(world: World) -> bool:
+def is_forecaster(world: World, searcher: PlanSearcher) -> bool:
     """Return whether this host estimates changes: so many do that one of them is left after any that is foreseen."""
-    return world.host in world.hosts[: MAX_FORESEEN_HOSTS + 1]
+    hosts = world.hosts
+    # Outside of each failure domain that the first host is in, where all of the first ones may be, there is one.
+    outside = [
+        next(host for host in hosts if host not in domain)
+        for domain in searcher.list_failure_domains(hosts)
+        if hosts[0] in domain
+    ]
+    return world.host in (*hosts[: MAX_FORESEEN_HOSTS + 1], *outside)
+
+
+def list_likely_changes(groups: HostGroups, most: int) -> list[tuple[int, ...]]:
+    """Return the likeliest losses, or joins, of so many hosts of these groups at most, as indices of groups."""
+    return list_likely_groups(list(map(len, groups)), min(most, MAX_FORESEEN_HOSTS), MAX_CHANGES)
 
 
 def list_likely_groups(sizes: Sequence[int], most: int, limit: int) -> list[tuple[int, ...]]:

@@ -115,7 +115,7 @@ class SpeculativeCompiler:
         # Of unequal teams it is not seen which of them took the time.
         if self._calibrator is None or not self._is_quiet or not isinstance(current.plan, Plan):
             return
-        if self._calibrator.end_step(current.plan, seconds) and is_forecaster(world):
+        if self._calibrator.end_step(current.plan, seconds) and is_forecaster(world, self._planner):
             fit = functools.partial(self._fit, world, self._calibrator)
             world.compile_ahead([CompilationJob("constants of estimates", fit)])
 

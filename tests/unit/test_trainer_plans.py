@@ -164,6 +164,20 @@ def test_one_host_more_reports_than_may_be_lost_at_once(place, reports):
         assert max(len(loss.groups) for loss in reported[0].losses) == MAX_FORESEEN_HOSTS
 
 
+@pytest.mark.parametrize(("place", "reports"), [(0, True), (9, False), (12, True), (13, False)])
+def test_the_loss_of_a_rack_is_estimated_also_by_a_host_outside(place, reports):
+    topology = cluster([1.0] * 24, devices=2, per_rack=12, inner=1e10, network=1e9)
+    forecast, reported = make_forecast(topology, place=place)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    assert bool(reported) is reports
+    if reports:
+        searcher = make_searcher(topology)
+        (rack,) = [loss for loss in reported[0].losses if len(loss.groups) == 12]
+        assert rack.best_axes == list_plan_axes(searcher.find_plan(searcher.all_hosts[:12]))
+        assert [len(loss.groups) for loss in reported[0].losses] == [*range(MAX_FORESEEN_HOSTS + 1), 12]
+
+
 def test_losses_of_several_hosts_are_estimated_by_the_groups_that_lose_one():
     topology = hosts_with([4] * 4)
     for host in topology.hosts[2:]:
