@@ -85,18 +85,21 @@ def _find_latest(
     return max(found, key=lambda one: one[1].prepare_s, default=None)
 
 
-def note_axes(decision: RecoveryDecision, outlook: PlanOutlook, change: PlanChange) -> RecoveryDecision:
-    """Return the decision about a change with the axes of the generation that it leads to."""
+def note_axes(
+    before: Generation, decision: RecoveryDecision, outlook: PlanOutlook, change: PlanChange
+) -> RecoveryDecision:
+    """Return the decision about a change of the present generation with the axes of the next one."""
     if decision.action is RecoveryAction.KEEP_AXES:
         return msgspec.structs.replace(decision, plan_axes=outlook.axes)
     if decision.action not in AXES_ACTIONS:
         return decision
-    is_new = change.best_axes != outlook.axes
+    axes = _find_next_axes(before, outlook, change)
+    is_new = axes != outlook.axes
     # In a new world programs of no axes are ready: its pause has that in it.
     is_slower = is_new and decision.action is not RecoveryAction.REFORM
     return msgspec.structs.replace(
         decision,
-        plan_axes=change.best_axes,
+        plan_axes=axes,
         has_new_axes=is_new,
         prepare_s=change.prepare_s if is_slower else 0.0,
     )
@@ -123,18 +126,24 @@ def list_axes(
             return decision.plan_axes
     # Of a change that was decided for another reason, such as a notice, or the end of axes that were kept.
     change = find_plan_change(kept, joiners)
-    return change[1].best_axes if change is not None else ()
+    return _find_next_axes(before, *change) if change is not None else ()
+
+
+def _find_next_axes(before: Generation, outlook: PlanOutlook, change: PlanChange) -> PlanAxes:
+    # The same hosts keep their axes: nobody has weighed what others cost. But not those that were kept until now.
+    was_kept = _find_kept_in(before) in (before.number, before.number - 1)
+    return change.best_axes if change.groups or was_kept else outlook.axes
 
 
 def find_constants(before: Generation, kept: Collection[HostStatus]) -> PlanConstants:
-    """Return the constants of the cost model by which the next generation plans: the newest that members have fitted.
+    """Return the constants of the cost model by which the next generation plans: those fitted to the most plans.
 
     Args:
         before: the present generation.
         kept: the members that stay.
     """
-    fitted = (outlook.constants for outlook in _list_outlooks(kept) if outlook.constants)
-    return next(fitted, before.plan_constants)
+    found = max(_list_outlooks(kept), key=lambda outlook: outlook.num_measured, default=None)
+    return found.fitted if found is not None and found.fitted else before.plan_constants
 
 
 def find_decided_number(decision: RecoveryDecision) -> GenerationNumber:

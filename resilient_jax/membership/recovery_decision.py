@@ -121,7 +121,7 @@ def decide_after_loss(
         decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
-    return note_axes(decision, *planned) if planned is not None else decision
+    return note_axes(generation, decision, *planned) if planned is not None else decision
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
@@ -224,7 +224,7 @@ def decide_admission(
     choice = choose_admission(admission, price_job(generation.history, hosts, names))
     again = (host for host in names if count_host_losses(generation.history, host) > 1)
     decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
-    return note_axes(decision, *planned) if planned is not None else decision
+    return note_axes(generation, decision, *planned) if planned is not None else decision
 
 
 def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecision | None:

@@ -11,7 +11,7 @@ what was not measured stays as it was.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,12 +34,14 @@ are equally long, so that attention is a fixed part of its products, and what ov
 _PARTS = frozenset(
     {*FITTED_CONSTANTS[:3], "attention_efficiency", "fsdp_overlap", "activation_overlap", "usable_memory"}
 )
-JOB_SPREAD = math.log(2.0)
-"""Of a running job's constants: assumed right within a factor of two, for two thirds of them."""
+JOB_SPREADS: Final = {name: math.log(10.0 if name == "step_overhead_s" else 2.0) for name in FITTED_CONSTANTS}
+"""Of a running job's constants: they are assumed right within a factor of two, for two thirds of them. What each step
+takes besides is assumed right within a factor of ten: it also waits for input and for the user's code, which no plan
+changes, and which must not be taken for slow devices."""
 MEASURED_SPREAD = 0.05
 """Standard deviation of the logarithm of measured over estimated times with the best constants: docs/benchmarks.md."""
 LEAST: Final = 1e-9
-"""Lower bound of constants that are not fractions, so that a factor can change them."""
+"""Lower bound of what a fit makes of a constant, so that a factor can change it again."""
 DIFFERENCE: Final = 0.05
 """Of the logarithm of a constant, for a derivative: estimates have maxima and whole numbers in them."""
 MAX_STEP: Final = 1.0
@@ -98,7 +100,7 @@ def fit_calibration(
     *,
     constants: Sequence[str] = FITTED_CONSTANTS,
     estimate: Estimate = estimate_step_s,
-    spread: float = math.inf,
+    spreads: Mapping[str, float] | None = None,
 ) -> CalibrationFit:
     """Return the constants whose estimates are nearest to measured steps.
 
@@ -106,9 +108,9 @@ def fit_calibration(
         measurements: steps of several plans, best of several models; two constants that are never seen apart are fitted
             together, and constants without influence stay as they were.
         start: initial constants; None: those of the first plan.
-        constants: names of the constants to fit, in this order.
+        constants: names of the constants to fit; those that are 0 at the start stay 0.
         estimate: for steps of another program than a plan's own, such as one with another pipeline schedule.
-        spread: standard deviation of the logarithm of each constant around where it begins; infinite: it may be any.
+        spreads: of each constant the standard deviation of its logarithm around where it begins; None: it may be any.
 
     Raises:
         PlanError: there is no measurement, or a time is not positive.
@@ -118,9 +120,12 @@ def fit_calibration(
             f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
         )
     base = measurements[0].plan.request.calibration if start is None else start
-    fit = _Fit(measurements, constants, estimate, base, spread)
-    # A prior has one best place. Without one a part may belong at 0, far away from where it begins.
-    begins = (0.0,) if math.isfinite(spread) else (0.0, FAR_BELOW)
+    names = [name for name in constants if getattr(base, name) > 0]
+    weights = np.array([LEAST_WEIGHT if spreads is None else spreads[name] ** -2 for name in names])
+    fit = _Fit(measurements, names, estimate, base, weights)
+    begins = [np.zeros(len(names))]
+    # Far away from where it begins a part may belong at 0, and all that a step takes besides may be overhead.
+    begins.append(np.full(len(names), FAR_BELOW) if spreads is None else fit.explain_by_overhead())
     _, best = min((_minimize(fit, begin) for begin in begins), key=lambda one: one[0])
     fitted = fit.calibrate(best)
     return CalibrationFit(
@@ -146,21 +151,32 @@ class _Fit(NamedTuple):
     constants: Sequence[str]
     estimate: Estimate
     start: Calibration
-    spread: float
+    weights: np.ndarray
+    """Of the squares of each constant's logarithm [constants]."""
 
     def calibrate(self, logarithms: np.ndarray) -> Calibration:
         """Return the constants whose ratios to those at the start have these logarithms [constants], as allowed."""
         values = {}
         for name, logarithm in zip(self.constants, logarithms, strict=True):
-            value = max(getattr(self.start, name), LEAST) * math.exp(logarithm)
-            values[name] = min(value, 1.0) if name in _PARTS else max(value, LEAST)
+            value = max(getattr(self.start, name) * math.exp(logarithm), LEAST)
+            values[name] = min(value, 1.0) if name in _PARTS else value
         return dataclasses.replace(self.start, **values)
+
+    def explain_by_overhead(self) -> np.ndarray:
+        """Return the logarithms [constants] with which all that steps take beyond the estimates is overhead."""
+        excess_s = min(one.step_s - self.estimate(one.plan, self.start) for one in self.measurements)
+        overhead_s = self.start.step_overhead_s
+        return np.array(
+            [
+                math.log1p(max(excess_s, 0.0) / overhead_s) if name == "step_overhead_s" else 0.0
+                for name in self.constants
+            ]
+        )
 
     def limit(self, logarithms: np.ndarray) -> np.ndarray:
         """Return logarithms [constants] with which no part is above 1."""
         most = [
-            -math.log(max(getattr(self.start, name), LEAST)) if name in _PARTS else math.inf
-            for name in self.constants
+            -math.log(getattr(self.start, name)) if name in _PARTS else math.inf for name in self.constants
         ]
         return np.minimum(logarithms, most)
 
@@ -172,29 +188,30 @@ class _Fit(NamedTuple):
 
     def differentiate(self, logarithms: np.ndarray, here: np.ndarray) -> np.ndarray:
         """Return the derivatives [measurements, constants] of `measure`, which is `here` now."""
-        # Downwards, where all constants may go.
+        # Downwards, because parts may be at 1.
         below = [self.measure(logarithms - DIFFERENCE * unit) for unit in np.eye(len(logarithms))]
         return (here[:, None] - np.stack(below, axis=1)) / DIFFERENCE
 
 
-def _minimize(fit: _Fit, begin: float) -> tuple[float, np.ndarray]:
+def _minimize(fit: _Fit, begin: np.ndarray) -> tuple[float, np.ndarray]:
     """Return the least squares that are found from these logarithms on, and the logarithms [constants] with them."""
-    # |r|^2 + w |x|^2 with residuals r(x), over their spread, and w = 1 / (spread of x)^2: twice the negative logarithm
-    # of the posterior. A step s solves (J^T J + w + d diag(J^T J + w)) s = -(J^T r + w x), with the damping d.
-    weight, damping = max(fit.spread**-2, LEAST_WEIGHT), FIRST_DAMPING
-    x = np.full(len(fit.constants), begin)
+    # |r|^2 + sum_j w_j x_j^2 with residuals r(x), over their spread, and w_j = 1 / (spread of x_j)^2: twice the
+    # negative logarithm of the posterior. A step s solves (J^T J + W + d diag(J^T J + W)) s = -(J^T r + W x), with
+    # W = diag(w) and the damping d.
+    weights, damping = fit.weights, FIRST_DAMPING
+    x = begin
     r = fit.measure(x)
-    squares = r @ r + weight * (x @ x)
+    squares = r @ r + weights @ x**2
     for _ in range(MAX_ITERATIONS):
         slopes = fit.differentiate(x, r)
-        matrix = slopes.T @ slopes + weight * np.eye(len(x))
-        gradient = slopes.T @ r + weight * x
+        matrix = slopes.T @ slopes + np.diag(weights)
+        gradient = slopes.T @ r + weights * x
         before = squares
         while squares == before and damping < MOST_DAMPING:
             step = -np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient)
             tried = fit.limit(x + np.clip(step, -MAX_STEP, MAX_STEP))
             found = fit.measure(tried)
-            if (fewer := found @ found + weight * (tried @ tried)) < squares:
+            if (fewer := found @ found + weights @ tried**2) < squares:
                 x, r, squares = tried, found, fewer
                 damping = max(damping / DAMPING_FACTOR, LEAST_DAMPING)
             else:

@@ -46,7 +46,9 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
         absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
         losses: that are estimated; of others it is not known what they would make. One has no `groups`: nobody is lost.
         joins: the same of hosts that are absent.
-        constants: of the cost model, by which all this is estimated.
+        fitted: constants of the cost model that fit the steps of this job, for the next generation; all this is
+            estimated by those of the present one. Empty: nothing was measured yet.
+        num_measured: the plans that they were fitted to.
         incomplete: the hosts that count with fewer devices than the topology gives them: one that joins may have more.
     """
 
@@ -57,4 +59,5 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[PlanChange, ...] = ()
     joins: tuple[PlanChange, ...] = ()
     incomplete: tuple[HostName, ...] = ()
-    constants: PlanConstants = ()
+    fitted: PlanConstants = ()
+    num_measured: int = 0

@@ -1,13 +1,12 @@
 """Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
 
-import copy
 import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_axes_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.planning.host_local_search import search_host_local_plan
@@ -191,12 +191,19 @@ class Arranger:
         return self.plan_searcher.estimate_step_s(world.hosts, last)
 
 
+class _PlanCache(NamedTuple):
+    """The plans that were found by some constants: the best ones by hosts and their devices, others also by axes."""
+
+    calibration: Calibration
+    plans: dict[tuple[tuple[HostName, int], ...], AnyPlan]
+    plans_with_axes: dict[tuple[object, ...], AnyPlan | None]
+
+
 class PlanSearcher:
     """Searches plans for one program, and turns them into arrangements; caches the plans found.
 
     Attributes:
         why_equal: why all hosts must have the same axes, and what to change, in words; "": they may differ.
-        calibration: constants of the cost model, by which it searches.
     """
 
     def __init__(self, config: FitConfig) -> None:
@@ -205,15 +212,12 @@ class PlanSearcher:
         topology = self._planner.topology
         self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
         self.why_equal = WHY_OFF
-        self.calibration = self._planner.calibration
         self._program_cost: ProgramCost | None = self._planner.program_cost
         self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._found: dict[HostName, int] = {}
         """The devices of hosts that were in the job."""
-        self._plans: dict[tuple[tuple[HostName, int], ...], AnyPlan] = {}
-        """By hosts and their devices."""
-        self._plans_with_axes: dict[tuple[object, ...], AnyPlan | None] = {}
-        """By the same, and axes."""
+        self._cache = _PlanCache(self._planner.calibration, {}, {})
+        """Replaced as one, because threads of the generation before may still search."""
 
     @functools.cached_property
     def allows_axes_by_host(self) -> bool:
@@ -229,15 +233,8 @@ class PlanSearcher:
     def calibrate(self, constants: PlanConstants) -> None:
         """Search by these constants from now on; without any, by those that were given."""
         calibration = dataclasses.replace(self._planner.calibration, **dict(constants))
-        if calibration != self.calibration:
-            self.calibration, self._plans, self._plans_with_axes = calibration, {}, {}
-
-    def copy_with(self, constants: PlanConstants) -> "PlanSearcher":
-        """Return a searcher of the same job with other constants, for another thread."""
-        found = copy.copy(self)
-        found._plans, found._plans_with_axes = {}, {}
-        found.calibrate(constants)
-        return found
+        if calibration != self._cache.calibration:
+            self._cache = _PlanCache(calibration, {}, {})
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> AnyPlan:
         """Return the best plan for these hosts; of unequal teams where hosts have unequal numbers of devices.
@@ -253,10 +250,10 @@ class PlanSearcher:
                 "the hosts there"
             )
         counts = self._count_devices(hosts)
-        key = tuple(counts.items())
-        if key not in self._plans:
-            self._plans[key] = self._search(self._restrict_topology(counts))
-        return self._plans[key]
+        key, cache = tuple(counts.items()), self._cache
+        if key not in cache.plans:
+            cache.plans[key] = self._search(self._restrict_topology(counts), cache.calibration)
+        return cache.plans[key]
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
@@ -266,15 +263,15 @@ class PlanSearcher:
     def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:
         """Return the plan for these hosts whose replicas have such axes; None: none fits."""
         counts = self._count_devices(hosts)
-        key = (*counts.items(), axes)
-        if key not in self._plans_with_axes:
-            request = self._make_request(self._restrict_topology(counts))
-            self._plans_with_axes[key] = _make_plan_with_axes(request, axes)
-        return self._plans_with_axes[key]
+        key, cache = (*counts.items(), axes), self._cache
+        if key not in cache.plans_with_axes:
+            request = self._make_request(self._restrict_topology(counts), cache.calibration)
+            cache.plans_with_axes[key] = _make_plan_with_axes(request, axes)
+        return cache.plans_with_axes[key]
 
     def list_incomplete(self) -> tuple[HostName, ...]:
         """Return the hosts that were found with fewer devices than the topology gives them."""
-        found = self._found.items()
+        found = list(self._found.items())  # at once: the members may change meanwhile
         return tuple(host for host, count in found if count < self._topology.host(host).devices)
 
     def group_alike(self, hosts: tuple[HostName, ...]) -> list[tuple[HostName, ...]]:
@@ -295,20 +292,20 @@ class PlanSearcher:
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _make_request(self, topology: Topology) -> MicrobatchRequest:
+    def _make_request(self, topology: Topology, calibration: Calibration) -> MicrobatchRequest:
         evaluation = self._config.evaluation
         return MicrobatchRequest(
             program_cost=self.program_cost,
             topology=topology,
             microbatch_size=self._config.microbatch_size,
             num_microbatches=self._config.recipe.num_microbatches,
-            calibration=self.calibration,
+            calibration=calibration,
             axes=self._planner.axis_sizes,
             evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
         )
 
-    def _search(self, topology: Topology) -> AnyPlan:
-        request = self._make_request(topology)
+    def _search(self, topology: Topology, calibration: Calibration) -> AnyPlan:
+        request = self._make_request(topology, calibration)
         is_equal = len({host.devices for host in topology.hosts}) == 1
         try:
             equal = search_host_local_plan(request)
@@ -344,7 +341,7 @@ class PlanSearcher:
         Raises:
             PlanError: no plan fits.
         """
-        return search_stage_plan(self._make_request(self._topology), num_stages)
+        return search_stage_plan(self._make_request(self._topology, self._cache.calibration), num_stages)
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:

@@ -13,7 +13,7 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import (
     FITTED_CONSTANTS,
-    JOB_SPREAD,
+    JOB_SPREADS,
     CalibrationFit,
     StepMeasurement,
     estimate_step_s,
@@ -33,19 +33,17 @@ LEAST_CHANGE: Final = 0.01
 """A constant that changes by less is not named."""
 
 
-class PlanCalibration(NamedTuple):
+class JobFit(NamedTuple):
     """A fit to the steps of a job.
 
     Attributes:
-        measured: the plan that runs, with its measured step.
+        plan: that runs.
         fit: of the constants, to the steps of all plans so far.
-        num_plans: how many these are.
         given: the constants that the job began with.
     """
 
-    measured: StepMeasurement
+    plan: Plan
     fit: CalibrationFit
-    num_plans: int
     given: Calibration
 
     @property
@@ -56,12 +54,12 @@ class PlanCalibration(NamedTuple):
     @property
     def estimated_s(self) -> float:
         """The estimate of a step of the plan that runs, with the constants that the job began with."""
-        return estimate_step_s(self.measured.plan, self.given)
+        return estimate_step_s(self.plan, self.given)
 
     @property
     def calibrated_s(self) -> float:
         """The same with the fitted constants."""
-        return estimate_step_s(self.measured.plan, self.fit.calibration)
+        return estimate_step_s(self.plan, self.fit.calibration)
 
     def describe_changes(self) -> str:
         """Return what the fit has changed, such as "matrix_efficiency 0.75 to 0.31"."""
@@ -73,14 +71,14 @@ class PlanCalibration(NamedTuple):
 
 
 class PlanCalibrator:
-    """Measures the steps of plans, in all generations of a process, and fits constants to them.
+    """Measures the steps of plans, in all generations of a process.
 
-    Args:
+    Attributes:
         given: the constants that the job began with.
     """
 
     def __init__(self, given: Calibration) -> None:
-        self._given = given
+        self.given = given
         self._steps: deque[float] = deque(maxlen=MEDIAN_STEPS)
         """Of this generation, as is their number."""
         self._num_steps = 0
@@ -92,33 +90,40 @@ class PlanCalibrator:
         self._steps.clear()
         self._num_steps = 0
 
-    def end_step(self, plan: Plan, seconds: float) -> bool:
-        """Note a step of this generation that waited for no program; return whether constants are to be fitted now.
+    def end_step(self, plan: Plan, seconds: float) -> tuple[StepMeasurement, ...]:
+        """Note a step of this generation that waited for no program.
 
         Args:
             plan: of the generation.
             seconds: that it took.
+
+        Returns:
+            The measured steps of all plans, that of this one last, if constants are to be fitted to them now; else ().
         """
         self._steps.append(seconds)
         self._num_steps += 1
         if self._num_steps not in FITTED_AFTER:
-            return False
-        key = (plan.shape, plan.device_count)
-        self._measured.pop(key, None)
-        self._measured[key] = StepMeasurement(plan=plan, step_s=statistics.median(self._steps))
-        return True
+            return ()
+        key, step_s = (plan.shape, plan.device_count), statistics.median(self._steps)
+        before = self._measured.pop(key, None)
+        # What makes a step longer at times, such as a slow host or input that lags, is not the plan's.
+        step_s = min(step_s, before.step_s) if before is not None else step_s
+        self._measured[key] = StepMeasurement(plan=plan, step_s=step_s)
+        return tuple(self._measured.values())[-MAX_PLANS:]
 
-    def fit(self, check: CancellationCheck) -> PlanCalibration:
-        """Return the constants for the steps so far. Thread-safe; takes a second of one core for a few plans.
 
-        Args:
-            check: raises if the fit is to end.
-        """
+def fit_job(given: Calibration, measured: tuple[StepMeasurement, ...], check: CancellationCheck) -> JobFit:
+    """Return the constants that fit the measured steps of a job; takes a tenth of a second of one core, or less.
 
-        def estimate(plan: Plan, calibration: Calibration) -> float:
-            check()
-            return estimate_step_s(plan, calibration)
+    Args:
+        given: the constants that the job began with.
+        measured: its steps, that of the plan that runs last.
+        check: raises if the fit is to end.
+    """
 
-        measured = list(self._measured.values())[-MAX_PLANS:]
-        found = fit_calibration(measured, self._given, estimate=estimate, spread=JOB_SPREAD)
-        return PlanCalibration(measured[-1], found, len(measured), self._given)
+    def estimate(plan: Plan, calibration: Calibration) -> float:
+        check()
+        return estimate_step_s(plan, calibration)
+
+    fit = fit_calibration(measured, given, estimate=estimate, spreads=JOB_SPREADS)
+    return JobFit(measured[-1].plan, fit, given)

@@ -38,20 +38,14 @@ class PlanForecast:
         world: of the generation.
         plan: of the generation.
         is_ready: whether the programs of a plan are compiled, here.
-        constants: of the searcher, as this job has fitted them; empty: those that it was given.
     """
 
     def __init__(
-        self,
-        searcher: PlanSearcher,
-        world: World,
-        plan: AnyPlan,
-        is_ready: Callable[[AnyPlan], bool],
-        constants: PlanConstants = (),
+        self, searcher: PlanSearcher, world: World, plan: AnyPlan, is_ready: Callable[[AnyPlan], bool]
     ) -> None:
         self._searcher, self._world, self._plan, self._is_ready = searcher, world, plan, is_ready
-        self._present_s = plan.step_time_s
-        self._constants = constants
+        self._fitted: PlanConstants = ()
+        self._num_measured = 0
         self._present: HostGroups = ()
         self._absent: HostGroups = ()
         self._losses: tuple[tuple[PlanChange, AnyPlan], ...] = ()
@@ -67,8 +61,6 @@ class PlanForecast:
         world, searcher = self._world, self._searcher
         if not is_forecaster(world, searcher):
             return
-        # By the constants of this estimate, which may be newer than those that the plan was chosen by.
-        self._present_s = searcher.estimate_step_s(world.hosts, self._plan) or self._plan.step_time_s
         groups = searcher.group_alike((*world.hosts, *searcher.all_hosts))
         self._present, self._absent = (
             tuple(tuple(host for host in group if (host in world.hosts) is is_here) for group in groups)
@@ -88,6 +80,10 @@ class PlanForecast:
             change=lambda joining: (*world.hosts, *joining),
             check=check,
         )
+
+    def note_fit(self, constants: PlanConstants, num_measured: int) -> None:
+        """Report these constants from now on, fitted to so many plans: those of the next generation. Thread-safe."""
+        self._fitted, self._num_measured = constants, num_measured
 
     def report(self, compile_s: float) -> None:
         """Report what is estimated. Thread-safe.
@@ -114,7 +110,8 @@ class PlanForecast:
                 losses=price(self._losses),
                 joins=price(self._joins),
                 incomplete=self._searcher.list_incomplete(),
-                constants=self._constants,
+                fitted=self._fitted,
+                num_measured=self._num_measured,
             )
         )
 
@@ -162,8 +159,8 @@ class PlanForecast:
         kept_s = self._searcher.estimate_step_s(hosts, self._plan)
         change = PlanChange(
             groups=groups,
-            kept=self._present_s / kept_s if kept_s else 0.0,
-            best=self._present_s / best.step_time_s,
+            kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
+            best=self._plan.step_time_s / best.step_time_s,
             best_axes=list_plan_axes(best),
         )
         return change, best

@@ -16,8 +16,9 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration_fit import StepMeasurement
 from resilient_jax.planning.plan import Plan
-from resilient_jax.protocol.plan_records import PlanConstants
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
@@ -27,7 +28,7 @@ from resilient_jax.step.replicas import build_replicas
 from resilient_jax.step.running_total import compile_host_total, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, has_axes_for, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.plan_calibration import PlanCalibrator
+from resilient_jax.trainer.plan_calibration import PlanCalibrator, fit_job
 from resilient_jax.trainer.plan_forecast import PlanForecast, is_forecaster
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.worker.world import World
@@ -50,17 +51,10 @@ class SpeculativeCompiler:
         assert config.planner is not None, "its searcher was made from it"
         self._is_on = config.planner.compile_ahead
         self._calibrator = PlanCalibrator(config.planner.calibration) if config.planner.calibrate else None
-        self._newest = planner
-        """Searches by the newest constants; the generation runs a plan of `planner`, whose constants all hosts have."""
-        self._constants: PlanConstants = ()
-        self._is_quiet = False
-        """Whether nothing is compiled, so that steps take as long as they do in the long run."""
-        self._has_fitted = False
-        """Whether constants were fitted since what is likely was compiled."""
+        self._is_measuring = False
+        """Whether nothing is compiled here, so that steps take as long as they do in the long run."""
         self._forecast: PlanForecast | None = None
         """Of this generation."""
-        self._known: set[Key] = set()
-        """What is compiled, in this generation: programs for another one are gone."""
         self._first_s, self._longest_s = 0.0, 0.0
         """The first step of this generation until the second is over; how much longer first steps were, at most."""
         self._job = AccumulationSpec(
@@ -83,13 +77,9 @@ class SpeculativeCompiler:
             seconds: that it took.
         """
         if number == 0:
-            self._first_s = seconds
-            self._is_quiet = self._has_fitted = False
+            self._first_s, self._is_measuring = seconds, False
             if self._calibrator is not None:
                 self._calibrator.begin_generation()
-            self._known = {_make_key(current)}
-            self._constants = self._constants or world.step_services.plan_constants
-            self._forecast = self._make_forecast(world, current)
             world.compile_ahead(self._list_jobs(world, current))
         elif number == 1:
             self._longest_s = max(self._longest_s, self._first_s - seconds)
@@ -97,44 +87,48 @@ class SpeculativeCompiler:
             self._report_forecast()
         elif number == 2:
             # Behind all that is compiled after the first steps.
-            world.compile_ahead([CompilationJob("steps are measured", self._note_quiet)])
-        else:
-            self._calibrate(world, current, seconds)
+            world.compile_ahead([CompilationJob("steps are measured", self._begin_measuring)])
+        # Of unequal teams it is not seen which of them took the time.
+        elif self._calibrator is not None and self._is_measuring and isinstance(current.plan, Plan):
+            self._measure(self._calibrator, world, current.plan, seconds)
 
-    def _note_quiet(self, _: CancellationCheck) -> bool:
-        self._is_quiet = True
+    def _begin_measuring(self, check: CancellationCheck) -> bool:
+        check()
+        self._is_measuring = True
         return False
 
-    def _calibrate(self, world: World, current: Arrangement, seconds: float) -> None:
-        """Fit constants to the steps of this job, on the thread that compiles, and go on with them."""
-        if self._has_fitted:
-            self._is_quiet = self._has_fitted = False
-            self._forecast = self._make_forecast(world, current)
-            world.compile_ahead(self._list_jobs(world, current))
-            world.compile_ahead([CompilationJob("steps are measured", self._note_quiet)])
-        # Of unequal teams it is not seen which of them took the time.
-        if self._calibrator is None or not self._is_quiet or not isinstance(current.plan, Plan):
-            return
-        if self._calibrator.end_step(current.plan, seconds) and is_forecaster(world, self._planner):
-            fit = functools.partial(self._fit, world, self._calibrator)
+    def _measure(self, calibrator: PlanCalibrator, world: World, plan: Plan, seconds: float) -> None:
+        """Note a step; after some of them fit constants to them, on the thread that compiles."""
+        measured = calibrator.end_step(plan, seconds)
+        if measured and is_forecaster(world, self._planner):
+            self._is_measuring = False
+            fit = functools.partial(self._fit, world, calibrator.given, measured)
             world.compile_ahead([CompilationJob("constants of estimates", fit)])
 
-    def _fit(self, world: World, calibrator: PlanCalibrator, check: CancellationCheck) -> bool:
-        found = calibrator.fit(check)
-        self._constants, self._newest = found.constants, self._planner.copy_with(found.constants)
-        self._has_fitted = True
-        if world.host_index == 0:
-            world.record_event(
-                EventKind.PLAN_CALIBRATED,
-                plan=found.measured.plan.shape,
-                step_s=found.measured.step_s,
-                estimated_s=found.estimated_s,
-                calibrated_s=found.calibrated_s,
-                error_before=found.fit.error_before,
-                error=found.fit.error,
-                plans=found.num_plans,
-                constants=found.describe_changes(),
-            )
+    def _fit(
+        self,
+        world: World,
+        given: Calibration,
+        measured: tuple[StepMeasurement, ...],
+        check: CancellationCheck,
+    ) -> bool:
+        found = fit_job(given, measured, check)
+        check()
+        world.record_event(
+            EventKind.PLAN_CALIBRATED,
+            plan=measured[-1].plan.shape,
+            step_s=measured[-1].step_s,
+            estimated_s=found.estimated_s,
+            calibrated_s=found.calibrated_s,
+            error_before=found.fit.error_before,
+            error=found.fit.error,
+            plans=len(measured),
+            constants=found.describe_changes(),
+        )
+        self._is_measuring = True
+        if (forecast := self._forecast) is not None:
+            forecast.note_fit(found.constants, len(measured))
+            self._report_forecast()
         return False
 
     def leave_world(self) -> None:
@@ -146,16 +140,12 @@ class SpeculativeCompiler:
         if forecast is not None:
             forecast.report(max(self._longest_s, self._first_s))
 
-    def _make_forecast(self, world: World, current: Arrangement) -> PlanForecast | None:
+    def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
         if current.plan is None:
             return None
-        devices, params, known = (
-            world.local_devices,
-            self._programs.abstract_state.variables.params,
-            self._known,
-        )
+        devices, params = world.local_devices, self._programs.abstract_state.variables.params
         return PlanForecast(
-            self._newest,
+            self._planner,
             world,
             current.plan,
             # After the loss of this host there may be none with as many devices.
@@ -163,7 +153,6 @@ class SpeculativeCompiler:
                 has_axes_for(plan, len(devices))
                 and _make_key(self._planner.make_arrangement(plan, devices, params)) in known
             ),
-            self._constants,
         )
 
     def _estimate_changes(self, check: CancellationCheck) -> bool:
@@ -209,6 +198,9 @@ class SpeculativeCompiler:
             world: of this generation.
             current: the arrangement of this generation, which is compiled already.
         """
+        # Of this generation only: programs that were compiled for another one are gone.
+        known: set[Key] = {_make_key(current)}
+        self._forecast = self._make_forecast(world, current, known)
         yield CompilationJob("plans after a change", self._estimate_changes)
         if not self._is_on:
             return
@@ -221,18 +213,15 @@ class SpeculativeCompiler:
             like=self._programs.abstract_sums,
         )
         likely = list_likely_hosts(world.hosts, self._planner.all_hosts)
-        best = self._newest.find_plan(world.hosts)
-        if current.plan is not None and list_plan_axes(current.plan) != list_plan_axes(best):
-            # The leader decided for others than the best axes, which follow later; or now other axes are the best.
+        if current.plan is not self._planner.find_plan(world.hosts):
+            # The leader decided for others than the best axes, which follow later.
             likely = itertools.chain([world.hosts], likely)
         for hosts in likely:
             if world.host not in hosts:
                 continue
             # Here, and not on the thread that compiles: the members may change while it does.
             grid = _make_grid(world, hosts)
-            prepare = functools.partial(
-                self._prepare, self._known, hosts, world.local_devices, reduction, grid
-            )
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction, grid)
             yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
@@ -246,7 +235,7 @@ class SpeculativeCompiler:
     ) -> bool:
         """Compile for these hosts; return False if there was nothing to do."""
         try:
-            plan = self._newest.find_plan(hosts)
+            plan = self._planner.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return False
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)

@@ -255,7 +255,7 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
             lambda report: all(
                 host.worker is not None
                 and host.worker.report.plans is not None
-                and host.worker.report.plans.constants
+                and host.worker.report.plans.fitted
                 for host in report.hosts
             ),
             DEADLINE_S,

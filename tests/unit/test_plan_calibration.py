@@ -5,7 +5,7 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.search import search_plan
-from resilient_jax.trainer.plan_calibration import FITTED_AFTER, PlanCalibrator
+from resilient_jax.trainer.plan_calibration import FITTED_AFTER, PlanCalibrator, fit_job
 
 TOPOLOGY = cluster([1.0] * 4)
 
@@ -16,44 +16,44 @@ def find_plan(*lost):
 
 
 def run(calibrator, plan, step_s, *, steps=FITTED_AFTER[0]):
-    """Return the numbers of the steps of one generation after which constants are to be fitted."""
+    """Return what is to be fitted after which steps of one generation."""
     calibrator.begin_generation()
-    return [number for number in range(1, steps + 1) if calibrator.end_step(plan, step_s)]
+    found = {number: calibrator.end_step(plan, step_s) for number in range(1, steps + 1)}
+    return {number: measured for number, measured in found.items() if measured}
 
 
 def test_constants_are_fitted_after_some_steps_of_each_generation_and_again_after_more():
     calibrator, plan = PlanCalibrator(Calibration()), find_plan()
     for _ in range(2):
-        assert run(calibrator, plan, 1.0, steps=FITTED_AFTER[-1] + 1) == list(FITTED_AFTER)
+        assert list(run(calibrator, plan, 1.0, steps=FITTED_AFTER[-1] + 1)) == list(FITTED_AFTER)
 
 
-def test_a_plan_counts_once_with_the_steps_of_its_newest_generation():
+def test_a_plan_counts_once_with_the_shortest_step_of_its_generations():
     calibrator, plan = PlanCalibrator(Calibration()), find_plan()
-    for step_s in (0.5, 2.0):
-        run(calibrator, plan, step_s)
-    found = calibrator.fit(lambda: None)
-    assert (found.measured.step_s, found.num_plans) == (2.0, 1)
+    for step_s, expected_s in ((2.0, 2.0), (0.5, 0.5), (3.0, 0.5)):
+        ((only,),) = run(calibrator, plan, step_s).values()
+        assert (only.plan, only.step_s) == (plan, expected_s)
 
 
 def test_the_plans_of_all_generations_count_and_how_far_off_the_estimates_were_is_known():
-    calibrator = PlanCalibrator(Calibration())
-    for plan in (find_plan(), find_plan("host-03")):
-        run(calibrator, plan, 3 * plan.step_time_s)
-    found = calibrator.fit(lambda: None)
-    step_s = found.measured.step_s
-    assert (found.measured.plan, found.num_plans) == (find_plan("host-03"), 2)
-    assert found.estimated_s == pytest.approx(step_s / 3)
-    assert found.calibrated_s == pytest.approx(step_s, rel=0.1)
-    assert found.fit.error < 0.1 < 1 < found.fit.error_before
-    assert "matrix_efficiency 0.75 to 0." in found.describe_changes()
+    calibrator, given = PlanCalibrator(Calibration()), Calibration()
+    plans = find_plan(), find_plan("host-03")
+    for plan in plans:
+        (measured,) = run(calibrator, plan, 1.5 * plan.step_time_s).values()
+    assert [one.plan for one in measured] == list(plans)
+    found = fit_job(given, measured, lambda: None)
+    assert found.estimated_s == pytest.approx(measured[-1].step_s / 1.5)
+    assert found.calibrated_s == pytest.approx(measured[-1].step_s, rel=0.1)
+    assert found.fit.error < 0.1 < 0.4 < found.fit.error_before
+    assert "step_overhead_s 0.001 to 0.0" in found.describe_changes()
 
 
 def test_a_fit_ends_when_its_generation_does():
-    calibrator, plan = PlanCalibrator(Calibration()), find_plan()
-    run(calibrator, plan, 1.0)
+    plan = find_plan()
+    (measured,) = run(PlanCalibrator(Calibration()), plan, 1.0).values()
 
     def check():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrator.fit(check)
+        fit_job(Calibration(), measured, check)

@@ -19,7 +19,14 @@ from resilient_jax.membership.recovery_policy import (
     choose_after_loss,
 )
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport, WorkerState
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+)
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 
 
@@ -44,7 +51,7 @@ def estimate(
     best_axes=BEST_AXES,
     generation: int = 1,
     most_lost: int = 2,
-    constants: PlanConstants = (),
+    fitted: PlanConstants = (),
 ) -> PlanOutlook:
     losses = (
         PlanChange(groups=(0,), kept=kept, best=BEST, best_axes=best_axes, prepare_s=prepare_s),
@@ -57,7 +64,8 @@ def estimate(
         axes=AXES,
         groups=(NAMES,),
         losses=losses[:most_lost],
-        constants=constants,
+        fitted=fitted,
+        num_measured=len(fitted),
     )
 
 
@@ -285,7 +293,7 @@ def test_of_a_host_that_may_have_got_its_devices_back_nothing_is_foreseen():
     assert find_plan_change(kept, [job.status("d")]) is None
 
 
-def test_the_axes_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
+def test_the_axes_stay_and_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
     job = training(*"abcd", spare_seats=8)
     job.spare("e")
     job.take_seat("e")
@@ -294,7 +302,7 @@ def test_the_axes_are_recorded_where_a_spare_takes_the_place_of_a_lost_host():
     job.worker("d", exit_code=-9)
     job.acknowledge(*"abc", step=5, holds_state=True)
     assert decided(job).action is RecoveryAction.REPLACE
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), make_axes(3))
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), AXES)
 
 
 def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
@@ -318,18 +326,54 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
     assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
 
 
+FITTED = (("matrix_efficiency", 0.3),)
+
+
 @pytest.mark.parametrize("is_new_leader", [False, True])
-def test_the_constants_that_members_have_fitted_are_those_of_the_next_generations(is_new_leader):
-    fitted = (("matrix_efficiency", 0.3),)
-    job = lose(0.0, None, constants=fitted, is_new_leader=is_new_leader)
+def test_constants_that_members_have_fitted_are_those_of_all_later_generations(is_new_leader):
+    job = lose(0.0, None, fitted=FITTED, is_new_leader=is_new_leader)
     job.form()
-    assert job.generation.plan_constants == fitted
+    assert job.generation.plan_constants == FITTED
     # Nobody has fitted any in the next one, whose estimates are by these.
     job.train(7)
     job.worker("d", exit_code=-9)
     job.acknowledge("a", "c", step=7, holds_state=True)
     job.form()
-    assert (sorted(job.members), job.generation.plan_constants) == (["a", "c"], fitted)
+    assert (sorted(job.members), job.generation.plan_constants) == (["a", "c"], FITTED)
+
+
+def test_of_members_that_have_fitted_constants_that_with_the_most_plans_counts():
+    job = training(*"abcd", spare_seats=8)
+    for name, count in (("a", 1), ("c", 3), ("d", 2)):
+        constants = (("matrix_efficiency", count / 10),)
+        plans = msgspec.structs.replace(estimate(prepare_s=0.0), fitted=constants, num_measured=count)
+        job.report(name, plans=plans)
+    job.worker("b", exit_code=-9)
+    job.acknowledge(*"acd", step=6, holds_state=True)
+    job.form()
+    assert job.generation.plan_constants == (("matrix_efficiency", 0.3),)
+
+
+def test_where_a_host_joins_its_axes_and_the_fitted_constants_are_recorded():
+    job = join(msgspec.structs.replace(foresee_join(0.0), fitted=FITTED, num_measured=1))
+    stop_at_boundary(job, 6)
+    assert (job.generation.plan_axes, job.generation.plan_constants) == (BEST_AXES, FITTED)
+
+
+def test_where_the_same_hosts_try_again_they_keep_their_axes_though_others_are_estimated_to_be_faster():
+    job = training(*"abcd", spare_seats=8)
+    same = PlanChange(groups=(), kept=1.0, best=1.2, best_axes=BEST_AXES)
+    plans = msgspec.structs.replace(estimate(prepare_s=0.0), losses=(same,))
+    for name in "abcd":
+        job.report(name, plans=plans)
+    job.report(
+        "b",
+        state=WorkerState.IDLE,
+        failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="reset by peer"),
+    )
+    job.acknowledge(*"abcd", step=6, holds_state=True)
+    job.serve()
+    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), AXES)
 
 
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():

@@ -10,7 +10,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import (
     FITTED_CONSTANTS,
-    JOB_SPREAD,
+    JOB_SPREADS,
     StepMeasurement,
     estimate_step_s,
     find_error,
@@ -67,9 +67,9 @@ def test_constants_without_influence_stay_as_they_were():
 
 
 def test_one_measured_plan_changes_most_what_its_step_depends_on_most():
-    plan = search_plan(small_profile(), cluster([1.0] * 4), global_batch=48)
+    plan = search_plan(small_profile(width=512, sequence_tokens=256), cluster([1.0] * 4), global_batch=480)
     measured = [StepMeasurement(plan=plan, step_s=3 * plan.step_time_s)]
-    fit = fit_calibration(measured, spread=JOB_SPREAD)
+    fit = fit_calibration(measured, spreads=JOB_SPREADS)
     assert fit.error < 0.02 < 1 < fit.error_before
     influence = {
         name: abs(
@@ -88,10 +88,26 @@ def test_one_measured_plan_changes_most_what_its_step_depends_on_most():
     assert changes[least] < 0.1, "the step says nothing of it"
 
 
+def test_a_short_step_that_takes_much_longer_waits_for_something_else():
+    plan = search_plan(small_profile(), cluster([1.0] * 4), global_batch=48)
+    fit = fit_calibration([StepMeasurement(plan=plan, step_s=plan.step_time_s + 0.2)], spreads=JOB_SPREADS)
+    assert fit.error < 0.1
+    assert fit.calibration.step_overhead_s > 0.1
+    assert fit.calibration.matrix_efficiency > DEFAULT.matrix_efficiency / 2
+
+
+def test_a_constant_that_is_given_as_0_stays_0():
+    plan = search_plan(small_profile(), cluster([1.0] * 4), global_batch=48)
+    given = dataclasses.replace(DEFAULT, latency_factor=0.0)
+    fit = fit_calibration([StepMeasurement(plan=plan, step_s=2 * plan.step_time_s)], given)
+    assert fit.calibration.latency_factor == 0
+    assert fit.error < 0.01
+
+
 def test_a_plan_that_was_not_run_is_estimated_better_after_the_fit_to_one_that_was():
     plans = plans_of(small_profile())
     fit = fit_calibration(
-        [StepMeasurement(plan=plans[0], step_s=estimate_step_s(plans[0], TRUE))], spread=JOB_SPREAD
+        [StepMeasurement(plan=plans[0], step_s=estimate_step_s(plans[0], TRUE))], spreads=JOB_SPREADS
     )
     others = [StepMeasurement(plan=plan, step_s=estimate_step_s(plan, TRUE)) for plan in plans[1:]]
     assert find_error(others, fit.calibration) < find_error(others, DEFAULT)

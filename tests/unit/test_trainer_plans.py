@@ -113,6 +113,36 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
     assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
 
 
+SLOW = (("matrix_efficiency", 0.01),)
+
+
+def test_plans_are_searched_by_the_constants_of_the_generation():
+    searcher = make_searcher(hosts_with([2] * 4))
+    hosts = searcher.all_hosts
+    given = searcher.find_plan(hosts)
+    searcher.calibrate(SLOW)
+    slow = searcher.find_plan(hosts)
+    assert slow.step_time_s > 10 * given.step_time_s
+    assert searcher.estimate_step_s(hosts, slow) == pytest.approx(slow.step_time_s)
+    searcher.calibrate(())
+    assert searcher.find_plan(hosts) == given
+
+
+def test_a_search_that_ends_after_new_constants_came_is_not_taken_for_one_by_these(monkeypatch):
+    searcher = make_searcher(hosts_with([2] * 4))
+    search = searcher._search
+
+    def search_while_a_generation_begins(*arguments):
+        found = search(*arguments)
+        searcher.calibrate(SLOW)
+        return found
+
+    monkeypatch.setattr(searcher, "_search", search_while_a_generation_begins)
+    early = searcher.find_plan(searcher.all_hosts)
+    monkeypatch.undo()
+    assert searcher.find_plan(searcher.all_hosts).step_time_s > 10 * early.step_time_s
+
+
 def make_forecast(
     topology, *, is_ready=False, num_hosts: int | None = None, place: int = 0
 ) -> tuple[PlanForecast, list[PlanOutlook]]:

@@ -33,7 +33,7 @@ from benchmarks.plan.estimate_errors import (
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import (
-    JOB_SPREAD,
+    JOB_SPREADS,
     StepMeasurement,
     estimate_step_s,
     find_error,
@@ -173,7 +173,7 @@ def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedMod
 
 def calibrate(ran: list[StepMeasurement], others: list[StepMeasurement]) -> CalibratedError:
     """Return how far off a job's estimates of other plans are when it has run these."""
-    fit = fit_calibration(ran, START, spread=JOB_SPREAD)
+    fit = fit_calibration(ran, START, spreads=JOB_SPREADS)
     return CalibratedError(plans=len(ran), error=find_error(others, fit.calibration))
 
 
