@@ -10,7 +10,7 @@ from rich.table import Table
 
 from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_options import Admission, Loss, Prices, price_job
+from resilient_jax.membership.recovery_options import CHANGE_OF, Admission, Loss, Prices, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
@@ -20,7 +20,8 @@ from resilient_jax.planning.possible_losses import (
     estimate_loss,
     list_possible_losses,
 )
-from resilient_jax.planning.replanning import ReplanAction
+from resilient_jax.planning.replanning import ReplanAction, ReplanOption
+from resilient_jax.planning.state_migration import count_lost_bytes
 from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
@@ -33,6 +34,11 @@ class ActionPlan(NamedTuple):
     shape: str
     step_s: float
 
+    @classmethod
+    def of(cls, option: ReplanOption) -> "ActionPlan":
+        """Return the plan of an option."""
+        return cls(option.plan.shape, option.step_time_s)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecidedChange:
@@ -43,14 +49,16 @@ class DecidedChange:
         choice: of the policy.
         before_s: a step before the loss, in seconds.
         after: of the actions that are possible, the plan that runs then; of others none.
-        estimate: what the loss makes of the plan.
+        estimate: what the loss makes of the plan; None: a spare makes up for it.
+        bytes_lost: of the state that only lost hosts held.
     """
 
     when: str
     choice: Choice
     before_s: float
     after: Mapping[RecoveryAction, ActionPlan]
-    estimate: LossEstimate
+    estimate: LossEstimate | None
+    bytes_lost: float
 
     def find_speed(self, option: RecoveryOption) -> float:
         """Return the speed after an action as a part of that before the loss; 0: nothing trains."""
@@ -111,8 +119,7 @@ def decide_losses(
 
 
 def _decide(job: _Job, loss: PossibleLoss, after_loss: DevicesAfterLoss) -> LossDecision:
-    (first, *_), hosts = loss.names, len(job.topology.hosts)
-    name, is_device, index = first.partition("/")
+    name, is_device, index = loss.names[0].partition("/")
     try:
         if not is_device:
             return LossDecision(loss=loss, changes=(_decide_loss(job, loss.names),))
@@ -120,101 +127,122 @@ def _decide(job: _Job, loss: PossibleLoss, after_loss: DevicesAfterLoss) -> Loss
         lost = (*host.lost_devices, int(index))
         used = select_devices(host.devices + len(host.lost_devices), lost, after_loss)
         out = [f"{name}/{device}" for device in host.living_devices if device not in used]
-        if used and hosts == 1:
+        if len(job.topology.hosts) == 1:
+            if not used:
+                return LossDecision(
+                    loss=loss, why_stop=f"{name} is the only host, and goes on without no device"
+                )
             return LossDecision(loss=loss, changes=(_decide_restart(job, out),))
         # The worker ends with its device, and its host is a member again when the next one is ready.
-        changes = [_decide_loss(job, (name,), is_back=bool(used))]
-        if used and changes[0].choice.action is not RecoveryAction.REPLACE:
-            changes.append(_decide_return(job, name, out, len(used), changes[0].estimate))
-        return LossDecision(loss=loss, changes=tuple(changes))
+        first = _decide_loss(job, (name,), is_back=bool(used))
+        if not used or first.choice.action is RecoveryAction.REPLACE:
+            return LossDecision(loss=loss, changes=(first,))
+        return LossDecision(loss=loss, changes=(first, *_decide_return(job, name, out, len(used), first)))
     except PlanError as error:
         return LossDecision(loss=loss, why_stop=str(error))
 
 
 def _decide_loss(job: _Job, lost: Sequence[str], *, is_back: bool = False) -> DecidedChange:
     """Return the decision after the loss of hosts."""
-    estimate, places = job.estimate(lost), len(job.topology.hosts)
-    takes_place = job.has_spare and len(lost) == 1
-    is_pipeline = job.plan.layout.axes.pipeline > 1
+    plan, places, seated = job.plan, len(job.topology.hosts), int(job.has_spare)
+    # A spare is like the host whose place it takes.
+    missing = lost[seated:]
+    estimate = job.estimate(missing) if missing else None
+    present, is_pipeline = ActionPlan(plan.shape, plan.step_time_s), plan.layout.axes.pipeline > 1
+    ready = places - len(lost) + seated
+    # With one host left its world is formed anew, but that of a pipeline, whose hosts know each other's mailboxes.
+    in_place = ready > 1 or is_pipeline
     return_s = job.prices.seconds[TimedChange.RETURN]
-    before_s, best = job.plan.step_time_s, estimate.best
-    kept_s = estimate.kept.step_time_s if estimate.kept is not None else 0.0
-    stage = StageLoss(
-        hosts=tuple(map(HostName, lost)),
-        kept=before_s / estimate.kept_stages_s if estimate.kept_stages_s else 0.0,
-        cut=before_s / best.step_time_s,
-        move_s=best.transition_s,
-    )
     loss = Loss(
         places=places,
-        ready=places - len(lost) + takes_place,
-        num_seated=int(takes_place),
+        ready=ready,
+        num_seated=seated,
         num_lost=len(lost),
         awaited=(return_s,) if is_back else (),
-        needs_restore=best.migration.bytes_lost > 0,
-        stage=stage if is_pipeline and not takes_place else None,
-        plan=None if is_pipeline or takes_place else _make_change(job, estimate, before_s),
-        has_new_axes=not is_pipeline and best.action is not ReplanAction.KEEP,
+        is_in_place=in_place,
+        can_join_in_place=in_place,
+        needs_restore=count_lost_bytes(plan, lost) > 0,
         stage_return_s=return_s if is_back else None,
     )
-    after = {
-        RecoveryAction.SHRINK: ActionPlan(best.plan.shape, best.step_time_s),
-        RecoveryAction.RESTORE: ActionPlan(best.plan.shape, best.step_time_s),
-        RecoveryAction.REPLACE: ActionPlan(job.plan.shape, before_s),
-        RecoveryAction.WAIT: ActionPlan(job.plan.shape, before_s),
-    }
-    if estimate.kept is not None:
-        after[RecoveryAction.KEEP_AXES] = ActionPlan(estimate.kept.plan.shape, kept_s)
-    if estimate.kept_stages_s:
-        after[RecoveryAction.KEEP_STAGES] = ActionPlan(job.plan.shape, estimate.kept_stages_s)
+    if estimate is not None and not seated:
+        loss = dataclasses.replace(
+            loss,
+            stage=_make_stage(job, lost, estimate) if is_pipeline else None,
+            plan=None if is_pipeline else _make_change(job, estimate),
+            has_new_axes=not is_pipeline and estimate.best.action is not ReplanAction.KEEP,
+        )
+    then = present if estimate is None else ActionPlan.of(estimate.best)
+    after = dict.fromkeys(CHANGE_OF, then) | {RecoveryAction.WAIT: present}
+    if estimate is not None and estimate.kept is not None:
+        after[RecoveryAction.KEEP_AXES] = ActionPlan.of(estimate.kept)
+    if estimate is not None and estimate.kept_stages_s:
+        after[RecoveryAction.KEEP_STAGES] = ActionPlan(plan.shape, estimate.kept_stages_s)
     choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
-    return _make_decided("", choice, before_s, after, estimate)
+    return _make_decided("", choice, job, after, estimate, lost)
 
 
-def _add_moves(prices: Prices, estimate: LossEstimate) -> Prices:
+def _add_moves(prices: Prices, estimate: LossEstimate | None) -> Prices:
     """Return prices with the state that moves, which the programs of new axes have in theirs already."""
+    if estimate is None:
+        return prices
     kept, seconds = estimate.kept, dict(prices.seconds)
     seconds[TimedChange.SHRINK] += kept.migration_s if kept is not None else 0.0
-    seconds[TimedChange.RESTORE] += estimate.best.transition_s
+    for change in (TimedChange.RESTORE, TimedChange.REFORM):
+        seconds[change] += estimate.best.transition_s
     return dataclasses.replace(prices, seconds=seconds)
 
 
 def _decide_return(
-    job: _Job, name: str, out: Sequence[str], used: int, meanwhile: LossEstimate
-) -> DecidedChange:
-    """Return the decision when a host is back with the devices that are left."""
-    places, estimate, before_s = len(job.topology.hosts), job.estimate(out), job.plan.step_time_s
-    best, present = estimate.best, meanwhile.best
+    job: _Job, name: str, out: Sequence[str], used: int, first: DecidedChange
+) -> tuple[DecidedChange, ...]:
+    """Return the decision when a host is back with the devices that are left; none if no plan has a place for it."""
+    places = len(job.topology.hosts)
+    try:
+        estimate = job.estimate(out)
+    except PlanError:
+        return ()
+    is_last = places == 2 and job.plan.layout.axes.pipeline == 1
+    # The axes that follow are not foreseen: a host with fewer devices than the topology gives it is like no other.
     admission = Admission(
         places=places,
         training=places - 1,
         joining=1,
-        plan=_make_change(job, estimate, present.step_time_s),
-        has_new_axes=best.plan.shape != present.plan.shape and best.action is not ReplanAction.KEEP,
+        can_join_in_place=not is_last,
+        is_last_copy=places == 2,
+        has_stage=first.choice.action is RecoveryAction.KEEP_STAGES,
     )
     after = {
-        RecoveryAction.JOIN: ActionPlan(best.plan.shape, best.step_time_s),
-        RecoveryAction.POSTPONE: ActionPlan(present.plan.shape, present.step_time_s),
+        RecoveryAction.JOIN: ActionPlan.of(estimate.best),
+        RecoveryAction.POSTPONE: first.after[first.choice.action],
     }
-    if estimate.kept is not None:
-        after[RecoveryAction.KEEP_AXES] = ActionPlan(estimate.kept.plan.shape, estimate.kept.step_time_s)
     when = f"when {name} is back with {used} {'device' if used == 1 else 'devices'}"
-    return _make_decided(when, choose_admission(admission, job.prices), before_s, after, estimate)
+    choice = choose_admission(admission, job.prices)
+    return (_make_decided(when, choice, job, after, estimate, ()),)
 
 
 def _decide_restart(job: _Job, out: Sequence[str]) -> DecidedChange:
     """Return the decision of a job of one host, whose worker starts again with the devices that are left."""
     estimate = job.estimate(out)
     loss = Loss(places=1, ready=1, num_lost=0, is_in_place=False, needs_restore=True)
-    best = estimate.best
-    after = {RecoveryAction.RESTORE: ActionPlan(best.plan.shape, best.step_time_s)}
+    after = {RecoveryAction.RESTORE: ActionPlan.of(estimate.best)}
     choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
-    return _make_decided("", choice, job.plan.step_time_s, after, estimate)
+    return _make_decided("", choice, job, after, estimate, ())
 
 
-def _make_change(job: _Job, estimate: LossEstimate, present_s: float) -> PlanChange:
-    """Return what a loss or a join makes of planned axes; speeds are parts of that of steps of `present_s`."""
-    kept, best = estimate.kept, estimate.best
+def _make_stage(job: _Job, lost: Sequence[str], estimate: LossEstimate) -> StageLoss:
+    """Return what the loss of hosts makes of a pipeline."""
+    before_s, kept_s = job.plan.step_time_s, estimate.kept_stages_s
+    return StageLoss(
+        hosts=tuple(map(HostName, lost)),
+        kept=before_s / kept_s if kept_s else 0.0,
+        cut=before_s / estimate.best.step_time_s,
+        move_s=estimate.best.transition_s,
+    )
+
+
+def _make_change(job: _Job, estimate: LossEstimate) -> PlanChange:
+    """Return what a loss makes of planned axes."""
+    kept, best, present_s = estimate.kept, estimate.best, job.plan.step_time_s
     return PlanChange(
         groups=(),
         kept=present_s / kept.step_time_s if kept is not None else 0.0,
@@ -227,17 +255,19 @@ def _make_change(job: _Job, estimate: LossEstimate, present_s: float) -> PlanCha
 def _make_decided(
     when: str,
     choice: Choice,
-    before_s: float,
+    job: _Job,
     after: Mapping[RecoveryAction, ActionPlan],
-    estimate: LossEstimate,
+    estimate: LossEstimate | None,
+    lost: Sequence[str],
 ) -> DecidedChange:
     possible = {option.action for option in choice.options if not option.why_not}
     return DecidedChange(
         when=when,
         choice=choice,
-        before_s=before_s,
+        before_s=job.plan.step_time_s,
         after={action: plan for action, plan in after.items() if action in possible},
         estimate=estimate,
+        bytes_lost=count_lost_bytes(job.plan, lost) if lost else 0.0,
     )
 
 
@@ -274,12 +304,11 @@ def print_losses(console: Console, decisions: Sequence[LossDecision]) -> None:
 
 def explain_change(change: DecidedChange) -> str:
     """Return the reason of a choice, with what the cost model adds to it."""
-    lost, unequal = change.estimate.best.migration.bytes_lost, change.estimate.unequal
+    unequal = change.estimate.unequal if change.estimate is not None else None
     sentences = [change.choice.reason]
-    if lost and change.choice.action is RecoveryAction.RESTORE:
-        sentences.append(
-            f"{lost / 1e9:.3g} GB are on no host that is left, and come from parity or a checkpoint"
-        )
+    if change.bytes_lost:
+        lost = f"{change.bytes_lost / 1e9:.3g} GB are on no worker that is left"
+        sentences.append(f"{lost}, and come from a snapshot in memory, its parity, or a checkpoint")
     if unequal is not None:
         speed = change.before_s / unequal.step_time_s
         sentences.append(f"teams that no job runs, {unequal.plan.shape}, would have {speed:.3f} of the speed")
@@ -298,13 +327,12 @@ def describe_loss(decision: LossDecision) -> dict[str, object]:
 
 
 def _describe_change(change: DecidedChange) -> dict[str, object]:
-    migration = change.estimate.best.migration
     return {
         "when": change.when,
         "reason": explain_change(change),
         "next_failure_s": change.choice.next_failure_s,
-        "bytes_moved": migration.bytes_moved,
-        "bytes_lost": migration.bytes_lost,
+        "bytes_moved": change.estimate.best.migration.bytes_moved if change.estimate is not None else None,
+        "bytes_lost": change.bytes_lost,
         "options": [
             {
                 "action": option.action,

@@ -58,8 +58,8 @@ DecideOption = Annotated[
     typer.Option(
         "--decide",
         help="Show what a job's leader would do after each possible loss (a device, a host, two hosts, a failure "
-        "domain): shrink, keep_axes, keep_stages, replace, restore, stop; and about a host or a device at 0.8, 0.5 and "
-        "0.25 of its speed: keep, replace, take_out, fewer_devices, redivide.",
+        "domain): shrink, keep_axes, keep_stages, replace, reform, restore, wait, join, stop; and about a host or a "
+        "device at 0.8, 0.5 and 0.25 of its speed: keep, replace, take_out, fewer_devices, redivide.",
     ),
 ]
 SpareOption = Annotated[

@@ -5,14 +5,27 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Final
 
+from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import ReplanAction, ReplanOption, replan, try_keep
+from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.replanning import (
+    DEFAULT_COMPILE_S,
+    ReplanOption,
+    estimate_next_failure_s,
+    is_same_program,
+    make_option,
+    try_keep,
+    try_unequal,
+)
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.topology import Host, Topology
 
 COMPILED_AHEAD_HOSTS: Final = 2
 """A job compiles what it would need after the loss of so many hosts while it trains."""
+MAX_PLANS: Final = 64
+"""Among the fastest plans, in which that whose replicas are inside hosts is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +56,8 @@ class LossEstimate:
     """What a loss makes of a plan, by the cost model.
 
     Attributes:
-        best: the fastest plan that a job can run with what is left, and what precedes its first step.
+        best: the fastest plan that a job can run with what is left, and what precedes its first step. A pipeline keeps
+            its axes, and replicas inside hosts stay inside, as far as such a plan fits.
         kept: the plan before, its program on as many replicas as are left; None: it does not fit.
         kept_stages_s: a step in which the replicas that have lost a host compute nothing, in seconds; 0: the plan is no
             pipeline, or no replica is complete.
@@ -80,35 +94,66 @@ def estimate_loss(
     Raises:
         PlanError: no plan fits what is left, or it is too little for as many replicas.
     """
-    hosts = {name for name in lost if "/" not in name}
-    is_compiled = len(hosts) <= COMPILED_AHEAD_HOSTS
-    decision = replan(
-        plan, topology.without(*lost), is_compiled=lambda _: is_compiled, min_replicas=min_replicas
-    )
-    options = [
-        option for option in (decision.chosen, *decision.others) if option.action is not ReplanAction.REROUTE
-    ]
-    can_run = [option for option in options if _can_run(option.plan, plan)]
-    best = min(can_run, key=lambda option: option.step_time_s)
-    unequal = [o for o in options if o not in can_run and o.step_time_s < best.step_time_s]
+    now, hosts = topology.without(*lost), {name for name in lost if "/" not in name}
+    horizon = estimate_next_failure_s(now)
+    # Programs for fewer devices of a host are not compiled ahead.
+    compile_s = 0.0 if 0 < len(hosts) == len(lost) <= COMPILED_AHEAD_HOSTS else DEFAULT_COMPILE_S
+
+    def price(after: Plan) -> ReplanOption:
+        return make_option(plan, after, horizon, 0.0, 0.0 if is_same_program(plan, after) else compile_s)
+
+    kept = try_keep(plan, now, min_replicas)
+    plans = [kept] if kept is not None else []
+    if kept is None or plan.layout.axes.pipeline == 1:
+        plans.append(_search_best(plan, now, min_replicas, is_free=kept is None))
+    options = [price(after) for after in plans]
+    unequal = try_unequal(plan, now, horizon, 0.0, compile_s, min_replicas)
+    if unequal is not None and _can_run(unequal.plan, plan):
+        options.append(unequal)
+    best = min(options, key=lambda option: option.step_time_s)
     return LossEstimate(
         best=best,
-        kept=next((option for option in can_run if option.action is ReplanAction.KEEP), None),
+        kept=price(kept) if kept is not None else None,
         kept_stages_s=_price_kept_stages_s(plan, topology, hosts),
-        unequal=next(iter(unequal), None),
+        unequal=unequal if unequal is not None and unequal.step_time_s < best.step_time_s else None,
     )
+
+
+def _search_best(plan: Plan, now: Topology, min_replicas: int, *, is_free: bool) -> Plan:
+    """Return the fastest plan that a job can take: of one that is no pipeline, with replicas inside hosts as before.
+
+    Where the plan before does not fit, and so no program of it can be kept, any plan may follow: `is_free`.
+    """
+    given = {} if is_free and plan.layout.axes.pipeline > 1 else {Axis.PIPELINE: 1}
+    request = plan.request
+    found = search_plans(
+        request.program_cost,
+        now,
+        global_batch=request.global_batch,
+        calibration=request.calibration,
+        constraints=PlanConstraints(given, min_replicas=min_replicas),
+        number_format=request.number_format,
+        top=MAX_PLANS,
+    )
+    inside = [one for one in found if one.layout.host_slots == 1]
+    return inside[0] if plan.layout.host_slots == 1 and inside else found[0]
 
 
 def _can_run(after: Plan | UnequalPlan, before: Plan) -> bool:
-    """Return whether a job can go on with a plan: its teams share no host, and are pipelines only if it was one."""
-    if isinstance(after, Plan):
-        return True
+    """Return whether a job can go on with unequal teams: they share no host, and are pipelines only if it was one."""
+    assert isinstance(after, UnequalPlan), "equal replicas are searched apart"
     hosts = [host.name for team in after.teams for host in team.plan.request.topology.hosts]
-    return len(set(hosts)) == len(hosts) and all(
-        layout.stages_per_host == 1
-        if before.layout.axes.pipeline > 1
-        else layout.axes.pipeline == layout.host_slots == 1
-        for layout in (team.plan.layout for team in after.teams)
+    layouts = [team.plan.layout for team in after.teams]
+    # Each stage is on a host, as is a replica without stages.
+    if len(set(hosts)) < len(hosts) or any(layout.axes.pipeline != layout.host_slots for layout in layouts):
+        return False
+    was = before.layout.axes
+    if was.pipeline == 1:
+        return all(layout.axes.pipeline == 1 for layout in layouts)
+    # A pipeline keeps the axes of its stages' devices, and some replica may have fewer stages.
+    return all(
+        layout.axes.pipeline <= was.pipeline and layout.axes._replace(pipeline=was.pipeline) == was
+        for layout in layouts
     )
 
 
@@ -117,8 +162,9 @@ def _price_kept_stages_s(plan: Plan, topology: Topology, lost: set[str]) -> floa
         return 0.0
     placed = place_replicas(topology, plan.request.pool, plan.layout, plan.compositions, plan.blocks)
     replicas = [{topology.hosts[place].name for place in places} for places in placed]
-    out = lost.union(*(hosts for hosts in replicas if hosts & lost))
-    if len(out) == len(topology.hosts):
+    broken = [hosts for hosts in replicas if hosts & lost]
+    out = lost.union(*broken)
+    if not broken or len(out) == len(topology.hosts):
         return 0.0
     kept = try_keep(plan, topology.without(*out), 1)
     return kept.step_time_s if kept is not None else 0.0

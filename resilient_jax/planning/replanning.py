@@ -170,20 +170,20 @@ def replan(
         )
     new = search_again(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
     options = [
-        _make_option(
+        make_option(
             plan,
             new,
             horizon,
             search_s,
-            0.0 if _is_same_program(plan, new) or is_compiled(new) else compile_s,
+            0.0 if is_same_program(plan, new) or is_compiled(new) else compile_s,
         )
     ]
-    if not _is_same_program(plan, new) and (kept := try_keep(plan, topology, min_replicas)) is not None:
-        options.append(_make_option(plan, kept, horizon, 0.0, 0.0))
+    if not is_same_program(plan, new) and (kept := try_keep(plan, topology, min_replicas)) is not None:
+        options.append(make_option(plan, kept, horizon, 0.0, 0.0))
     # Whole hosts of other speeds get other quotas and layers in equal replicas, too.
     devices = {(host.devices, host.device_speeds) for host in topology.hosts}
     is_uneven = new.devices_spare > 0 or len(devices) > 1
-    if is_uneven and (unequal := _try_unequal(plan, topology, horizon, search_s, compile_s, min_replicas)):
+    if is_uneven and (unequal := try_unequal(plan, topology, horizon, search_s, compile_s, min_replicas)):
         options.append(unequal)
     if (stayed := try_stay(plan, topology, horizon, min_replicas)) is not None:
         options.append(stayed)
@@ -217,7 +217,7 @@ def search_again(plan: Plan, topology: Topology, constraints: PlanConstraints) -
     )[0]
 
 
-def _is_same_program(plan: Plan, other: Plan) -> bool:
+def is_same_program(plan: Plan, other: Plan) -> bool:
     """Return whether both plans run the same program on each replica: its axes, its microbatch, its layers."""
     splits = {replica_class.layers for replica_class in plan.replica_classes}
     return (plan.layout.axes, plan.microbatch) == (other.layout.axes, other.microbatch) and all(
@@ -233,16 +233,17 @@ def try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
         kept = search_again(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
     except (NoFeasiblePlan, PlanError):
         return None
-    return kept if _is_same_program(plan, kept) else None
+    return kept if is_same_program(plan, kept) else None
 
 
-def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
+def make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
+    """Return the option to go on with a plan of equal replicas."""
     # move = bytes / (bandwidth devices) + latency, in s: the bytes of the host that sends or receives the most, over
     # the outermost links of all its devices at once. T = search + compile + move.
     migration = plan_migration(before, plan)
     migration_s = _estimate_migration_s(before, migration)
     return ReplanOption(
-        action=ReplanAction.KEEP if _is_same_program(before, plan) else ReplanAction.NEW,
+        action=ReplanAction.KEEP if is_same_program(before, plan) else ReplanAction.NEW,
         plan=plan,
         step_time_s=plan.step_time_s,
         search_s=search_s,
@@ -264,10 +265,10 @@ def _estimate_migration_s(before: Plan, migration: StateMigration) -> float:
     )
 
 
-def _try_unequal(
+def try_unequal(
     before: Plan, topology: Topology, horizon: float, search_s: float, compile_s: float, min_replicas: int
 ) -> ReplanOption | None:
-    """Return the option of unequal teams, none of whose programs a cache has."""
+    """Return the option of unequal teams, none of whose programs a cache has; None: there is none."""
     request = before.request
     plan = search_unequal_plan(
         request.program_cost,

@@ -7,7 +7,7 @@ common part first, and `StateMigration.is_exact` is False then.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from resilient_jax.ids import HostName
 from resilient_jax.planning.assignment import solve_assignment
@@ -91,6 +91,15 @@ def plan_team_migration(before: Plan, teams: Sequence[Plan]) -> StateMigration:
         for name, regions in find_host_states(team).items():
             wanted[name] = wanted.get(name, NOTHING) | regions
     return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=False)
+
+
+def count_lost_bytes(plan: Plan, lost: Collection[str]) -> float:
+    """Return the bytes of the state that only these hosts hold."""
+    weights = count_layer_bytes(plan.request.program_cost)
+    states = find_host_states(plan)
+    held = NOTHING.union(*(state for host, state in states.items() if host not in lost))
+    gone = NOTHING.union(*(state for host, state in states.items() if host in lost))
+    return count_missing_bytes(held, gone, weights)
 
 
 def count_missing_bytes(held: HostState, wanted: HostState, weights: tuple[float, ...]) -> float:

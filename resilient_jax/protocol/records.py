@@ -300,7 +300,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         detached_from: the world whose service it has found dead: it forms no clique there any more; None: none.
         slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
         slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
-        plans: of the first nine workers: what losses of hosts would make of planned axes; None: not known.
+        plans: of the first nine workers and some others: what losses would make of planned axes; None: not known.
     """
 
     state: WorkerState = WorkerState.STARTING

@@ -444,7 +444,7 @@ def report_slow_hosts(
 
 
 def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:
-    """Losses of hosts would make this of planned axes, as this worker has estimated, one of the first three."""
+    """Losses of hosts would make this of planned axes, as this worker has estimated."""
     return _report(state, plans=plans) if plans != state.report.plans else (state, ())
 
 

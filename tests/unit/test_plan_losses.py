@@ -6,7 +6,8 @@ from plan_topologies import cluster, small_profile
 from resilient_jax.cli.plan_losses import decide_losses, describe_loss
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plan, search_plans
+from resilient_jax.planning.possible_losses import estimate_loss
+from resilient_jax.planning.search import search_plans
 from resilient_jax.protocol.recovery_records import RecoveryAction
 
 
@@ -19,14 +20,25 @@ def _plan(topology, axes=None, batch=48):
     return search_plans(small_profile(), topology, global_batch=batch, constraints=constraints)[0]
 
 
-def test_after_the_loss_of_a_host_the_others_take_the_fastest_plan_at_its_speed():
+def test_after_the_loss_of_a_host_the_others_take_the_fastest_plan_that_a_job_runs_at_its_speed():
     topology = cluster([1.0] * 4, devices=2)
-    plan = _plan(topology, {Axis.REPLICA: 4})
+    plan = _plan(topology, {Axis.REPLICA: 4, Axis.FSDP: 2})
     (change,) = _decide(topology, plan)["a host"].changes
-    best = search_plan(small_profile(), topology.without("host-03"), global_batch=48)
+    left = topology.without("host-03")
+    inside = [_plan(left, {Axis.REPLICA: 6}), _plan(left, {Axis.REPLICA: 3, Axis.PIPELINE: 1})]
+    best_s = min(one.step_time_s for one in inside if one.layout.host_slots == 1)
     option = change.choice.options[0]
     assert option.action is RecoveryAction.SHRINK
-    assert change.find_speed(option) == pytest.approx(plan.step_time_s / best.step_time_s)
+    assert change.find_speed(option) == pytest.approx(plan.step_time_s / best_s)
+
+
+def test_a_pipeline_keeps_its_axes_and_none_becomes_one():
+    topology = cluster([1.0] * 6, devices=1)
+    pipeline = _plan(topology, {Axis.PIPELINE: 3, Axis.REPLICA: 2})
+    (change,) = _decide(topology, pipeline)["a host"].changes
+    assert change.after[RecoveryAction.SHRINK].shape.startswith("pipeline 3")
+    for decision in _decide(topology, _plan(topology, {Axis.REPLICA: 6})).values():
+        assert all("pipeline" not in plan.shape for one in decision.changes for plan in one.after.values())
 
 
 def test_a_host_is_back_with_the_devices_that_its_agent_selects():
@@ -42,11 +54,47 @@ def test_a_host_is_back_with_the_devices_that_its_agent_selects():
 
 def test_a_spare_takes_the_place_of_one_host():
     topology = cluster([1.0] * 4, devices=2)
-    decided = _decide(topology, _plan(topology, {Axis.REPLICA: 4}), has_spare=True)
-    (one,), (two,) = decided["a host"].changes, decided["two hosts"].changes
-    assert one.choice.action is RecoveryAction.REPLACE
-    assert one.find_speed(one.choice.options[0]) == 1.0
-    assert two.choice.action is RecoveryAction.SHRINK
+    plan = _plan(topology, {Axis.REPLICA: 4})
+    decided = _decide(topology, plan, has_spare=True, min_replicas=8)
+    (one,) = decided["a host"].changes
+    assert (one.choice.action, one.find_speed(one.choice.options[0])) == (RecoveryAction.REPLACE, 1.0)
+    assert decided["two hosts"].changes == (), "of the second one nobody takes the place, so a replica lacks"
+    (two,) = _decide(topology, plan, has_spare=True)["two hosts"].changes
+    (alone,) = _decide(topology, plan)["a host"].changes
+    assert two.choice.action is RecoveryAction.REPLACE
+    assert two.find_speed(two.choice.options[0]) == alone.find_speed(alone.choice.options[0])
+
+
+def test_the_last_host_forms_a_new_world_but_not_that_of_a_pipeline():
+    topology = cluster([1.0] * 2, devices=2)
+    (change,) = _decide(topology, _plan(topology, {Axis.REPLICA: 2}))["a host"].changes
+    assert change.choice.action is RecoveryAction.REFORM
+    first, second = _decide(topology, _plan(topology, {Axis.REPLICA: 2}))["a device"].changes
+    assert {option.action for option in first.choice.options if not option.why_not} == set(first.after)
+    postponed = {option.action: option.why_not for option in second.choice.options}[RecoveryAction.POSTPONE]
+    assert postponed == "the next loss may be that of the state"
+
+
+def test_a_host_with_fewer_devices_joins_with_axes_that_were_not_foreseen():
+    topology = cluster([1.0] * 4, devices=2)
+    _, second = _decide(topology, _plan(topology, {Axis.REPLICA: 4, Axis.FSDP: 2}))["a device"].changes
+    refusals = {option.action: option.why_not for option in second.choice.options}
+    assert refusals[RecoveryAction.KEEP_AXES] == "no planned axes are known for the hosts that would train"
+
+
+def test_the_only_host_stops_if_it_uses_none_of_the_devices_that_are_left():
+    topology = cluster([1.0], devices=4)
+    decided = _decide(topology, _plan(topology), "host")["a device"]
+    assert (decided.changes, decided.why_stop) == (
+        (),
+        "host-00 is the only host, and goes on without no device",
+    )
+
+
+def test_the_stage_of_a_host_that_had_none_is_not_kept():
+    topology = cluster([1.0] * 4, devices=1)
+    plan = _plan(topology, {Axis.PIPELINE: 3})
+    assert estimate_loss(plan, topology, ["host-03"]).kept_stages_s == 0
 
 
 def test_a_pipeline_may_keep_the_stage_of_a_lost_host_where_another_replica_is_complete():
