@@ -218,4 +218,4 @@ def _minimize(fit: _Fit, begin: np.ndarray) -> tuple[float, np.ndarray]:
                 damping *= DAMPING_FACTOR
         if before - squares <= WORTHWHILE * before:
             break
-    return squares, x
+    return float(squares), x

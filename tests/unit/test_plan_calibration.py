@@ -38,8 +38,7 @@ def test_a_plan_counts_once_with_the_shortest_step_of_its_generations():
 def test_the_plans_of_all_generations_count_and_how_far_off_the_estimates_were_is_known():
     calibrator, given = PlanCalibrator(Calibration()), Calibration()
     plans = find_plan(), find_plan("host-03")
-    for plan in plans:
-        (measured,) = run(calibrator, plan, 1.5 * plan.step_time_s).values()
+    _, (measured,) = (run(calibrator, plan, 1.5 * plan.step_time_s).values() for plan in plans)
     assert [one.plan for one in measured] == list(plans)
     found = fit_job(given, measured, lambda: None)
     assert found.estimated_s == pytest.approx(measured[-1].step_s / 1.5)

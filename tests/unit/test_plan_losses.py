@@ -3,7 +3,8 @@
 import pytest
 from plan_topologies import cluster, small_profile
 
-from resilient_jax.cli.plan_losses import decide_losses, describe_loss
+from resilient_jax.cli.plan_losses import decide_losses, explain_change
+from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.possible_losses import estimate_loss
@@ -11,7 +12,7 @@ from resilient_jax.planning.search import search_plans
 from resilient_jax.protocol.recovery_records import RecoveryAction
 
 
-def _decide(topology, plan, after_loss="even", **options):
+def _decide(topology, plan, after_loss: DevicesAfterLoss = "even", **options):
     return {one.loss.kind: one for one in decide_losses(plan, topology, after_loss, **options)}
 
 
@@ -107,8 +108,10 @@ def test_a_pipeline_may_keep_the_stage_of_a_lost_host_where_another_replica_is_c
     assert 0.5 <= kept < 0.6, "one of two replicas computes, and has nobody to add up gradients with"
     few = cluster([1.0] * 3, devices=1)
     one_replica = _decide(few, _plan(few, {Axis.PIPELINE: 3}))["a host"]
-    assert one_replica.changes[0].choice.action is RecoveryAction.RESTORE
-    assert describe_loss(one_replica)["changes"][0]["bytes_lost"] > 0
+    (change,) = one_replica.changes
+    assert change.choice.action is RecoveryAction.RESTORE
+    assert change.bytes_lost > 0
+    assert "come from a snapshot in memory, its parity, or a checkpoint" in explain_change(change)
 
 
 def test_one_host_that_loses_a_device_goes_on_from_a_snapshot():
