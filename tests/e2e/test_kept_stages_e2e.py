@@ -76,9 +76,8 @@ def test_the_blocks_of_three_hosts_that_are_gone_are_copied_while_the_others_tra
     ) as job:
         job.wait_protected(hosts)
         report = job.wait_training(hosts)
-        formed = [e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED][-1]
         # All of a replica, and one more. With the leader the world's coordination service would be gone.
-        replicas = [one for one in list_replicas(str(formed.detail["cut"])) if report.leader not in one]
+        replicas = [one for one in job.find_replicas() if report.leader not in one]
         gone = [*replicas[0], replicas[1][0]]
         assert len(gone) == NUM_GONE
         job.hold(FailPoint.BEFORE_INPUT_GRADIENT, gone, ahead=ESTIMATED_STEPS)
@@ -103,8 +102,3 @@ def test_the_blocks_of_three_hosts_that_are_gone_are_copied_while_the_others_tra
     moved = list_events(job, EventKind.PIPELINE_STATE_KEPT, after=kept - 1)
     assert {int(e.detail["received"]) for e in moved} == {0}, "nothing moved in either pause"
     assert {e.generation for e in moved if int(e.detail["copied"])} == {kept + 1}
-
-
-def list_replicas(cut: str) -> list[list[str]]:
-    """Return the hosts of each replica, from the text of an event."""
-    return [[stage.split()[0] for stage in replica.split(" -> ")] for replica in cut.split("; ")]

@@ -11,6 +11,9 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 HOSTS, STAGES = 4, 2
+LAST_MICROBATCH = 5
+TASKS_OF_A_HOST = 3 * (LAST_MICROBATCH + 1)
+"""Forward, input gradient and weight gradient of each microbatch, where all go through one replica."""
 
 
 @pytest.mark.timeout(600)
@@ -36,14 +39,32 @@ def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_blocks_that_nobody_has_come_back_from_snapshots_onto_both_devices(tmp_path: Path) -> None:
+def test_blocks_that_nobody_has_come_back_from_snapshots_and_the_step_goes_on_in_a_new_world(
+    tmp_path: Path,
+) -> None:
+    """What the host that is left had done of the step on both devices it has done, although these went away."""
     with PipelinedJob(tmp_path, 2, STAGES, axes={"fsdp": 2}) as job:
         job.wait_protected(2)
         before = job.wait_training(2).generation
         assert before is not None
-        job.hold(FailPoint.BEFORE_WEIGHT_GRADIENT, ["host-1"])
+        step = job.hold(FailPoint.BEFORE_WEIGHT_GRADIENT, ["host-1"], index=LAST_MICROBATCH)
+        # A step goes on only from the state that it began with.
+        job.job.wait_for("its snapshot", lambda: job.promised_step() == step or None, job.patience_s)
         job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         job.job.release()
-        job.wait_training(2, after_generation=before.number)
-        assert EventKind.SNAPSHOT_RESTORED in {event.kind for event in job.job.read_events()}
+        after = job.wait_training(2, after_generation=before.number).generation
+        assert after is not None
+        assert after.world > before.world
+        events = [e for e in job.job.read_events() if (e.generation or 0) > before.number]
+        assert EventKind.SNAPSHOT_RESTORED in {event.kind for event in events}
+        (resumed,) = [e for e in events if (e.kind, e.host) == (EventKind.PIPELINE_STEP_RESUMED, "host-0")]
+        assert resumed.detail["step"] == step
+        # The other host had sent back every gradient, so only its own tasks are computed again.
+        assert resumed.detail["kept"] == TASKS_OF_A_HOST
+        changes = {
+            str(e.detail["change"])
+            for e in events
+            if e.kind is EventKind.WORLD_FORMED and e.generation == resumed.generation
+        }
+        assert changes == {"reform"}
         job.finish()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from agents import run_command
-from pipelined_job import PipelinedJob
+from pipelined_job import UNITS, PipelinedJob, read_restored, read_steps
 
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
@@ -101,6 +101,32 @@ def is_shown_slow(report: JobReport, host: str) -> bool:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> None:
     break_and_recover(broken, place, ["host-1"], JobComponent.WORKER)
+
+
+@pytest.mark.timeout(600)
+def test_a_step_that_others_have_committed_is_committed_by_a_host_that_was_interrupted_before(
+    broken: PipelinedJob,
+) -> None:
+    """Neither host of the last stage reports it: they wait for slow copies before they update; one is killed then."""
+    broken.wait_protected(HOSTS)
+    before = broken.wait_training(HOSTS).generation
+    assert before is not None
+    last = [replica[-1] for replica in broken.find_replicas()]
+    step = broken.hold(FailPoint.BEFORE_COPY, last)
+    broken.job.wait_for("others commit it", lambda: broken.step() > step or None, broken.patience_s)
+    broken.signal(JobComponent.WORKER, last[0], signal.SIGKILL)
+    broken.job.wait_event(
+        "the end of the other one's generation",
+        lambda e: e.kind is EventKind.WORKER_IDLE and (e.host, e.generation) == (last[1], before.number),
+        broken.patience_s,
+    )
+    broken.job.release()
+    broken.wait_protected(HOSTS, after_generation=before.number)
+    reported, restored = (
+        {unit for row in rows if row["step"] == step for unit in row["digests"]}
+        for rows in (read_steps(broken.work), read_restored(broken.work))
+    )
+    assert len(reported) < UNITS == len(restored)
 
 
 @pytest.mark.timeout(600)

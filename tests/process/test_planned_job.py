@@ -282,6 +282,62 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
     assert after < before
 
 
+def write_topology_of_slow_links(path):
+    """Write the topology of fast devices behind links so slow that sums take all but a ten-millionth of a step.
+
+    So the best axes give back 0.2 s until the next failure, which is expected in 1600 h. Programs that are not ready
+    are priced at a second at least.
+    """
+    text = TOPOLOGY.read_text()
+    fast = (("= 16.8e9", "= 168e9"), ("= 4.3e9", "= 43e9"), ("= 2.2e9", "= 22e9"))
+    for before, after in (*fast, ("= 0.90e9", "= 1e3")):
+        assert before in text
+        text = text.replace(before, after)
+    path.write_text(text)
+    return path
+
+
+def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_their_programs_take(tmp_path):
+    topology = write_topology_of_slow_links(tmp_path / "slow_links.toml")
+    stay = ["host-0", "host-1", "host-2"]
+    command = [str(JOB), str(topology), str(JOINED_STEPS), "--no-compile-ahead"]
+    with (
+        launch(tmp_path, *command[3:], hosts=3, topology=topology, steps=JOINED_STEPS) as job,
+        contextlib.ExitStack() as ending,
+    ):
+        last = FailPointOrder(
+            failpoint=FailPoint.BEFORE_REDUCE, step=JOINED_STEPS - 1, hosts=("host-0",), name="last"
+        )
+        job.failpoints.set_order(last)
+        # Steps before it end with the report of what the axes of four hosts would make.
+        with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 9, DEADLINE_S):
+            options = ["--config", str(tmp_path / "job.toml")]
+            joining = start_joining_agent(job, tmp_path / "joined", "host-3", command, options)
+            ending.enter_context(joining)
+            wait_joining(job, "host-3", DEADLINE_S)
+        joined = job.wait_report(
+            "four hosts",
+            lambda report: report.generation is not None and len(report.generation.members) == 4,
+            DEADLINE_S,
+        )
+        job.failpoints.release(last.name)
+        assert (job.wait(DEADLINE_S), joining.wait(DEADLINE_S)) == (0, 0), job.read_tail()
+        events, output = job.read_events(), job.read_output() + joining.output()
+    (decided,) = [event for event in events if event.kind is EventKind.RECOVERY_DECIDED]
+    first, second, *_ = str(decided.detail["options"]).split("; ")
+    assert decided.detail["action"] == "keep_axes"
+    assert first.startswith("keep_axes: score")
+    assert second.startswith("join: score")
+    assert "not possible" not in first + second, "to join with the best axes was another option"
+    assert joined.generation.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
+    for host in stay:
+        assert plans_of(job, host) == ["replica 6", "replica 8"], "one replica a device, before and after"
+    assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
+    ended = dict(re.findall(r"host (\d) ended with ([0-9a-f]+)", output))
+    assert sorted(ended) == ["0", "1", "2", "3"]
+    assert len(set(ended.values())) == 1, "the host that joined has these axes, too"
+
+
 def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
     with launch(tmp_path, steps=MANY_STEPS) as job:
         for name in ("host-0", "host-2"):

@@ -15,6 +15,7 @@ from reference_runs import share_run
 from sharded_job import ShardedJob
 from tiny_job import CONFIG_WITHOUT_STANDBYS, read_logs
 
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "pipelined.py"
@@ -49,6 +50,11 @@ class PipelinedJob(ShardedJob):
         super().__init__(work, hosts, parity, words, config, SCRIPT, (*devices, *options))
         self.patience_s = PATIENCE_S
 
+    def find_replicas(self) -> list[list[str]]:
+        """Return the hosts of each replica now, in the order of its stages."""
+        formed = [event for event in self.job.read_events() if event.kind is EventKind.PIPELINE_FORMED]
+        return list_replicas(str(formed[-1].detail["cut"]))
+
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
         """Hold these hosts at `place` in a step without a checkpoint.
 
@@ -69,40 +75,38 @@ def check_units(
 ) -> None:
     """Check that every unit has the bits of an undisturbed run after every step, on all hosts that have it.
 
-    The last step of a generation has no line of a host that committed it when another one said that it had: all that
-    followed was computed from it, and has the bits.
-
     Args:
         work: folder of the job.
         output: what it has printed.
         axes: of the devices of each host.
         words: of the script, which change what it computes.
     """
-    found: dict[int, dict[str, set[str]]] = {}
-    last_steps: dict[int, int] = {}
     for process, rows in read_logs(work).items():
         for number in {row["generation"] for row in rows}:
             steps = [row["step"] for row in rows if row["generation"] == number]
             assert steps == list(range(steps[0], steps[0] + len(steps))), (process, steps)
-        for row in rows:
-            last_steps[row["generation"]] = max(row["step"], last_steps.get(row["generation"], 0))
-            by_unit = found.setdefault(row["step"], {})
-            for unit, digest in row["digests"].items():
-                by_unit.setdefault(unit, set()).add(digest)
+    found = _group_digests([*read_steps(work), *read_restored(work)])
     total = max(found) + 1
     assert sorted(found) == list(range(total)), "a step is missing"
     alone = run_alone(total, axes, words)
     expected = read_alone(alone, total)
     for row in expected:
         by_unit = found[row["step"]]
-        # The step after it must have all units, each computed from this one.
-        is_followed = row["step"] in last_steps.values() and len(found.get(row["step"] + 1, ())) == UNITS
-        is_complete = len(by_unit) == UNITS or is_followed
-        assert is_complete, f"step {row['step']}: some unit was on no host that lived"
-        for unit, digests in by_unit.items():
-            assert digests == {row["digests"][unit]}, f"step {row['step']}, unit {unit}: other bits"
+        assert len(by_unit) == UNITS, f"step {row['step']}: some unit was on no host that lived"
+        for unit, digest in row["digests"].items():
+            assert by_unit[unit] == {digest}, f"step {row['step']}, unit {unit}: other bits"
     assert find_digests(output) == {expected[-1]["result"]}, "other parameters in the result"
     _check_evaluations(work, alone, total)
+
+
+def _group_digests(rows: Sequence[dict]) -> dict[int, dict[str, set[str]]]:
+    """Return the digests in some lines, by step and unit."""
+    found: dict[int, dict[str, set[str]]] = {}
+    for row in rows:
+        by_unit = found.setdefault(row["step"], {})
+        for unit, digest in row["digests"].items():
+            by_unit.setdefault(unit, set()).add(digest)
+    return found
 
 
 def _check_evaluations(work: Path, alone: Path, total: int) -> None:
@@ -129,8 +133,31 @@ def _group_evaluations(work: Path) -> dict[int, set[str]]:
 
 def read_evaluations(work: Path) -> list[dict]:
     """Return the lines of all processes about evaluations."""
-    logs = [path.read_text().splitlines() for path in work.glob("evaluations-*.jsonl")]
+    return _read_lines(work, "evaluations")
+
+
+def read_steps(work: Path) -> list[dict]:
+    """Return the lines of all processes about steps that they have committed."""
+    return _read_lines(work, "steps")
+
+
+def read_restored(work: Path) -> list[dict]:
+    """Return the lines of all processes about the states that generations began with.
+
+    A host that commits a step because another one has committed it logs its units of it only here.
+    """
+    return _read_lines(work, "restored")
+
+
+def _read_lines(work: Path, kind: str) -> list[dict]:
+    """Return the complete lines of all logs of a kind: a process may have been killed while it wrote one."""
+    logs = [path.read_text().split("\n")[:-1] for path in work.glob(f"{kind}-*.jsonl")]
     return [json.loads(line) for log in logs for line in log]
+
+
+def list_replicas(cut: str) -> list[list[str]]:
+    """Return the hosts of each replica, in the order of its stages, from the text of an event."""
+    return [[stage.split()[0] for stage in replica.split(" -> ")] for replica in cut.split("; ")]
 
 
 def find_digests(output: str) -> set[str]:

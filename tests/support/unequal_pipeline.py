@@ -3,8 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelined_job import UNITS, PipelinedJob, check_evaluations_agree, find_digests, read_alone, run_alone
-from tiny_job import read_logs
+from pipelined_job import (
+    UNITS,
+    PipelinedJob,
+    check_evaluations_agree,
+    find_digests,
+    read_alone,
+    read_restored,
+    read_steps,
+    run_alone,
+)
 
 from resilient_jax.events import EventKind
 
@@ -24,8 +32,7 @@ class UnequalPipelinedJob(PipelinedJob):
             for event in events
             if event.kind is EventKind.PIPELINE_FORMED and "devices)" in str(event.detail["cut"])
         }
-        rows = [row for own in read_logs(self.work).values() for row in own]
-        first = min(row["step"] for row in rows if row["generation"] in unequal)
+        first = min(row["step"] for row in read_steps(self.work) if row["generation"] in unequal)
         check_unequal_steps(self.work, self.job.read_output(), first, self.axes)
 
 
@@ -43,8 +50,10 @@ def check_unequal_steps(
     """
     found: dict[int, dict[str, dict[int, set[str]]]] = {}
     losses: dict[int, set[float]] = {}
-    for row in (row for own in read_logs(work).values() for row in own):
+    rows = read_steps(work)
+    for row in rows:
         losses.setdefault(row["step"], set()).add(row["loss"])
+    for row in [*rows, *read_restored(work)]:
         for unit, digest in row["digests"].items():
             by_generation = found.setdefault(row["step"], {}).setdefault(unit, {})
             by_generation.setdefault(row["generation"], set()).add(digest)

@@ -26,6 +26,8 @@ from flax import nnx
 
 import resilient_jax as rj
 from resilient_jax.pipeline.weight_digests import digest_weight
+from resilient_jax.trainer import trainer as trainer_module
+from resilient_jax.trainer.fit_loop import FitGeneration, FitLoop
 
 WORK, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 WORDS = dict(word.split("=") for word in sys.argv[3:])
@@ -113,29 +115,50 @@ def digest_result(units: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def append(kind: str, report: rj.StepReport, line: dict) -> None:
-    host = os.environ.get("TINY_JOB_HOST", str(report.host_index))
+def digest_units(state: Any) -> dict[int, str]:
+    """Return the digest of each unit of this host, by number."""
+    digests = {number: digest_unit(unit) for number, unit in enumerate(state.units)}
+    return {number: found for number, found in digests.items() if found}
+
+
+def append(kind: str, host_index: int, line: dict) -> None:
+    host = os.environ.get("TINY_JOB_HOST", str(host_index))
     with (WORK / f"{kind}-{host}-{os.getpid()}.jsonl").open("a") as log:
         print(json.dumps(line), file=log, flush=True)
 
 
 def write_step(report: rj.StepReport) -> bool:
     if report.is_evaluation:
-        append("evaluations", report, {"step": report.step, **report.metrics})
+        append("evaluations", report.host_index, {"step": report.step, **report.metrics})
         return False
-    digests = {number: digest_unit(unit) for number, unit in enumerate(report.state.units)}
+    digests = digest_units(report.state)
     line = {
         "step": report.step - 1,
-        "digests": {number: found for number, found in digests.items() if found},
+        "digests": digests,
         "loss": report.metrics["loss"],
         "generation": report.generation,
     }
-    if all(digests.values()):
+    if len(digests) == len(report.state.units):
         line["result"] = digest_result(report.state.units)
-    append("steps", report, line)
+    append("steps", report.host_index, line)
     if not (WORK / "hurry").exists():
         time.sleep(PACE_S)
     return report.step >= stop_at()
+
+
+class LoggingLoop(FitLoop):
+    """The loop of the trainer, which logs the state that each generation begins with.
+
+    A host that commits a step because another one has committed it calls no callback: only here it is seen that it did.
+    """
+
+    def open_generation(self, world: rj.World) -> tuple[FitGeneration, Any]:
+        generation, state = super().open_generation(world)
+        step = int(state.step)
+        if step and not world.is_rehearsal and world.replay is None:
+            line = {"step": step - 1, "digests": digest_units(state), "generation": world.generation}
+            append("restored", world.host_index, line)
+        return generation, state
 
 
 def train(world: rj.World, train_step: rj.TrainerStep) -> None:
@@ -168,6 +191,7 @@ def train(world: rj.World, train_step: rj.TrainerStep) -> None:
 
 
 if __name__ == "__main__":
+    trainer_module.FitLoop = LoggingLoop
     options: dict[str, Any] = {name: WORDS[name] for name in ("schedule",) if name in WORDS}
     is_own = WORDS.get("loop") == "own"
     trainer = rj.Trainer(
