@@ -216,12 +216,16 @@ def test_axes_that_are_kept_for_a_lost_host_are_given_up_if_it_is_not_back(tmp_p
             )
         )
         # A worker that dies for the first time is started again at once.
-        for generation in (1, 3):
-            wait_estimated(job, generation, hosts=4)
-            job.hold(FailPoint.BEFORE_REDUCE, ["host-1"])
-            job.wait_held(["host-1"], DEADLINE_S)
-            job.kill(JobComponent.WORKER, "host-1")
-            job.release()
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 5)
+        job.wait_held(["host-1"], DEADLINE_S)
+        wait_estimated(job, 1, hosts=4)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.release()
+        wait_estimated(job, 3, hosts=4)
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"])
+        job.wait_held(["host-1"], DEADLINE_S)
+        job.kill(JobComponent.WORKER, "host-1")
+        job.release()
         job.wait_event(
             "other axes",
             lambda event: event.kind is EventKind.PLAN_CHOSEN and event.detail["plan"] == "replica 6",
