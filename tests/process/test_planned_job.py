@@ -388,6 +388,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert first.startswith("keep_axes: score")
     assert second.startswith("join: score")
     assert "not possible" not in first + second, "to join with the best axes was another option"
+    assert joined.generation is not None
     assert joined.generation.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
     for host in stay:
         assert plans_of(job, host) == ["replica 6", "replica 8"], "one replica a device, before and after"
