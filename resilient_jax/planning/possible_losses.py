@@ -105,7 +105,7 @@ def estimate_loss(
     kept = try_keep(plan, now, min_replicas)
     plans = [kept] if kept is not None else []
     if kept is None or plan.layout.axes.pipeline == 1:
-        plans.append(_search_best(plan, now, min_replicas, is_free=kept is None))
+        plans.append(_search_best(plan, now, min_replicas))
     options = [price(after) for after in plans]
     unequal = try_unequal(plan, now, horizon, 0.0, compile_s, min_replicas)
     if unequal is not None and _can_run(unequal.plan, plan):
@@ -119,12 +119,11 @@ def estimate_loss(
     )
 
 
-def _search_best(plan: Plan, now: Topology, min_replicas: int, *, is_free: bool) -> Plan:
-    """Return the fastest plan that a job can take: of one that is no pipeline, with replicas inside hosts as before.
-
-    Where the plan before does not fit, and so no program of it can be kept, any plan may follow: `is_free`.
+def _search_best(plan: Plan, now: Topology, min_replicas: int) -> Plan:
+    """Return the fastest plan that may follow: after one that is no pipeline none, and with replicas inside hosts if it
+    has them; after a pipeline, whose axes do not fit any more, any.
     """
-    given = {} if is_free and plan.layout.axes.pipeline > 1 else {Axis.PIPELINE: 1}
+    given = {Axis.PIPELINE: 1} if plan.layout.axes.pipeline == 1 else {}
     request = plan.request
     found = search_plans(
         request.program_cost,

@@ -27,8 +27,7 @@ FITTED_AFTER: Final = (8, 32, 128, 512)
 MEDIAN_STEPS: Final = 64
 """A plan's step is the median of so many, the last ones."""
 MAX_PLANS: Final = 8
-"""The newest plans count: a fit tries some hundred constants for each."""
-
+"""The newest plans count: a fit estimates each some fifty times."""
 LEAST_CHANGE: Final = 0.01
 """A constant that changes by less is not named."""
 
