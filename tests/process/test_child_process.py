@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+from open_descriptors import count_descriptors, wait_for_descriptors
 from process_ends import is_gone, wait_gone
 
 from resilient_jax.cluster.child_process import SpawnedProcess, get_signal_name, open_line_reader
@@ -124,11 +125,11 @@ def test_a_child_leaves_no_descriptor_behind():
     async def main():
         async with running(SLEEPER):
             pass
-        before = len(os.listdir("/proc/self/fd"))
+        before = count_descriptors()
         for _ in range(3):
             async with running(SLEEPER):
                 pass
-        assert len(os.listdir("/proc/self/fd")) <= before  # fewer: those of an earlier test's loop
+        await wait_for_descriptors(before)
 
     run(main)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_parts import HOST, make_agent_settings
+from open_descriptors import count_descriptors, wait_for_descriptors
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
@@ -87,11 +88,10 @@ async def agent(work: Path, script: str = WAITS) -> AsyncIterator[Agent]:
     """Yield an agent; check that its standby leaves no descriptor and no child."""
     async with MemoryStore() as store:
         found = Agent(work, store, script)
-        before = os.listdir("/proc/self/fd")
+        before = count_descriptors()
         yield found
         await found.standby.close()
-        await asyncio.sleep(0)  # transports close their descriptors in the next turn
-        assert sorted(os.listdir("/proc/self/fd")) == sorted(before)
+        await wait_for_descriptors(before)
         assert list_children() == []
         found.output.close()
         found.log.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_parts import HOST, make_agent_settings
+from open_descriptors import count_descriptors, wait_for_descriptors
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
@@ -71,16 +72,14 @@ async def agent(work: Path, modules: dict[str, str]) -> AsyncIterator[Agent]:
     """Yield an agent whose worker has imported these modules; check that it leaves no descriptor and no child."""
     async with MemoryStore() as store:
         found = Agent(work, store)
-        before = os.listdir("/proc/self/fd")
+        before = count_descriptors()
         path = (str(work), str(work / "libraries"), *sys.path)
         environment = {**os.environb, b"SET_BY_THE_SCRIPT": b"1"}
         imports = ImportsReported(modules=modules, search_path=path, environment=environment)
         found.standby.remember_imports(imports)
         yield found
         await found.standby.close()
-        async with asyncio.timeout(WAIT_S):  # transports close their descriptors in later turns
-            while sorted(os.listdir("/proc/self/fd")) != sorted(before):  # noqa: ASYNC110 - nothing tells it
-                await asyncio.sleep(0.01)
+        await wait_for_descriptors(before)
         assert list_children() == []
         found.log.close()
 

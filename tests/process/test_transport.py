@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import msgspec
 import pytest
+from open_descriptors import count_descriptors, wait_for_descriptors
 
 from resilient_jax import errors
 from resilient_jax.errors import (
@@ -431,12 +432,10 @@ def test_no_descriptor_leaks():
                     await anext(stream)
 
         await once()  # gRPC's own descriptors are opened once per process
-        before = len(os.listdir("/proc/self/fd"))
+        before = count_descriptors()
         for _ in range(10):
             await once()
-        async with asyncio.timeout(WAIT_S):
-            while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110 the kernel sends no event
-                await asyncio.sleep(0.05)
+        await wait_for_descriptors(before)
 
     run(main)
 

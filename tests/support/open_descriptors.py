@@ -1,0 +1,39 @@
+"""Whether a test leaves descriptors behind, in a process that runs other tests, too."""
+
+import asyncio
+import contextlib
+import gc
+import os
+
+WAIT_S = 30.0
+
+
+def count_descriptors() -> int:
+    """Return how many descriptors this process has open, without those that only wait for the garbage collector."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def wait_for_descriptors(most: int) -> None:
+    """Wait until no more than `most` descriptors are open.
+
+    Nothing tells it: transports close theirs in later turns of the loop, and a thread that an earlier test left may
+    have one open for a moment.
+
+    Raises:
+        AssertionError: more stay open; their targets are named.
+    """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + WAIT_S
+    while (found := count_descriptors()) > most:
+        assert loop.time() < end_s, f"{found} descriptors, expected {most}: {list_targets()}"
+        await asyncio.sleep(0.01)
+
+
+def list_targets() -> list[str]:
+    """Return what this process's descriptors are open on."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    return targets
