@@ -12,6 +12,7 @@ from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devi
 from resilient_jax.ids import HostName
 from resilient_jax.membership.recovery_options import CHANGE_OF, Admission, Loss, Prices, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_losses import (
@@ -90,6 +91,10 @@ class _Job(NamedTuple):
     has_spare: bool
     min_replicas: int
 
+    def count_hosts(self, num_devices: int) -> float:
+        """Return what hosts with so many devices count, as the leader counts: as parts of the largest one."""
+        return num_devices / max(host.devices + len(host.lost_devices) for host in self.topology.hosts)
+
     def estimate(self, lost: Sequence[str]) -> LossEstimate:
         return estimate_loss(self.plan, self.topology, lost, min_replicas=self.min_replicas)
 
@@ -134,7 +139,7 @@ def _decide(job: _Job, loss: PossibleLoss, after_loss: DevicesAfterLoss) -> Loss
                 )
             return LossDecision(loss=loss, changes=(_decide_restart(job, out),))
         # The worker ends with its device, and its host is a member again when the next one is ready.
-        first = _decide_loss(job, (name,), is_back=bool(used))
+        first = _decide_loss(job, (name,), num_back=len(used))
         if not used or first.choice.action is RecoveryAction.REPLACE:
             return LossDecision(loss=loss, changes=(first,))
         return LossDecision(loss=loss, changes=(first, *_decide_return(job, name, out, len(used), first)))
@@ -142,27 +147,28 @@ def _decide(job: _Job, loss: PossibleLoss, after_loss: DevicesAfterLoss) -> Loss
         return LossDecision(loss=loss, why_stop=str(error))
 
 
-def _decide_loss(job: _Job, lost: Sequence[str], *, is_back: bool = False) -> DecidedChange:
-    """Return the decision after the loss of hosts."""
-    plan, places, seated = job.plan, len(job.topology.hosts), int(job.has_spare)
+def _decide_loss(job: _Job, lost: Sequence[str], *, num_back: int = 0) -> DecidedChange:
+    """Return the decision after the loss of hosts; `num_back`: the devices with which one is expected back."""
+    plan, hosts, seated = job.plan, job.topology.hosts, int(job.has_spare)
     # A spare is like the host whose place it takes.
     missing = lost[seated:]
     estimate = job.estimate(missing) if missing else None
     present, is_pipeline = ActionPlan(plan.shape, plan.step_time_s), plan.layout.axes.pipeline > 1
-    ready = places - len(lost) + seated
     # With one host left its world is formed anew, but that of a pipeline, whose hosts know each other's mailboxes.
-    in_place = ready > 1 or is_pipeline
+    in_place = len(hosts) - len(lost) + seated > 1 or is_pipeline
+    kept = sum(host.devices for host in hosts if host.name not in lost)
+    replaced = sum(job.topology.host(name).devices for name in lost[:seated])
     return_s = job.prices.seconds[TimedChange.RETURN]
     loss = Loss(
-        places=places,
-        ready=ready,
-        num_seated=seated,
-        num_lost=len(lost),
-        awaited=(return_s,) if is_back else (),
+        places=job.count_hosts(sum(host.devices + len(host.lost_devices) for host in hosts)),
+        ready=job.count_hosts(kept + replaced),
+        num_seated=job.count_hosts(replaced),
+        num_lost=job.count_hosts(sum(job.topology.host(name).devices for name in lost)),
+        awaited=(ExpectedReturn(return_s, job.count_hosts(num_back)),) if num_back else (),
         is_in_place=in_place,
         can_join_in_place=in_place,
         needs_restore=count_lost_bytes(plan, lost) > 0,
-        stage_return_s=return_s if is_back else None,
+        stage_return_s=return_s if num_back else None,
     )
     if estimate is not None and not seated:
         loss = dataclasses.replace(
@@ -196,19 +202,19 @@ def _decide_return(
     job: _Job, name: str, out: Sequence[str], used: int, first: DecidedChange
 ) -> tuple[DecidedChange, ...]:
     """Return the decision when a host is back with the devices that are left; none if no plan has a place for it."""
-    places = len(job.topology.hosts)
+    hosts = job.topology.hosts
     try:
         estimate = job.estimate(out)
     except PlanError:
         return ()
-    is_last = places == 2 and job.plan.layout.axes.pipeline == 1
+    is_last = len(hosts) == 2 and job.plan.layout.axes.pipeline == 1
     # The axes that follow are not foreseen: a host with fewer devices than the topology gives it is like no other.
     admission = Admission(
-        places=places,
-        training=places - 1,
-        joining=1,
+        places=job.count_hosts(sum(host.devices + len(host.lost_devices) for host in hosts)),
+        training=job.count_hosts(sum(host.devices for host in hosts if host.name != name)),
+        joining=job.count_hosts(used),
         can_join_in_place=not is_last,
-        is_last_copy=places == 2,
+        is_last_copy=len(hosts) == 2,
         has_stage=first.choice.action is RecoveryAction.KEEP_STAGES,
     )
     after = {

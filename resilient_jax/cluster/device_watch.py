@@ -229,7 +229,8 @@ class DeviceWatch:
             num_devices=devices.num_devices or 0,
             why=why,
         )
-        context.print_line(f"{context.settings.host}: trains on {devices.describe() or 'all devices'}: {why}")
+        number = f"{devices.num_used} of {devices.num_devices}" if devices.num_used else "all"
+        context.print_line(f"{context.settings.host}: trains on {number} devices: {why}")
         self._supervisor.seat_standby.fail(why, is_retried=True)
         self._replacement.begin(why)
 

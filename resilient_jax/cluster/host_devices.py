@@ -113,7 +113,8 @@ class HostDevices:
             )
         return self.settings != before
 
-    def describe(self) -> str:
-        """Return a description such as "2 of 3 devices"; empty if workers use all."""
-        used, num_devices = self.used, self.num_devices
-        return f"{len(used)} of {num_devices} devices" if used and len(used) != num_devices else ""
+    @property
+    def num_used(self) -> int:
+        """How many devices workers use that start now; 0: all, or none is left."""
+        num_used = len(self.used)
+        return num_used if num_used != self.num_devices else 0

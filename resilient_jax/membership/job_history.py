@@ -206,10 +206,10 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         stalled_since_s=None,
         steady_since_s=now,
         steady_step=find_newest_step(state),
-        devices={
-            member.host: status.devices
+        num_used={
+            member.host: status.num_used
             for member in generation.members
-            if (status := state.hosts.get(member.host)) is not None and status.devices
+            if (status := state.hosts.get(member.host)) is not None and status.num_used
         },
         unwritten=history,
     )

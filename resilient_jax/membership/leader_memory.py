@@ -20,7 +20,7 @@ class LeaderMemory:
         steady_step: the newest step then.
         lost_since_s: when the hosts that have not come back yet were lost, and the cause.
         noticed: the members that had got a notice to leave when they were last seen.
-        devices: what the members whose worker does not use all devices said of that at their first step.
+        num_used: how many devices the members used at their first step; without those whose worker used all.
         unwritten: the history with what was measured since the last write; None: nothing was.
     """
 
@@ -32,5 +32,5 @@ class LeaderMemory:
     steady_step: int = 0
     lost_since_s: Mapping[HostName, tuple[float, LossCause]] = dataclasses.field(default_factory=dict)
     noticed: frozenset[HostName] = frozenset()
-    devices: Mapping[HostName, str] = dataclasses.field(default_factory=dict)
+    num_used: Mapping[HostName, int] = dataclasses.field(default_factory=dict)
     unwritten: JobHistory | None = None

@@ -35,15 +35,6 @@ def has_notice(state: MembershipState, host: HostName) -> bool:
     return host in state.memory.noticed if status is None else status.is_draining
 
 
-def _count_used(devices: str) -> float:
-    """Return how many devices a host uses, by a text such as "2 of 3 devices"; more than any number: all.
-
-    >>> _count_used("2 of 3 devices"), _count_used("")
-    (2, inf)
-    """
-    return int(devices.split()[0]) if devices else math.inf
-
-
 def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
     status = state.hosts.get(host)
     if has_notice(state, host):
@@ -53,7 +44,8 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
     member, worker = state.generation.find_member(host), status.worker
     if member is not None and member.incarnation == status.ended_for_return:
         return None
-    before, now = (_count_used(text) for text in (state.memory.devices.get(host, ""), status.devices))
+    # 0: all.
+    before, now = (used or math.inf for used in (state.memory.num_used.get(host, 0), status.num_used))
     if now != before:
         return LossCause.DEVICE if now < before else None
     is_there = (

@@ -35,7 +35,7 @@ def find_plan_change(
     """
     joining = {status.host for status in joiners}
     present = joining.union(status.host for status in kept)
-    if any(status.devices for status in joiners):  # fewer than its own
+    if any(status.num_used for status in joiners):  # fewer than its own
         return None
     return _find_latest(
         (plans, change)

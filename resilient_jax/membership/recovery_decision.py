@@ -5,7 +5,7 @@ Time only ends a wait: `RecoveryDecision.wait_s` after the decision was recorded
 the policy is asked again, without the hosts that were awaited in vain.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -27,6 +27,7 @@ from resilient_jax.membership.failure_forecast import (
     expect_return_s,
     list_expected,
 )
+from resilient_jax.membership.host_shares import HostShares
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
 from resilient_jax.membership.planned_axes import (
     find_plan_change,
@@ -36,6 +37,7 @@ from resilient_jax.membership.planned_axes import (
 )
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.membership.spare_hosts import count_places, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, is_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
@@ -99,12 +101,14 @@ def decide_after_loss(
         lost = list(stage.hosts)
     elif foreseen is not None:
         lost = list_lost(foreseen[0], kept)
+    shares, names = HostShares.of(state), {*(status.host for status in present), *awaited}
+    num_seated = shares.sum_used(status.host for status in joiners)
     loss = Loss(
-        places=places,
-        ready=len(present),
-        num_seated=len(joiners),
-        num_lost=len(lost),
-        awaited=tuple(awaited.values()),
+        places=shares.sum_complete(names) + max(places - len(names), 0),
+        ready=shares.sum_used(status.host for status in kept) + num_seated,
+        num_seated=num_seated,
+        num_lost=shares.sum_complete(lost),
+        awaited=_list_returns(awaited, shares),
         is_in_place=in_place,
         can_join_in_place=has_seats and (in_place or has_service(state)),
         needs_restore=not (origin.sources or origin.part_holders)
@@ -115,7 +119,6 @@ def decide_after_loss(
         stage_return_s=awaited.get(stage.hosts[0]) if stage is not None and len(stage.hosts) == 1 else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
-    names = {*(status.host for status in present), *awaited}
     choice = choose_after_loss(loss, price_job(generation.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
         decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
@@ -208,11 +211,12 @@ def decide_admission(
     in_place = can_change_in_place(state, staying, joining)
     # In a new world no programs are ready, whichever axes it has.
     planned = find_plan_change(staying, joining) if in_place else None
+    shares, hosts = HostShares.of(state), {*(status.host for status in staying), *names}
     admission = Admission(
-        places=places,
-        training=len(staying),
-        joining=len(joining),
-        awaited=tuple(awaited.values()),
+        places=shares.sum_complete([*hosts, *awaited]) + max(places - len(hosts) - len(awaited), 0),
+        training=shares.sum_used(status.host for status in staying),
+        joining=shares.sum_used(names),
+        awaited=_list_returns(awaited, shares),
         can_join_in_place=in_place,
         is_last_copy=not generation.losses_left,
         has_stage=not set(names).isdisjoint(list_absent(generation)),
@@ -220,7 +224,6 @@ def decide_admission(
         plan=planned[1] if planned is not None else None,
         has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
     )
-    hosts = {*(status.host for status in staying), *names}
     choice = choose_admission(admission, price_job(generation.history, hosts, names))
     again = (host for host in names if count_host_losses(generation.history, host) > 1)
     decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
@@ -231,7 +234,7 @@ def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecis
     """Return the decision to end a job for which nothing else is left; None if it ends for another reason."""
     if outcome.kind not in _STOPS:
         return generation.decision
-    option = RecoveryOption(action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0)
+    option = RecoveryOption(action=RecoveryAction.STOP, score=0.0, pause_s=0.0, speed=0.0)
     return RecoveryDecision(
         action=RecoveryAction.STOP,
         number=generation.number,
@@ -268,6 +271,10 @@ def _list_awaited(
     }
     soonest = sorted(expected.items(), key=lambda one: (one[1], one[0]))
     return dict(soonest[: max(places - len(present), 0)])
+
+
+def _list_returns(awaited: Mapping[HostName, float], shares: HostShares) -> tuple[ExpectedReturn, ...]:
+    return tuple(ExpectedReturn(return_s, shares.find(host)) for host, return_s in awaited.items())
 
 
 def _is_coming(state: MembershipState, status: HostStatus) -> bool:

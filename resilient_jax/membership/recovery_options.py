@@ -3,6 +3,8 @@
 Each option is a course of pauses and speeds until the next failure (`recovery_score`). Some exclude each other by the
 rules: hosts that can go on in place never form a new world, and no older state is taken while there is a newer one.
 Such an option is listed with its score, and with the reason why it is not possible.
+
+Hosts are counted by their devices (`host_shares`): one that works with half of them is half a host.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ from typing import Final
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.failure_forecast import estimate_rate
-from resilient_jax.membership.return_groups import ReturnGroup, group_returns, list_phases
+from resilient_jax.membership.return_groups import ExpectedReturn, ReturnGroup, group_returns, list_phases
 from resilient_jax.membership.stage_prices import find_stage_break_even_s, price_copied, price_cut, price_kept
 from resilient_jax.planning.recovery_score import Phase, score_phases
 from resilient_jax.protocol.plan_records import PlanChange
@@ -41,7 +43,7 @@ class Loss:
         ready: the hosts that can go on now.
         num_seated: how many of them were no members before.
         num_lost: how many others were lost at one moment.
-        awaited: of each host that is expected back the seconds until it is ready, ascending.
+        awaited: the hosts that are expected back, the soonest first.
         is_in_place: whether those that are ready can go on in their world.
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
@@ -53,11 +55,11 @@ class Loss:
             there are several, whose stages are kept until their blocks are copied.
     """
 
-    places: int
-    ready: int
-    num_seated: int = 0
-    num_lost: int = 1
-    awaited: tuple[float, ...] = ()
+    places: float
+    ready: float
+    num_seated: float = 0
+    num_lost: float = 1
+    awaited: tuple[ExpectedReturn, ...] = ()
     is_in_place: bool = True
     can_join_in_place: bool = True
     needs_restore: bool = False
@@ -76,7 +78,7 @@ class Admission:
         places: how many hosts the job has at most.
         training: the hosts that train.
         joining: the hosts that are ready to join.
-        awaited: of each other host that is expected back the seconds until it is ready, ascending.
+        awaited: the other hosts that are expected back, the soonest first.
         can_join_in_place: whether those that are ready have taken seats.
         is_last_copy: whether the next loss may be that of the state.
         has_stage: whether the stage of one that is ready was kept for it.
@@ -85,10 +87,10 @@ class Admission:
         has_new_axes: whether the best axes with the hosts that join are others than the job has.
     """
 
-    places: int
-    training: int
-    joining: int
-    awaited: tuple[float, ...] = ()
+    places: float
+    training: float
+    joining: float
+    awaited: tuple[ExpectedReturn, ...] = ()
     can_join_in_place: bool = True
     is_last_copy: bool = False
     has_stage: bool = False
@@ -160,7 +162,7 @@ def price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not
         first = Phase(pause_s=_find_axes_s(loss, prices), speed=_find_present_speed(loss) * loss.plan.best)
     join_s = find_join_s(loss, prices)
     phases = list_phases(first, ready, group_returns(loss.awaited), join_s=join_s, places=loss.places)
-    return make_option(action, phases, ready, prices, why_not)
+    return make_option(action, phases, prices, why_not)
 
 
 def price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[RecoveryOption, ReturnGroup | None]:
@@ -170,22 +172,23 @@ def price_kept_stage(loss: Loss, prices: Prices, why_not: str) -> tuple[Recovery
     action, stage, ready = RecoveryAction.KEEP_STAGES, loss.stage, loss.ready
     if stage is None:
         first = Phase(pause_s=prices.seconds[TimedChange.KEEP_STAGES], speed=ready / loss.places)
-        return make_option(action, (first,), ready, prices, why_not), None
+        return make_option(action, (first,), prices, why_not), None
     present, join_s = _find_present_speed(loss), find_join_s(loss, prices)
     later = group_returns(loss.awaited)
     copied, divided = price_copied(stage, present, prices.seconds)
     divided_s = copied.pause_s + (copied.training_s or 0.0)
-    then = [ReturnGroup(max(one.return_s - divided_s, 0.0), one.count) for one in later]
+    then = [one._replace(return_s=max(one.return_s - divided_s, 0.0)) for one in later]
     phases = (copied, *list_phases(divided, ready, then, join_s=join_s, places=loss.places))
-    without = make_option(action, phases, ready, prices, why_not)
+    without = make_option(action, phases, prices, why_not)
     if loss.stage_return_s is None or not loss.can_join_in_place:
         return without, None
     # Another host that joins sooner would end it.
-    own = ReturnGroup(loss.stage_return_s, sum(one <= loss.stage_return_s for one in loss.awaited))
+    sooner = [one.share for one in loss.awaited if one.return_s <= loss.stage_return_s]
+    own = ReturnGroup(loss.stage_return_s, len(sooner), sum(sooner))
     later = [own, *(one for one in later if one.return_s > own.return_s)]
     first = price_kept(stage, present, prices.seconds)
     phases = list_phases(first, ready, later, join_s=join_s, places=loss.places)
-    awaiting = make_option(action, phases, ready, prices, why_not)
+    awaiting = make_option(action, phases, prices, why_not)
     return (awaiting, own) if awaiting.score >= without.score else (without, None)
 
 
@@ -196,7 +199,7 @@ def _find_present_speed(loss: Loss) -> float:
 
 def find_reachable(loss: Loss) -> float:
     """Return the best speed that any option reaches, as a part of that of all hosts."""
-    back = min(loss.ready + len(loss.awaited), loss.places) / loss.places
+    back = min(loss.ready + count_awaited(loss), loss.places) / loss.places
     if loss.stage is not None:
         left = max(loss.stage.cut, loss.stage.kept)
     elif loss.plan is not None:
@@ -205,6 +208,11 @@ def find_reachable(loss: Loss) -> float:
         return back
     here = _find_present_speed(loss) * left
     return max(here, back) if loss.awaited else here
+
+
+def count_awaited(change: Loss | Admission) -> float:
+    """Return how many hosts are expected back, by their devices."""
+    return sum(one.share for one in change.awaited)
 
 
 def _find_axes_s(loss: Loss, prices: Prices) -> float:
@@ -244,14 +252,14 @@ def find_join_break_even_s(admission: Admission, prices: Prices) -> float:
 def price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> RecoveryOption:
     """Return the option of a wait for the first groups of hosts that come back."""
     groups = group_returns(loss.awaited)
-    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0, 0)
     join_s = find_join_s(loss, prices)
-    ready = min(loss.ready + last.count, loss.places)
+    ready = min(loss.ready + last.hosts, loss.places)
     pause_s = last.return_s + max(join_s, prices.seconds[CHANGE_OF[find_usual(loss)]])
     first = Phase(pause_s=pause_s, speed=ready / loss.places)
     later = groups[num_groups:]
     phases = list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
-    return make_option(RecoveryAction.WAIT, phases, ready, prices, why_not)
+    return make_option(RecoveryAction.WAIT, phases, prices, why_not)
 
 
 def find_join_s(change: Loss | Admission, prices: Prices) -> float:
@@ -329,7 +337,7 @@ def price_join(
             speed=kept if is_kept else first.speed,
         )
     phases = list_phases(first, ready, group_returns(admission.awaited), join_s=join_s, places=places)
-    return make_option(action, phases, ready, prices, why_not, risk_s=risk_s)
+    return make_option(action, phases, prices, why_not, risk_s=risk_s)
 
 
 def price_gather(
@@ -338,20 +346,19 @@ def price_gather(
     """Return the option that hosts which are ready join together with the first groups of those that come back."""
     places, join_s = admission.places, find_join_s(admission, prices)
     groups = group_returns(admission.awaited)
-    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0)
+    last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0, 0)
     present = admission.training + admission.joining
     wait = Phase(pause_s=0.0, speed=admission.training / places, training_s=last.return_s)
-    joined = Phase(pause_s=join_s, speed=min(present + last.count, places) / places)
+    joined = Phase(pause_s=join_s, speed=min(present + last.hosts, places) / places)
     # From the join on, which is so long after the choice.
-    later = [ReturnGroup(max(one.return_s - last.return_s, 0.0), one.count) for one in groups[num_groups:]]
+    later = [one._replace(return_s=max(one.return_s - last.return_s, 0.0)) for one in groups[num_groups:]]
     phases = (wait, *list_phases(joined, present, later, join_s=join_s, places=places))
-    return make_option(RecoveryAction.GATHER, phases, admission.training, prices, why_not, risk_s=risk_s)
+    return make_option(RecoveryAction.GATHER, phases, prices, why_not, risk_s=risk_s)
 
 
 def make_option(
     action: RecoveryAction,
     phases: tuple[Phase, ...],
-    num_hosts: int,
     prices: Prices,
     why_not: str = "",
     *,
@@ -364,6 +371,6 @@ def make_option(
         action=action,
         score=score_phases(priced, prices.next_failure_s),
         pause_s=first.pause_s,
-        num_hosts=num_hosts,
+        speed=first.speed,
         why_not=why_not,
     )

@@ -24,6 +24,7 @@ from resilient_jax.membership.recovery_options import (
     Admission,
     Loss,
     Prices,
+    count_awaited,
     explain_new_axes,
     explain_refusal,
     find_break_even_s,
@@ -94,7 +95,7 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
         loss, prices, 0, explain_refusal(RecoveryAction.WAIT, usual, loss)
     )
     stop = RecoveryOption(
-        action=RecoveryAction.STOP, score=0.0, pause_s=0.0, num_hosts=0, why_not="hosts can go on"
+        action=RecoveryAction.STOP, score=0.0, pause_s=0.0, speed=0.0, why_not="hosts can go on"
     )
     chosen = choose_option(options, usual, prices, find_reachable(loss))
     waits_for = {
@@ -107,7 +108,7 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     if chosen is RecoveryAction.KEEP_AXES or (chosen is RecoveryAction.KEEP_STAGES and own is not None):
         wait_s = max(wait_s, find_break_even_s(loss, prices))
     choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
-    return dataclasses.replace(choice, num_awaited=waits_for.count if waits_for is not None else 0)
+    return dataclasses.replace(choice, num_awaited=waits_for.num_hosts if waits_for is not None else 0)
 
 
 _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
@@ -149,13 +150,13 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
             price_join(RecoveryAction.JOIN, admission, prices, "", risk_s),
             price_join(RecoveryAction.KEEP_AXES, admission, prices, explain_new_axes(admission), risk_s),
             gather or price_gather(admission, prices, 0, refusal or "no other host is on its way", risk_s),
-            make_option(RecoveryAction.POSTPONE, (before,), admission.training, prices, refusal),
+            make_option(RecoveryAction.POSTPONE, (before,), prices, refusal),
         )
     }
     usual = admission.before or RecoveryAction.JOIN
     if options[usual].why_not:
         usual = RecoveryAction.JOIN
-    reachable = min(ready + len(admission.awaited), places) / places
+    reachable = min(ready + count_awaited(admission), places) / places
     chosen = choose_option(options, usual, prices, reachable)
     gathers_s = PATIENCE * last.return_s if last is not None else 0.0
     wait_s = {RecoveryAction.GATHER: gathers_s, RecoveryAction.POSTPONE: RECONSIDER_S}.get(chosen, 0.0)
@@ -163,7 +164,7 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
         wait_s = find_join_break_even_s(admission, prices)
     choice = make_choice(chosen, usual, tuple(options.values()), prices, wait_s)
     gathers_for = last if chosen is RecoveryAction.GATHER else None
-    return dataclasses.replace(choice, num_awaited=gathers_for.count if gathers_for is not None else 0)
+    return dataclasses.replace(choice, num_awaited=gathers_for.num_hosts if gathers_for is not None else 0)
 
 
 def choose_option(
@@ -204,7 +205,7 @@ def make_choice(
     course = _ACTION_TEXTS[chosen]
     if chosen is RecoveryAction.KEEP_STAGES and not wait_s:
         course = "keeps the lost stages until others have copies of their blocks"
-    reason = f"the job {course}: {first.num_hosts} hosts after {first.pause_s:.2g} s"
+    reason = f"the job {course}: {first.describe_speed()}"
     if chosen in WAITING_ACTIONS:
         reason = f"the job {course}, for {wait_s:.2g} s at most"
     rival = next((option for option in others if not option.why_not), None)

@@ -82,7 +82,6 @@ def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
         action: make_option(
             action,
             _list_phases(action, share * speed, training, prices),
-            training.training - (action is RecoveryAction.TAKE_OUT),
             prices,
             _explain_slow_refusal(action, speed, training),
         )

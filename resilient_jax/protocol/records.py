@@ -452,8 +452,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         standby: the process that waits to replace the worker; None: none runs.
         script: the digest of the script with which the worker was let in; empty before.
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
-        devices: how many of the host's devices its worker uses, such as "2 of 3 devices"; empty: all.
         num_devices: of the host, also those that are out; 0: only JAX knows.
+        num_used: how many of them its worker uses; 0: all.
         standby_devices: how many of them are sound and stand by: its worker uses others.
         ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
         gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
@@ -477,13 +477,18 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     standby: StandbyStatus | None = None
     script: str = ""
     gpus: tuple[str, ...] = ()
-    devices: str = ""
     num_devices: int = 0
+    num_used: int = 0
     standby_devices: int = 0
     ended_for_return: Incarnation = Incarnation(0)
     gpu_uuids: tuple[str, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
+
+    @property
+    def devices(self) -> str:
+        """A text such as "2 of 3 devices"; empty: its worker uses all."""
+        return f"{self.num_used} of {self.num_devices} devices" if self.num_used else ""
 
     @property
     def agent_endpoint(self) -> str:

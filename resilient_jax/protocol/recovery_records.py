@@ -69,20 +69,24 @@ class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
         action: the action.
         score: Chameleon's: the mean speed until the next failure, as a part of that of all the job's hosts.
         pause_s: how long no host trains at first.
-        num_hosts: that train after it.
+        speed: after it, as a part of that of all the job's hosts.
         why_not: why it is not possible; empty: it is.
     """
 
     action: RecoveryAction
     score: float
     pause_s: float
-    num_hosts: int
+    speed: float
     why_not: str = ""
 
     def describe(self) -> str:
-        """Return a text such as "shrink: score 0.999731, 3 hosts after 0.2 s"."""
-        text = f"{self.action}: score {self.score:.6f}, {self.num_hosts} hosts after {self.pause_s:.2g} s"
+        """Return a text such as "shrink: score 0.749731, 0.75 of full speed after 0.2 s"."""
+        text = f"{self.action}: score {self.score:.6f}, {self.describe_speed()}"
         return f"{text} (not possible: {self.why_not})" if self.why_not else text
+
+    def describe_speed(self) -> str:
+        """Return a text such as "0.75 of full speed after 0.2 s"."""
+        return f"{self.speed:.3g} of full speed after {self.pause_s:.2g} s"
 
 
 class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from topologies import MESHES
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.recovery_options import Admission, Loss
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 
@@ -66,7 +67,7 @@ OUTCOME = Outcome(
         TimedChange.REFORM: 10.0,
         TimedChange.REDIVIDE: 2.0,
     },
-    returned_s=(20.0,),
+    returns=(ExpectedReturn(20.0),),
     failed_s=100.0,
     wait_s=30.0,
     num_awaited=1,
@@ -74,7 +75,7 @@ OUTCOME = Outcome(
 
 
 def test_what_a_choice_after_a_loss_is_worth():
-    loss = Loss(places=4, ready=3, awaited=(20.0,))
+    loss = Loss(places=4, ready=3, awaited=(ExpectedReturn(20.0),))
     go_on, wait = RecoveryAction.REFORM, RecoveryAction.WAIT
     # 10 s of re-forming, 10 s with three hosts, 2 s until the fourth has joined, 78 s with all.
     assert play_loss(go_on, go_on, loss, OUTCOME) == pytest.approx(10 * 0.75 + 78)
@@ -88,7 +89,7 @@ def test_what_a_choice_after_a_loss_is_worth():
 
 
 def test_what_the_two_ways_of_a_pipeline_are_worth():
-    loss = Loss(places=4, ready=3, awaited=(20.0,))
+    loss = Loss(places=4, ready=3, awaited=(ExpectedReturn(20.0),))
     stage = StageLoss(hosts=(HostName("d"),), kept=0.5, cut=0.7, move_s=5.0)
     outcome = dataclasses.replace(OUTCOME, stage=stage)
     usual = RecoveryAction.SHRINK
@@ -100,8 +101,23 @@ def test_what_the_two_ways_of_a_pipeline_are_worth():
 
 
 def test_one_of_two_hosts_may_be_waited_for():
-    loss = Loss(places=4, ready=2, awaited=(20.0, 60.0))
-    both = dataclasses.replace(OUTCOME, returned_s=(20.0, 60.0), wait_s=90.0, num_awaited=2)
+    loss = Loss(
+        places=4,
+        ready=2,
+        awaited=(
+            ExpectedReturn(20.0),
+            ExpectedReturn(60.0),
+        ),
+    )
+    both = dataclasses.replace(
+        OUTCOME,
+        returns=(
+            ExpectedReturn(20.0),
+            ExpectedReturn(60.0),
+        ),
+        wait_s=90.0,
+        num_awaited=2,
+    )
     assert play_loss(RecoveryAction.WAIT, RecoveryAction.REFORM, loss, both) == pytest.approx(100 - 60 - 10)
     one = dataclasses.replace(both, num_awaited=1)
     expected = (60 - 20 - 10) * 0.75 + 100 - 62
@@ -109,7 +125,7 @@ def test_one_of_two_hosts_may_be_waited_for():
 
 
 def test_what_a_choice_about_hosts_that_are_ready_is_worth():
-    admission = Admission(places=4, training=2, joining=1, awaited=(20.0,))
+    admission = Admission(places=4, training=2, joining=1, awaited=(ExpectedReturn(20.0),))
     assert play_admission(RecoveryAction.JOIN, admission, OUTCOME) == pytest.approx(18 * 0.75 + 78)
     assert play_admission(RecoveryAction.GATHER, admission, OUTCOME) == pytest.approx(20 * 0.5 + 78)
     assert play_admission(RecoveryAction.POSTPONE, admission, OUTCOME) == pytest.approx(50)

@@ -8,6 +8,7 @@ from membership_job import Job, change_leader, know, stop_at_boundary, training
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.failure_forecast import add_return, count_losses, describe_record
+from resilient_jax.membership.host_shares import HostShares
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus, WorldChange
 from resilient_jax.protocol.recovery_records import (
@@ -231,7 +232,7 @@ def list_losses(job: Job) -> list[tuple[str, LossCause, int]]:
         (lambda job: job.worker("c", is_dying=True), LossCause.WORKER),
         (lambda job: job.worker("c", is_unresponsive=True), LossCause.LEFT_OUT),
         (lambda job: job.give(HostLeft(HostName("c"))), LossCause.HOST),
-        (lambda job: job.change("c", devices="1 of 2 devices", worker=end(job, "c")), LossCause.DEVICE),
+        (lambda job: job.change("c", num_devices=2, num_used=1, worker=end(job, "c")), LossCause.DEVICE),
     ],
 )
 def test_the_cause_of_a_loss_is_recorded_and_in_the_reason(break_c, cause):
@@ -252,7 +253,7 @@ def end(job: Job, name: str) -> WorkerStatus:
 
 def test_a_worker_of_a_host_that_lacked_a_device_all_along_ended_by_itself():
     job = Job("a", "b", "c", spare_seats=4)
-    job.change("c", devices="1 of 2 devices")
+    job.change("c", num_devices=2, num_used=1)
     job.serve()
     job.form()
     job.train(5)
@@ -260,14 +261,14 @@ def test_a_worker_of_a_host_that_lacked_a_device_all_along_ended_by_itself():
     assert list_losses(job) == [("c", LossCause.WORKER, 1)]
 
 
-@pytest.mark.parametrize(("before", "after"), [("1 of 2 devices", ""), ("6 of 8 devices", "7 of 8 devices")])
-def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(before, after):
+@pytest.mark.parametrize(("num_devices", "before", "after"), [(2, 1, 0), (8, 6, 7)])
+def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(num_devices, before, after):
     job = Job("a", "b", "c", spare_seats=4)
-    job.change("c", devices=before)
+    job.change("c", num_devices=num_devices, num_used=before)
     job.serve()
     job.form()
     job.train(5)
-    job.change("c", devices=after, worker=end(job, "c"))
+    job.change("c", num_used=after, worker=end(job, "c"))
     assert job.phase is GenerationPhase.QUIESCE
     assert (list_losses(job), job.generation.history.failures) == ([], 0)
 
@@ -276,11 +277,11 @@ def test_a_worker_that_is_started_again_because_a_device_is_back_is_no_failure(b
 def test_a_restart_for_a_device_that_was_back_before_is_no_failure_either(is_new_leader):
     """Its agent waits for its turn. Others are lost meanwhile, or the leader is, and forget what devices there were."""
     job = Job("a", "b", "c", "d", spare_seats=4)
-    job.change("c", devices="1 of 2 devices")
+    job.change("c", num_devices=2, num_used=1)
     job.serve()
     job.form()
     job.train(5)
-    job.change("c", devices="")
+    job.change("c", num_used=0)
     if is_new_leader:
         change_leader(job)
         job.train(6)
@@ -294,6 +295,38 @@ def test_a_restart_for_a_device_that_was_back_before_is_no_failure_either(is_new
     assert job.phase is GenerationPhase.QUIESCE
     assert "c" not in [host for host, _, _ in list_losses(job)]
     assert job.generation.history.failures == failures
+
+
+def test_hosts_count_by_their_devices_in_the_options_after_a_loss_and_before_a_join():
+    job = Job("a", "b", "c", "d", spare_seats=4)
+    for name, num_used in (("a", 0), ("b", 0), ("c", 4), ("d", 6)):
+        job.change(name, num_devices=8, num_used=num_used)
+    job.serve()
+    job.form()
+    job.train(5)
+    job.worker("d", exit_code=-9)
+    job.acknowledge("a", "b", "c", step=6, holds_state=True)
+    speeds = {option.action: option.speed for option in decided(job).options}
+    # c has half of its devices: 2.5 of 4 hosts; d is expected back with three quarters.
+    assert speeds[RecoveryAction.SHRINK] == pytest.approx(2.5 / 4)
+    assert speeds[RecoveryAction.WAIT] == pytest.approx(3.25 / 4)
+    job.form()
+    job.train(8)
+    job.restart("d")
+    job.take_seat("d")
+    speeds = {option.action: option.speed for option in decided(job).options}
+    assert speeds[RecoveryAction.JOIN] == pytest.approx(3.25 / 4)
+    assert speeds[RecoveryAction.POSTPONE] == pytest.approx(2.5 / 4)
+
+
+def test_a_host_that_is_gone_or_does_not_know_its_devices_counts_as_a_complete_one():
+    job = Job("a", "b", "c", spare_seats=4)
+    job.change("a", num_devices=8, num_used=2)
+    job.change("b", num_devices=4)
+    shares = HostShares.of(job.state)
+    assert [shares.find(HostName(name)) for name in ("a", "b", "c", "gone")] == [0.25, 0.5, 1.0, 1.0]
+    assert shares.sum_complete(map(HostName, ("a", "b", "c"))) == 2.5
+    assert HostShares.of(Job("a").state).find(HostName("a")) == 1.0, "nobody knows"
 
 
 def leave_and_come_back(job: Job, seconds: float, incarnation: int) -> None:

@@ -151,6 +151,7 @@ def change_anything(job: Job, name: str, chance: random.Random) -> None:
         lambda: job.change(name, is_draining=chance.random() < 0.3),
         lambda: job.change(name, is_spare=chance.random() < 0.3),
         lambda: job.change(name, step=(step := chance.randrange(9)), standby_devices=step % 3),
+        lambda: job.change(name, num_devices=4, num_used=chance.randrange(4)),
         lambda: job.change(name, services=()),
         lambda: job.change(name, snapshot_server=chance.choice((None, server(name)))),
         lambda: keep(job, name, *chance.sample(kept, chance.randrange(3))),

@@ -109,7 +109,7 @@ def test_what_would_be_done_after_each_possible_loss_is_printed(run):
     ):
         assert loss in shown
     assert "when host-7 is back with 4 devices" in shown
-    assert "a host: host-7: the job goes on in place: 7 hosts after" in shown
+    assert "a host: host-7: the job goes on in place: 0.79 of full speed after 0.9 s" in shown
 
 
 def test_each_possible_loss_has_its_options_as_json_the_choice_first(run):

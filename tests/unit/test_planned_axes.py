@@ -18,6 +18,7 @@ from resilient_jax.membership.recovery_policy import (
     choose_admission,
     choose_after_loss,
 )
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.records import (
     Generation,
@@ -111,7 +112,7 @@ def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
     loss = Loss(
         places=4,
         ready=4 - num_lost,
-        awaited=tuple(returns_s),
+        awaited=tuple(map(ExpectedReturn, returns_s)),
         plan=plan,
         has_new_axes=True,
         num_lost=num_lost,
@@ -532,7 +533,7 @@ def test_where_a_join_is_not_foreseen_each_worker_takes_the_best_plan(plans):
 
 
 def test_a_host_with_fewer_devices_than_its_own_is_not_foreseen():
-    job = join(foresee_join(0.0), devices="2 of 3 devices")
+    job = join(foresee_join(0.0), num_devices=3, num_used=2)
     stop_at_boundary(job, 6)
     assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
 
@@ -619,7 +620,12 @@ def test_the_axes_of_a_join_are_the_better_ones_played_moment_by_moment(
     """Of four hosts two train, one is ready, and the last may come back."""
     plan = PlanChange(groups=(0,), kept=1.5 * kept, best=1.5, best_axes=BEST_AXES, prepare_s=prepare_s)
     admission = Admission(
-        places=4, training=2, joining=1, awaited=tuple(returns_s), plan=plan, has_new_axes=True
+        places=4,
+        training=2,
+        joining=1,
+        awaited=tuple(map(ExpectedReturn, returns_s)),
+        plan=plan,
+        has_new_axes=True,
     )
     seconds = {**PRIOR_S, TimedChange.GROW: join_s}
     choice = choose_admission(admission, Prices(seconds=seconds, next_failure_s=next_failure_s))

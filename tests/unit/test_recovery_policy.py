@@ -18,6 +18,7 @@ from resilient_jax.membership.recovery_policy import (
     choose_admission,
     choose_after_loss,
 )
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.planning.recovery_score import (
     HOUR_S,
     Phase,
@@ -54,9 +55,14 @@ def lose(history: JobHistory, *hosts: str, cause: LossCause = LossCause.WORKER) 
     return count_losses(history, dict.fromkeys(names(*hosts), cause), NUMBER)
 
 
-def draw_returns(draw, most: int) -> tuple[float, ...]:
-    """Draw when hosts that are awaited are back, ascending."""
-    return tuple(sorted(draw(st.lists(TIMES, max_size=min(most, 5)))))
+SHARES = st.sampled_from((0.25, 0.5, 1.0))
+"""Of a host's devices."""
+
+
+def draw_returns(draw, most: int) -> tuple[ExpectedReturn, ...]:
+    """Draw the hosts that are awaited, the soonest first."""
+    returns = st.builds(ExpectedReturn, TIMES, SHARES)
+    return tuple(sorted(draw(st.lists(returns, max_size=min(most, 5)))))
 
 
 @st.composite
@@ -233,16 +239,18 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
 
 
 def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
-    admission = Admission(places=8, training=6, joining=1, awaited=(6.0,), can_join_in_place=False)
+    admission = Admission(
+        places=8, training=6, joining=1, awaited=(ExpectedReturn(6.0),), can_join_in_place=False
+    )
     history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
     choice = choose_admission(admission, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.GATHER, 9.0)
-    slow = dataclasses.replace(admission, awaited=(100.0,))
+    slow = dataclasses.replace(admission, awaited=(ExpectedReturn(100.0),))
     assert choose_admission(slow, price_job(history, name_hosts(8))).action is RecoveryAction.JOIN
 
 
 def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
-    loss = Loss(places=8, ready=7, awaited=(6.0,), is_in_place=False, can_join_in_place=False)
+    loss = Loss(places=8, ready=7, awaited=(ExpectedReturn(6.0),), is_in_place=False, can_join_in_place=False)
     history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
     choice = choose_after_loss(loss, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.WAIT, 9.0)
@@ -282,23 +290,28 @@ def play_wait(loss: Loss, prices: Prices, num_awaited: int) -> float:
     join_s = prices.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
     moments = 20_000
     step_s = prices.next_failure_s / moments
-    waits_s = loss.awaited[num_awaited - 1] if num_awaited else 0.0
+    waits_s = loss.awaited[num_awaited - 1].return_s if num_awaited else 0.0
     busy_until_s = waits_s + (max(join_s, usual) if num_awaited else usual)
-    hosts, work, left = loss.ready + num_awaited, 0.0, list(loss.awaited[num_awaited:])
+    hosts = loss.ready + sum(one.share for one in loss.awaited[:num_awaited])
+    work, left = 0.0, list(loss.awaited[num_awaited:])
     for moment in range(moments):
         now_s = (moment + 0.5) * step_s
         if now_s < busy_until_s:
             continue
-        if left and left[0] <= now_s:
-            left.pop(0)
-            hosts, busy_until_s = hosts + 1, now_s + join_s
+        if left and left[0].return_s <= now_s:
+            hosts, busy_until_s = hosts + left.pop(0).share, now_s + join_s
             continue
         work += hosts / loss.places * step_s
     return work
 
 
 @given(
-    returns=st.lists(st.sampled_from((2.0, 5.0, 20.0, 70.0)), min_size=1, max_size=3, unique=True),
+    returns=st.lists(
+        st.builds(ExpectedReturn, st.sampled_from((2.0, 5.0, 20.0, 70.0)), SHARES),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda one: one.return_s,
+    ),
     reform_s=st.floats(1.0, 40.0),
     horizon_s=st.floats(300.0, 3000.0),
     places=st.integers(5, 32),

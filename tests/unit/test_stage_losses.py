@@ -11,6 +11,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S
 from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
 from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_after_loss
+from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import (
@@ -190,7 +191,13 @@ def test_no_rerouting_of_later_steps_is_faster_than_a_replica_that_computes_noth
 def choose(
     stage: StageLoss, hosts: int, returned_s: float, next_failure_s: float = 3 * HOUR_S
 ) -> RecoveryAction:
-    loss = Loss(places=hosts, ready=hosts - 1, awaited=(returned_s,), stage=stage, stage_return_s=returned_s)
+    loss = Loss(
+        places=hosts,
+        ready=hosts - 1,
+        awaited=(ExpectedReturn(returned_s),),
+        stage=stage,
+        stage_return_s=returned_s,
+    )
     return choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s)).action
 
 
@@ -248,7 +255,16 @@ def test_the_stage_of_a_host_that_nobody_awaits_is_kept_until_its_blocks_are_cop
 
 def test_the_stages_of_two_hosts_are_kept_until_their_blocks_are_copied_and_not_for_them():
     stage = StageLoss(hosts=(HostName("a"), HostName("b")), kept=0.4, cut=0.5, move_s=50.0)
-    loss = Loss(places=6, ready=4, num_lost=2, awaited=(1.0, 2.0), stage=stage)
+    loss = Loss(
+        places=6,
+        ready=4,
+        num_lost=2,
+        awaited=(
+            ExpectedReturn(1.0),
+            ExpectedReturn(2.0),
+        ),
+        stage=stage,
+    )
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
     gone = dataclasses.replace(loss, awaited=())
@@ -294,7 +310,7 @@ def test_no_speed_that_hosts_cannot_reach_hides_what_is_saved():
 
 def test_a_host_that_is_back_too_late_is_not_waited_for_while_its_blocks_are_copied():
     stage = StageLoss(hosts=(HostName("a"),), kept=0.3, cut=0.9, move_s=50.0)
-    loss = Loss(places=4, ready=3, awaited=(200.0,), stage=stage, stage_return_s=200.0)
+    loss = Loss(places=4, ready=3, awaited=(ExpectedReturn(200.0),), stage=stage, stage_return_s=200.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     copied = find_option(choice, RecoveryAction.KEEP_STAGES)
     first, second = price_copied(stage, 1.0, PRIOR_S)
@@ -307,7 +323,7 @@ def test_a_host_that_cannot_come_back_into_its_world_is_not_waited_for():
     loss = Loss(
         places=4,
         ready=3,
-        awaited=(100.0,),
+        awaited=(ExpectedReturn(100.0),),
         stage=SLOW_TO_MOVE,
         stage_return_s=100.0,
         can_join_in_place=False,
@@ -319,7 +335,16 @@ def test_a_host_that_cannot_come_back_into_its_world_is_not_waited_for():
 
 def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
     stage = StageLoss(hosts=(HostName("a"),), kept=0.95, cut=1.0, move_s=85.0)
-    loss = Loss(places=7, ready=6, awaited=(1.0, 300.0), stage=stage, stage_return_s=300.0)
+    loss = Loss(
+        places=7,
+        ready=6,
+        awaited=(
+            ExpectedReturn(1.0),
+            ExpectedReturn(300.0),
+        ),
+        stage=stage,
+        stage_return_s=300.0,
+    )
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert choice.action is RecoveryAction.KEEP_STAGES
     assert choice.wait_s >= PATIENCE * 300.0
@@ -336,7 +361,7 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
 ):
     """The host is expected in a second, and comes back whenever it likes."""
     stage = StageLoss(hosts=(HostName("a"),), kept=0.95 - difference, cut=0.95, move_s=move_s)
-    loss = Loss(places=32, ready=31, awaited=(1.0,), stage=stage, stage_return_s=1.0)
+    loss = Loss(places=32, ready=31, awaited=(ExpectedReturn(1.0),), stage=stage, stage_return_s=1.0)
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
         return

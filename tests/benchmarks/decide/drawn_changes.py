@@ -19,7 +19,8 @@ from resilient_jax.membership.failure_forecast import add_return, count_losses, 
 from resilient_jax.membership.job_history import MAX_RECENT
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
-from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_admission, choose_after_loss
+from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
+from resilient_jax.membership.return_groups import PATIENCE, ExpectedReturn
 from resilient_jax.planning.recovery_score import estimate_failure_rate
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
@@ -41,6 +42,8 @@ MAX_OBSERVED_S: Final = 48 * 3600.0
 MAX_COUNT: Final = 8
 RETURN_SPREAD: Final = 1.0
 """The same of the returns of one host around those of all."""
+SHARES: Final = (1.0, 1.0, 1.0, 0.5)
+"""Of its devices with which a host is back, each as likely."""
 FLAPPING: Final = 0.2
 """Share of the hosts that are away which have failed again and again for some hours, every 20 minutes or so."""
 PIPELINED: Final = 0.3
@@ -77,7 +80,7 @@ class Outcome:
 
     Attributes:
         seconds: of each change, this time.
-        returned_s: when each host that is awaited is back, in the order in which they were expected.
+        returns: when each host that is awaited is back, in the order in which they were expected.
         failed_s: when the next failure of another host ends it.
         left_s: how long after it has joined the host that is ready now is lost again; infinite: it is not.
         wait_s: after which a wait is given up.
@@ -86,7 +89,7 @@ class Outcome:
     """
 
     seconds: Mapping[TimedChange, float]
-    returned_s: tuple[float, ...] = ()
+    returns: tuple[ExpectedReturn, ...] = ()
     failed_s: float = math.inf
     left_s: float = math.inf
     wait_s: float = 0.0
@@ -114,15 +117,15 @@ def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome
     course, places = _Course(outcome.failed_s), loss.places
     join_s = outcome.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
     change_s, speed = outcome.seconds[_TIMED[usual]], loss.ready / places
-    waited = list(outcome.returned_s[: outcome.num_awaited])
-    left = sorted(outcome.returned_s[outcome.num_awaited :])
+    waited = list(outcome.returns[: outcome.num_awaited])
+    left = sorted(outcome.returns[outcome.num_awaited :])
     if action is RecoveryAction.WAIT:
-        course.spend(min(max(waited), outcome.wait_s))
-        left = sorted([*left, *(one for one in waited if one > outcome.wait_s)])
-        waited = [one for one in waited if one <= outcome.wait_s]
+        course.spend(min(max(waited).return_s, outcome.wait_s))
+        left = sorted([*left, *(one for one in waited if one.return_s > outcome.wait_s)])
+        waited = [one for one in waited if one.return_s <= outcome.wait_s]
     else:
         left, waited = sorted([*left, *waited]), []
-    hosts = loss.ready + len(waited)
+    hosts = loss.ready + sum(one.share for one in waited)
     if action is RecoveryAction.WAIT:
         speed = hosts / places
     elif outcome.stage is not None:
@@ -144,7 +147,7 @@ def _play_lost_stage(action: RecoveryAction, loss: Loss, outcome: Outcome, stage
         course.spend(min(stage.move_s, COPY_TIMEOUT_S), kept)
         course.spend(seconds[TimedChange.REDIVIDE] + max(stage.move_s - COPY_TIMEOUT_S, 0.0))
     speed = kept if is_kept and outcome.num_awaited else cut
-    left = sorted(outcome.returned_s)
+    left = sorted(outcome.returns)
     _take_back(course, left, loss.ready, speed, join_s=seconds[TimedChange.GROW], places=places)
     return course.work
 
@@ -158,19 +161,19 @@ def play_admission(action: RecoveryAction, admission: Admission, outcome: Outcom
         course.spend(math.inf, few)
         return course.work
     hosts = admission.training + admission.joining
-    left = sorted(outcome.returned_s)
+    left = sorted(outcome.returns)
     if action is RecoveryAction.GATHER:
-        waited = outcome.returned_s[: outcome.num_awaited]
-        course.spend(min(max(waited), outcome.wait_s), few)
-        back = [one for one in waited if one <= course.now_s]
-        hosts += len(back)
-        left = sorted(one for one in outcome.returned_s if one not in back)
+        waited = outcome.returns[: outcome.num_awaited]
+        course.spend(min(max(waited).return_s, outcome.wait_s), few)
+        back = [one for one in waited if one.return_s <= course.now_s]
+        hosts += sum(one.share for one in back)
+        left = sorted(one for one in outcome.returns if one not in back)
     course.spend(join_s)
     leaves_s = course.now_s + outcome.left_s
     if math.isfinite(leaves_s):
-        before = [one for one in left if one < leaves_s]
+        before = [one for one in left if one.return_s < leaves_s]
         _take_back(course, before, hosts, hosts / places, join_s=join_s, places=places, until_s=leaves_s)
-        hosts, left = hosts + len(before) - 1, left[len(before) :]
+        hosts, left = hosts + sum(one.share for one in before) - 1, left[len(before) :]
         course.spend(outcome.seconds[TimedChange.SHRINK])
     _take_back(course, left, hosts, hosts / places, join_s=join_s, places=places)
     return course.work
@@ -178,19 +181,19 @@ def play_admission(action: RecoveryAction, admission: Admission, outcome: Outcom
 
 def _take_back(
     course: _Course,
-    returns: list[float],
-    hosts: int,
+    returns: list[ExpectedReturn],
+    hosts: float,
     speed: float,
     *,
     join_s: float,
-    places: int,
+    places: float,
     until_s: float = math.inf,
 ) -> None:
     """Train on with `hosts`, at a speed, until a moment; hosts that come back join with a pause each."""
-    for returned_s in returns:
-        course.spend(returned_s - course.now_s, speed)
+    for return_s, share in returns:
+        course.spend(return_s - course.now_s, speed)
         course.spend(join_s)
-        hosts += 1
+        hosts += share
         speed = min(hosts, places) / places
     course.spend(until_s - course.now_s, speed)
 
@@ -263,15 +266,13 @@ def _play_loss(chance: random.Random) -> _Played:
         is_in_place=stage is not None or chance.random() < 0.5,
         can_join_in_place=stage is not None or chance.random() < 0.5,
         stage=stage,
-        stage_return_s=min((expected for expected, _ in awaited), default=None)
-        if stage is not None and lost == 1
-        else None,
+        stage_return_s=awaited[0][0].return_s if awaited and stage is not None and lost == 1 else None,
     )
     names = {_name(number) for number in range(lost - len(awaited), places)}
     choice = choose_after_loss(loss, price_job(job.history, names))
     usual = RecoveryAction.SHRINK if loss.is_in_place else RecoveryAction.REFORM
     outcome = dataclasses.replace(
-        job.outcome, returned_s=tuple(returned for _, returned in awaited), stage=stage
+        job.outcome, returns=tuple(returned for _, returned in awaited), stage=stage
     )
     return _compare(
         choice,
@@ -300,7 +301,7 @@ def _play_admission(chance: random.Random) -> _Played:
     names = {_name(number) for number in range(joining)}
     hosts = {*names, *(_name(number) for number in range(away, places))}
     choice = choose_admission(admission, price_job(job.history, hosts, names))
-    outcome = dataclasses.replace(job.outcome, returned_s=tuple(returned for _, returned in awaited))
+    outcome = dataclasses.replace(job.outcome, returns=tuple(returned for _, returned in awaited))
     return _compare(
         choice,
         lambda action, one: play_admission(action, admission, one),
@@ -317,7 +318,7 @@ def _compare(
     outcome: Outcome,
     at_once: RecoveryAction,
     waiting: RecoveryAction,
-    awaited: tuple[float, ...],
+    awaited: tuple[ExpectedReturn, ...],
 ) -> _Played:
     """Play all options; of a wait also for other numbers of hosts than the policy's."""
     possible = {option.action for option in choice.options if not option.why_not}
@@ -325,7 +326,7 @@ def _compare(
     keeps = possible & {RecoveryAction.KEEP_STAGES}
 
     def make(number: int) -> Outcome:
-        wait_s = PATIENCE * awaited[number - 1] if number else 0.0
+        wait_s = PATIENCE * awaited[number - 1].return_s if number else 0.0
         return dataclasses.replace(outcome, num_awaited=number, wait_s=wait_s)
 
     works = {(action, 0): play(action, make(0)) for action in possible - waits}
@@ -357,7 +358,7 @@ class _DrawnJob(NamedTuple):
 
     history: JobHistory
     outcome: Outcome
-    returns: list[tuple[float, float]]
+    returns: list[tuple[ExpectedReturn, ExpectedReturn]]
 
 
 def _draw_job(chance: random.Random, places: int, *, away: int) -> _DrawnJob:
@@ -401,13 +402,12 @@ def _draw_job(chance: random.Random, places: int, *, away: int) -> _DrawnJob:
         failed_s=chance.expovariate(rate),
         left_s=chance.expovariate(1 / flapping_s[0]) if 0 in flapping_s else math.inf,
     )
-    returns = [
-        (
-            expect_return_s(history, _name(host), PRIOR_S[TimedChange.RETURN]),
-            _vary(chance, returns_s[host]),
-        )
-        for host in range(away)
-    ]
+    returns = []
+    for host in range(away):
+        expected_s = expect_return_s(history, _name(host), PRIOR_S[TimedChange.RETURN])
+        share = chance.choice(SHARES)
+        returned_s = _vary(chance, returns_s[host])
+        returns.append((ExpectedReturn(expected_s, share), ExpectedReturn(returned_s, share)))
     return _DrawnJob(history, outcome, returns)
 
 
