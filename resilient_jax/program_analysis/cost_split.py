@@ -141,7 +141,7 @@ def split_cost(
     # backward products P_g - P_f, other FLOPs forward T_f - P_f, backward T_g - P_g - (T_f - P_f).
     products = _sum(traced, lambda operation: operation.matmul_flops)
     others = _sum(traced, lambda operation: 0.0 if operation.matmul_flops else _count_elements(operation))
-    moved = _sum(traced, lambda operation: _count_bytes_moved(operation, traced))
+    moved = _sum_bytes_moved(traced)
     forward_products = sum(products.values())
     backward_products = max(0.0, measured.gradient_matmul_flops - forward_products)
     other_forward = max(0.0, measured.forward_flops - forward_products)
@@ -229,14 +229,23 @@ def _count_elements(annotated: AnnotatedOperation) -> float:
     return sum(value.size for value in annotated.operation.outputs) * annotated.operation.iterations
 
 
-def _count_bytes_moved(annotated: AnnotatedOperation, traced: TracedProgram) -> float:
-    """Return the bytes of activations that an operation reads and writes, unless it is fused with others."""
-    operation = annotated.operation
-    if operation.name in FUSIBLE_PRIMITIVES:
-        return 0.0
-    values = (*operation.inputs, *operation.outputs)
-    moved = sum(v.bytes for v in values if v is not None and v in traced.propagated.kinds)
-    return moved * operation.iterations
+def _sum_bytes_moved(traced: TracedProgram) -> CostShares:
+    """Return the bytes of activations that operations read and write, for one example.
+
+    Each value is divided as it is itself: every device of a tensor group reads all of the input of a product whose
+    parameter is sharded, and writes all of its partial sum. Operations that are fused with others move nothing.
+    """
+    total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    kinds = traced.propagated.kinds
+    for annotated in traced.propagated.operations:
+        operation = annotated.operation
+        if operation.name in FUSIBLE_PRIMITIVES:
+            continue
+        for value in (*operation.inputs, *operation.outputs):
+            if value is not None and value in kinds:
+                moved = value.bytes * operation.iterations / traced.num_examples
+                total[annotated.part, kinds[value]] += moved  # pyright: ignore[reportArgumentType] - floats add too
+    return total
 
 
 def _split_amount(shares: CostShares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:

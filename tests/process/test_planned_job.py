@@ -20,6 +20,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
 from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
+from resilient_jax.trainer.plan_calibration import FITTED_AFTER
 
 JOB = Path(__file__).with_name("planned_job.py")
 TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
@@ -32,6 +33,12 @@ OVER_THREE = "reductions of 'train' over 3 hosts"
 """What is compiled ahead after the programs of the plans without a host."""
 MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Where jobs find the programs of earlier ones, as long as a test is not about what is compiled when."""
+    return tmp_path_factory.mktemp("programs")
 
 
 def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cache=None, config=CONFIG):
@@ -72,13 +79,13 @@ def ending(job):
     return words[0], float(words[2])
 
 
-def run_and_kill(work, *words):
+def run_and_kill(work, programs, *words):
     """Kill a worker in the reduction of step 3, when the programs of the best plan without it are ready.
 
     Returns:
         The plans of another host, and the ending.
     """
-    with launch(work, *words, cache=work.parent / "compile-cache") as job:
+    with launch(work, *words, cache=programs) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
         wait_compiled_ahead(job, ["host-0", "host-2", "host-3"], [OVER_THREE], DEADLINE_S)
@@ -93,20 +100,22 @@ def run_and_kill(work, *words):
         return plans_of(job, "host-0"), ending(job)
 
 
-def run_undisturbed(work, *words):
-    with launch(work, *words, cache=work.parent / "compile-cache") as job:
+def run_undisturbed(work, programs, *words):
+    with launch(work, *words, cache=programs) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0"), ending(job)
 
 
-def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp_path):
+def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp_path, programs):
     checkpoints = tmp_path / "checkpoints"
-    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", "--checkpoints", str(checkpoints))
+    plans, (_, expected) = run_undisturbed(
+        tmp_path / "undisturbed", programs, "--checkpoints", str(checkpoints)
+    )
     assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
     assert OrbaxStore(checkpoints, 2).find_newest_step() == STEPS, (
         "a state that is split over a host's devices is saved"
     )
-    plans, (_, loss) = run_and_kill(tmp_path / "killed")
+    plans, (_, loss) = run_and_kill(tmp_path / "killed", programs)
     # Before three hosts train there may be two: a survivor that gloo keeps waiting is left out and comes back.
     assert plans[0] == "replica 4 x fsdp 2"
     assert "replica 6" in plans
@@ -114,19 +123,21 @@ def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
-    plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
+def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path, programs):
+    plans, expected = run_undisturbed(tmp_path / "undisturbed", programs, "--named")
     assert plans == ["replica 4 x tensor 2"]
-    plans, found = run_and_kill(tmp_path / "killed", "--named")
+    plans, found = run_and_kill(tmp_path / "killed", programs, "--named")
     assert plans[0] == "replica 4 x tensor 2"
     assert "replica 3 x tensor 2" in plans
     assert found == expected
 
 
-def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(tmp_path):
+def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(
+    tmp_path, programs
+):
     plan = "replica 2 x tensor 2"
     config = "restart_backoff_s = 0.0\nstandby = "
-    options = {"hosts": 2, "steps": SEATED_STEPS, "cache": tmp_path / "compile-cache"}
+    options = {"hosts": 2, "steps": SEATED_STEPS, "cache": programs}
     with launch(tmp_path / "undisturbed", "--named", config=f'{config}"off"\n', **options) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         assert plans_of(job, "host-0") == [plan]
@@ -170,10 +181,10 @@ away, less the pause."""
     ],
 )
 def test_the_leader_keeps_axes_where_programs_of_better_ones_are_slow_and_not_ready(
-    tmp_path, victims, words, action, plan
+    tmp_path, programs, victims, words, action, plan
 ):
     survivors = [f"host-{index}" for index in range(4) if f"host-{index}" not in victims]
-    with launch(tmp_path, "--trace-s", str(TRACE_S), *words) as job:
+    with launch(tmp_path, "--trace-s", str(TRACE_S), *words, steps=MANY_STEPS, cache=programs) as job:
         job.hold(FailPoint.BEFORE_REDUCE, victims, 3)
         # None of them answers before it is killed, so they are lost in one change.
         job.wait_held(victims, DEADLINE_S)
@@ -181,18 +192,20 @@ def test_the_leader_keeps_axes_where_programs_of_better_ones_are_slow_and_not_re
             wait_compiled_ahead(job, survivors, [OVER_THREE], DEADLINE_S)
         killed_s = min([job.kill(JobComponent.WORKER, victim) for victim in victims])
         job.release()
-        assert job.wait(DEADLINE_S) == 0, job.read_tail()
-        later = [event for event in job.read_events() if event.monotonic_s > killed_s]
-    decided = [event for event in later if event.kind is EventKind.RECOVERY_DECIDED]
-    assert decided[0].detail["action"] == action
-    assert "keep_axes: score" in str(decided[0].detail["options"])
-    number = decided[0].generation
-    chosen = {
-        event.host: event.detail["plan"]
-        for event in later
-        if event.kind is EventKind.PLAN_CHOSEN and event.generation == number
-    }
-    assert chosen == dict.fromkeys(survivors, plan)
+
+        def is_later(event: Event, kind: EventKind) -> bool:
+            return event.kind is kind and event.monotonic_s > killed_s
+
+        decided = job.wait_event("a decision", lambda e: is_later(e, EventKind.RECOVERY_DECIDED), DEADLINE_S)
+        assert decided.detail["action"] == action
+        assert "keep_axes: score" in str(decided.detail["options"])
+        for host in survivors:
+            chosen = job.wait_event(
+                f"the plan of {host}",
+                lambda event, host=host: is_later(event, EventKind.PLAN_CHOSEN) and event.host == host,
+                DEADLINE_S,
+            )
+            assert (chosen.generation, chosen.detail["plan"]) == (decided.generation, plan)
 
 
 SLOW_SECOND_STEP_S = 8.0
@@ -201,11 +214,12 @@ second, the least that they are priced at, and kept axes have cost as much after
 GIVEN_UP_S = 60.0
 
 
-def test_axes_that_are_kept_for_a_lost_host_are_given_up_if_it_is_not_back(tmp_path):
+def test_axes_that_are_kept_for_a_lost_host_are_given_up_if_it_is_not_back(tmp_path, programs):
     # Four hosts are hardly faster with fsdp, three are a tenth slower.
     topology = write_topology(tmp_path / "slow_devices.toml", {"= 2.2e9": "= 1.1e9", "= 0.90e9": "= 1.8e9"})
     config = 'restart_backoff_s = 600.0\nstandby = "off"\n'
-    with launch(tmp_path, "--no-compile-ahead", topology=topology, steps=MANY_STEPS, config=config) as job:
+    options = {"topology": topology, "steps": MANY_STEPS, "config": config, "cache": programs}
+    with launch(tmp_path, "--no-compile-ahead", **options) as job:
         job.failpoints.set_order(
             FailPointOrder(
                 failpoint=FailPoint.BEFORE_REDUCE,
@@ -318,7 +332,7 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
                 DEADLINE_S,
             )
 
-        first = wait_calibrated("the first plan").detail
+        first = wait_calibrated("the first plan")
         job.wait_report(
             "constants of all hosts, which foresee each loss with them",
             lambda report: all(
@@ -329,26 +343,66 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
             ),
             DEADLINE_S,
         )
-        job.kill(JobComponent.HOST, "host-1")
-        fitted = wait_calibrated("another plan", str(first["plan"]))
-        chosen = [
-            event
-            for event in job.read_events()
-            if event.kind is EventKind.PLAN_CHOSEN and event.generation == fitted.generation
-        ]
+        killed_s = job.kill(JobComponent.HOST, "host-1")
+        fitted = wait_calibrated("another plan", str(first.detail["plan"]))
+        back = job.wait_event(
+            "the plan of the host that is back, whose worker has measured nothing",
+            lambda event: (
+                event.kind is EventKind.PLAN_CHOSEN
+                and event.host == "host-1"
+                and event.monotonic_s > killed_s
+            ),
+            DEADLINE_S,
+        )
+        with_host_1 = job.wait_for(
+            "the plans of all hosts", lambda: list_all_plans(job, back.generation, 4), DEADLINE_S
+        )
+        events = job.read_events()
     second = fitted.detail
-    assert float(first["error"]) < float(first["error_before"])
+    assert float(first.detail["error"]) < float(first.detail["error_before"])
     assert int(second["plans"]) >= 2
-    assert {"host-0", "host-2", "host-3"} <= {event.host for event in chosen}
-    assert len({(event.detail["plan"], event.detail["step_s"]) for event in chosen}) == 1, (
-        "the same constants"
-    )
+    chosen = list_plans(events, fitted.generation)
+    assert {"host-0", "host-2", "host-3"} <= chosen.keys()
+    assert len(set(chosen.values())) == 1, "the same constants"
+    assert len(set(with_host_1.values())) == 1, "of a host that joins, too"
     # The plan had not been measured when it was chosen.
     before, after = (
         abs(math.log(float(estimate) / float(second["step_s"])))
-        for estimate in (second["estimated_s"], chosen[0].detail["step_s"])
+        for estimate in (second["estimated_s"], chosen["host-0"][1])
     )
     assert after < before
+    for event in events:
+        if event.kind is EventKind.PLAN_CALIBRATED:
+            assert count_steps_after_compiling(events, event) >= FITTED_AFTER[0], (
+                "steps without programs to compile"
+            )
+
+
+def list_plans(events, generation):
+    """Return by host the plan that it chose in a generation, with the estimate of its step."""
+    return {
+        event.host: (event.detail["plan"], event.detail["step_s"])
+        for event in events
+        if event.kind is EventKind.PLAN_CHOSEN and event.generation == generation
+    }
+
+
+def list_all_plans(job, generation, hosts):
+    """Return the same as soon as so many hosts have one."""
+    found = list_plans(job.read_events(), generation)
+    return found if len(found) == hosts else None
+
+
+def count_steps_after_compiling(events, fitted):
+    """Return the steps of a host in a generation between its last program and the fit of constants."""
+    own = [
+        event
+        for event in sorted(events, key=lambda event: event.monotonic_s)
+        if event.host == fitted.host and event.generation == fitted.generation
+    ]
+    own = own[: own.index(fitted)]
+    compiled = [at for at, event in enumerate(own) if event.kind is EventKind.PROGRAM_COMPILED_AHEAD]
+    return sum(event.kind is EventKind.STEP_COMMITTED for event in own[compiled[-1] if compiled else 0 :])
 
 
 LONG_SUMS = {"= 0.90e9": "= 1e3", "= 16.8e9": "= 168e9", "= 4.3e9": "= 43e9", "= 2.2e9": "= 22e9"}
@@ -398,8 +452,8 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert len(set(ended.values())) == 1, "the host that joined has these axes, too"
 
 
-def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
-    with launch(tmp_path, steps=MANY_STEPS) as job:
+def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path, programs):
+    with launch(tmp_path, steps=MANY_STEPS, cache=programs) as job:
         for name in ("host-0", "host-2"):
             job.wait_event(
                 f"{name} has compiled ahead",
@@ -429,8 +483,8 @@ def test_a_host_that_is_not_in_the_topology_ends_the_job_with_a_remedy(tmp_path)
     )
 
 
-def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
-    with launch(tmp_path, hosts=2, steps=MANY_STEPS, cache=tmp_path / "cache") as job:
+def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path, programs):
+    with launch(tmp_path, hosts=2, steps=MANY_STEPS, cache=programs) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
         job.wait_held(["host-0"], DEADLINE_S)
         code, said = run_command(["hosts", str(tmp_path / "run"), "drain", "host-1:1"])
@@ -470,11 +524,14 @@ NARROW = {
 """Hosts with four devices that are too small for the model alone."""
 
 
-def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(tmp_path):
+def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(
+    tmp_path, programs
+):
     topology = write_topology(tmp_path / "narrow.toml", NARROW)
     words = ["--clip", "--rows", "12", "--width", "240", "--axes-by-host"]
     config = 'min_hosts = 2\nrestart_backoff_s = 0.0\nstandby = "off"\ndevices_after_loss = "all"\n'
     options = {"hosts": 2, "devices": 4, "topology": topology, "steps": LATER_STEPS, "config": config}
+    options |= {"cache": programs}
     with launch(tmp_path / "job", *words, **options) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
         late = FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=20, hosts=("host-0",), name="late")

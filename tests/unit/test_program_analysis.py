@@ -78,6 +78,24 @@ def test_a_plain_function_is_analyzed_by_rules_on_paths():
     assert find_axis_sizes(profile, Axis.PIPELINE, 8) == find_axis_sizes(profile, Axis.SEQUENCE, 8) == (1,)
 
 
+def test_each_device_of_a_tensor_group_reads_whole_inputs_and_writes_whole_partial_sums():
+    width, hidden = 64, 256
+    cost = analyze_program(
+        lambda key: {"up": jnp.zeros((width, hidden)), "down": jnp.zeros((hidden, width))},
+        lambda params, x: (jax.nn.relu(x @ params["up"]) @ params["down"]).sum(),
+        jax.ShapeDtypeStruct((8, width), jnp.float32),
+        name="two products",
+        logical_axis_rules=LogicalAxisRules(
+            names_by_path=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))]
+        ),
+    )
+    (part,) = cost.parts
+    # The first product reads its input, the second writes its result, the sum reads that: 3 vectors that no axis
+    # divides; the products write and read the hidden one, which tensor divides. The sum itself is one number.
+    share = part.forward_bytes.replicated / part.forward_bytes.total
+    assert share == pytest.approx((3 * width + 1 / 8) / (3 * width + 1 / 8 + 2 * hidden), rel=1e-3)
+
+
 def test_only_parameters_have_a_gradient():
     class Net(nn.Module):
         @nn.compact
