@@ -80,10 +80,13 @@ class CoordinationServices:
             child.stdin.write("".join(f"lost {seat}\n" for seat in seats).encode())
             child.stdin.flush()
 
-    def stop_older(self, world: WorldId) -> None:
-        """End the services of worlds older than `world`."""
+    def stop_others(self, world: WorldId, address: str) -> None:
+        """End the services of worlds older than `world`, and those of `world` itself at other addresses.
+
+        Of these there are some if it formed of more or fewer hosts than were ready when a service was first asked for.
+        """
         for status, child in list(self._children.items()):
-            if status.world < world:
+            if status.world < world or (status.world == world and status.address != address):
                 child.kill()
 
     async def close(self) -> None:

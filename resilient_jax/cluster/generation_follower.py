@@ -33,7 +33,7 @@ from resilient_jax.cluster.generation_orders import (
     SendIntoWorld,
     SendOrder,
     SetUrgency,
-    StopOlderServices,
+    StopOtherServices,
     WorkerChanged,
     WorkerCommand,
     handle,
@@ -180,8 +180,8 @@ class GenerationFollower:
                 self._on_end(outcome)
             case SetUrgency(is_urgent):
                 self._supervisor.set_urgency(is_urgent=is_urgent)
-            case StopOlderServices(world):
-                self._services.stop_older(world)
+            case StopOtherServices(world, address):
+                self._services.stop_others(world, address)
             case ReportLostSeats(address, seats):
                 self._services.report_lost(address, seats)
             case RecordStale(refused, newest):

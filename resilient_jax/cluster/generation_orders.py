@@ -185,10 +185,12 @@ class SetUrgency:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StopOlderServices:
-    """End the coordination services of worlds older than this one."""
+class StopOtherServices:
+    """End the coordination services of older worlds than this one, and those that were started for it in vain."""
 
     world: WorldId
+    address: str
+    """Of the service that its members use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class RecordStale:
 
 IntoWorldCommand = SendIntoWorld | SendStandbyToSeat
 WorkerCommand = SendOrder | KillWorker | ReplaceWorker | CheckUnwound
-HostCommand = LeaveJob | EndJob | SetUrgency | StopOlderServices | ReportLostSeats | RecordStale
+HostCommand = LeaveJob | EndJob | SetUrgency | StopOtherServices | ReportLostSeats | RecordStale
 OrdersCommand = IntoWorldCommand | WorkerCommand | StandbyCommand | HostCommand
 Transition = tuple[OrdersState, tuple[OrdersCommand, ...]]
 
@@ -361,7 +363,7 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
             return _send_into_world(state, generation, worker, is_newcomer=False)
         case GenerationPhase.ACTIVE:
             # Only now, when all members are in the new world: until then some may still be leaving the old one.
-            return state, (StopOlderServices(generation.world),)
+            return state, (StopOtherServices(generation.world, generation.service_address),)
         case GenerationPhase.FINISHED:
             return state, ()
         case _:

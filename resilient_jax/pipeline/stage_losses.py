@@ -29,6 +29,7 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
         absent: the hosts whose stages are kept for them.
         num_stages: hosts of a replica, as the job was started with.
         schedule: of the job.
+        block_costs: of each block, by which the model is cut, whatever its tasks are measured to take.
         block_seconds: of each block what its tasks take, in any unit of time.
         block_bytes: of each block the bytes of its state.
         bytes_per_s: at which a host gets blocks.
@@ -40,6 +41,7 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
     absent: frozenset[HostName]
     num_stages: int
     schedule: PipelineSchedule
+    block_costs: tuple[float, ...]
     block_seconds: tuple[Mapping[TaskKind, float], ...]
     block_bytes: tuple[float, ...]
     bytes_per_s: float
@@ -75,7 +77,7 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
     most_lost = min(most_lost, len(hosts) - 1)
     present_s = _price(layout, layout.teams, layout.quotas)
     num_microbatches = sum(layout.quotas)
-    costs = [sum(block.values()) for block in layout.block_seconds]
+    costs = layout.block_costs
     before = [host for team in layout.teams for host, _ in team]
 
     def cut_without(lost: Collection[HostName]) -> list[Team]:
@@ -151,7 +153,7 @@ def estimate_stage_outlook(layout: StageLayout, most_lost: int) -> StageOutlook 
         absent = layout.absent.union(*by_speed[:number])
         quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
         kept.append(present_s / _price(layout, layout.teams, quotas) if any(quotas) else 0.0)
-    costs = [sum(block.values()) for block in layout.block_seconds]
+    costs = layout.block_costs
     cut, move_s = [1.0], [0.0]
     for number in range(1, min(most_lost, len(hosts) - 1) + 1):
         teams = make_teams(hosts[number:], costs, layout.num_stages, layout.device_speeds)

@@ -206,6 +206,7 @@ class StageWatch:
             absent=placement.absent,
             num_stages=placement.num_stages,
             schedule=self._schedule,
+            block_costs=placement.block_costs,
             block_seconds=tuple(
                 find_block_seconds(
                     placement.teams,

@@ -91,6 +91,27 @@ def test_a_service_is_told_of_a_lost_seat_and_its_answer_is_an_event(tmp_path: P
     assert refused.startswith("not lost - found 'lost 7'")
 
 
+def test_of_the_services_of_a_world_only_the_one_that_its_members_use_goes_on(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "host-0")
+
+    async def main() -> None:
+        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        async with asyncio.timeout(DEADLINE_S):
+            for number, (world, num_processes) in enumerate([(1, 1), (2, 1), (2, 2), (3, 2)], 1):
+                services.start(WorldId(world), num_processes, 4)
+                while len(services.running) < number:  # noqa: ASYNC110 - a deadline and a condition, no event
+                    await asyncio.sleep(0.01)
+            _, _, used, next_one = services.running
+            services.stop_others(WorldId(2), used.address)
+            while len(services.running) > 2:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            assert services.running == (used, next_one)
+            await services.close()
+
+    asyncio.run(main())
+    log.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_standby_that_is_lost_is_replaced_before_it_is_needed(
     tmp_path: Path, number: signal.Signals

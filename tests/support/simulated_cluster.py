@@ -39,7 +39,7 @@ from resilient_jax.cluster.generation_orders import (
     ReplaceWorker,
     SendIntoWorld,
     SendOrder,
-    StopOlderServices,
+    StopOtherServices,
     WorkerChanged,
 )
 from resilient_jax.cluster.standby_orders import (
@@ -635,8 +635,10 @@ class Cluster:
                 host.check_s = self.now_s + CHECK_INTERVAL_S
             case LeaveJob():
                 self.leave(host)
-            case StopOlderServices(world):
-                kept = [s for s in host.services if s.world >= world]
+            case StopOtherServices(world, address):
+                kept = [
+                    s for s in host.services if (s.world == world and s.address == address) or s.world > world
+                ]
                 host.touched = host.touched or kept != host.services
                 host.services = kept
             case _:

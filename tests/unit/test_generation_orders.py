@@ -63,7 +63,7 @@ class Agent:
             boundary_step=3 if phase is GenerationPhase.BOUNDARY else None,
         )
         commands = self.tell(GenerationRead(generation))
-        return [c for c in commands if not type(c).__name__.startswith(("SetUrgency", "StopOlder"))]
+        return [c for c in commands if not type(c).__name__.startswith(("SetUrgency", "StopOther"))]
 
     def report(self, state: WorkerState) -> list[OrdersCommand]:
         assert self.worker is not None

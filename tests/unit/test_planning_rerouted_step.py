@@ -70,6 +70,7 @@ def test_a_lost_stage_is_priced_no_slower_than_a_job_runs_it(stages, replicas, q
         absent=frozenset(),
         num_stages=stages,
         schedule=DEFAULT_SCHEDULE,
+        block_costs=(1.0,) * stages,
         block_seconds=make_even_seconds([1.0] * stages, DEFAULT_SCHEDULE),
         block_bytes=(1.0,) * stages,
         bytes_per_s=1.0,

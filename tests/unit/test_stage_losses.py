@@ -52,6 +52,7 @@ def make_layout(
         absent=away,
         num_stages=stages,
         schedule=SCHEDULE,
+        block_costs=(1.0,) * blocks,
         block_seconds=make_even_seconds([1.0] * blocks, SCHEDULE),
         block_bytes=(block_bytes,) * blocks,
         bytes_per_s=1e9,
@@ -61,6 +62,14 @@ def make_layout(
 def play(routes: Routes) -> float:
     """Return the time of a step of these routes, if a task of a block takes a third."""
     return order_tasks(routes, lambda *_: 1 / len(KINDS[SCHEDULE]), schedule=SCHEDULE).makespan_s
+
+
+def test_the_blocks_that_move_are_those_of_the_cut_that_follows_whatever_tasks_take():
+    layout = make_layout(2, 2, 8, blocks=6)
+    # Cut by what its blocks take, the model would be on three hosts as 0 to 2, 3, 4 and 5: where they are already.
+    seconds = make_even_seconds([1.0, 1.0, 1.0, 3.0, 1.5, 1.5], SCHEDULE)
+    measured = msgspec.structs.replace(layout, block_seconds=seconds)
+    assert [loss.move_s for loss in estimate_stage_losses(measured)] == [1.0] * 4
 
 
 def test_speeds_and_moves_are_those_of_the_two_ways_to_go_on():
