@@ -373,9 +373,9 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
     assert after < before
     for event in events:
         if event.kind is EventKind.PLAN_CALIBRATED:
-            assert count_steps_after_compiling(events, event) >= FITTED_AFTER[0], (
-                "steps without programs to compile"
-            )
+            # Half of the steps took as long as their median, or longer.
+            least_s = FITTED_AFTER[0] / 2 * float(event.detail["step_s"])
+            assert find_compiled_s(events, event) <= event.monotonic_s - least_s, "of steps meanwhile"
 
 
 def list_plans(events, generation):
@@ -393,16 +393,15 @@ def list_all_plans(job, generation, hosts):
     return found if len(found) == hosts else None
 
 
-def count_steps_after_compiling(events, fitted):
-    """Return the steps of a host in a generation between its last program and the fit of constants."""
-    own = [
-        event
-        for event in sorted(events, key=lambda event: event.monotonic_s)
-        if event.host == fitted.host and event.generation == fitted.generation
+def find_compiled_s(events, fitted):
+    """Return when the host that has fitted constants had compiled its last program of that generation."""
+    compiled = [
+        event.monotonic_s
+        for event in events
+        if event.kind is EventKind.PROGRAM_COMPILED_AHEAD
+        and (event.host, event.generation) == (fitted.host, fitted.generation)
     ]
-    own = own[: own.index(fitted)]
-    compiled = [at for at, event in enumerate(own) if event.kind is EventKind.PROGRAM_COMPILED_AHEAD]
-    return sum(event.kind is EventKind.STEP_COMMITTED for event in own[compiled[-1] if compiled else 0 :])
+    return max(compiled, default=0.0)
 
 
 LONG_SUMS = {"= 0.90e9": "= 1e3", "= 16.8e9": "= 168e9", "= 4.3e9": "= 43e9", "= 2.2e9": "= 22e9"}

@@ -176,9 +176,11 @@ class Scenario:
     def _print_plan(self) -> None:
         """Print the plan of the newest generation, its reason, and how long its first step waited for programs."""
         events = self._job.read_events()
-        plan = next((e for e in reversed(events) if e.kind is EventKind.PLAN_CHOSEN), None)
-        if plan is None:
+        chosen = [event for event in events if event.kind is EventKind.PLAN_CHOSEN]
+        if not chosen:
             return
+        # A host that has just joined knows no plan before.
+        plan = max(chosen, key=lambda event: (event.generation or 0, bool(event.detail["before"])))
         ready = [e for e in events if e.kind is EventKind.PROGRAMS_READY and e.generation == plan.generation]
         waited_s = max((float(e.detail["seconds"]) for e in ready), default=0.0)
         compiled = max((int(e.detail["compiled"]) for e in ready), default=0)
