@@ -16,10 +16,10 @@ from resilient_jax.planning.program_cost import (
 )
 from resilient_jax.program_analysis.abstract_program import AbstractProgram, count_examples
 from resilient_jax.program_analysis.measurement import MeasuredCost
-from resilient_jax.program_analysis.memory_traffic import count_bytes_moved
 from resilient_jax.program_analysis.operations import OperationTrace, trace_operations
 from resilient_jax.program_analysis.program_parts import PartAssignment, assign_parts
 from resilient_jax.program_analysis.residuals import (
+    FUSIBLE_PRIMITIVES,
     compute_residuals,
     count_block_residual_bytes,
     count_residual_bytes,
@@ -55,7 +55,6 @@ class TracedProgram:
         uses: maps the path of each parameter to the parts that use it.
         residual_bytes: kept for the backward pass.
         block_residual_bytes: kept where forward and backward of a block are programs of their own.
-        bytes_moved: read and written in the forward pass.
         boundary_bytes: what one layer hands to the next, of one example.
         largest_activation: its part, its kind, its bytes for one example.
         gradient_matmul_flops: FLOPs of matrix products in the gradient of one example; 0: not counted.
@@ -68,7 +67,6 @@ class TracedProgram:
     uses: Mapping[str, tuple[ModelPart, ...]]
     residual_bytes: CostShares
     block_residual_bytes: CostShares
-    bytes_moved: CostShares
     boundary_bytes: float
     largest_activation: tuple[ModelPart, ShardingKind, float]
     gradient_matmul_flops: float = 0.0
@@ -109,7 +107,6 @@ def trace_program(
         block_residual_bytes={
             key: value / examples for key, value in count_block_residual_bytes(trace, propagated).items()
         },
-        bytes_moved={key: value / examples for key, value in count_bytes_moved(trace, propagated).items()},
         boundary_bytes=assignment.boundary_bytes / examples,
         largest_activation=(propagated.parts[largest], propagated.kinds[largest], largest.bytes / examples),
     )
@@ -144,6 +141,7 @@ def split_cost(
     # backward products P_g - P_f, other FLOPs forward T_f - P_f, backward T_g - P_g - (T_f - P_f).
     products = _sum(traced, lambda operation: operation.matmul_flops)
     others = _sum(traced, lambda operation: 0.0 if operation.matmul_flops else _count_elements(operation))
+    moved = _sum_bytes_moved(traced)
     forward_products = sum(products.values())
     backward_products = max(0.0, measured.gradient_matmul_flops - forward_products)
     other_forward = max(0.0, measured.forward_flops - forward_products)
@@ -174,8 +172,8 @@ def split_cost(
                 forward_other_flops=share(others, other_forward).total,
                 backward_other_flops=share(others, other_backward).total,
                 # Backward moves twice the bytes of forward, as in `transformer_parts`.
-                forward_bytes=share(traced.bytes_moved, measured.bytes_moved / 3),
-                backward_bytes=share(traced.bytes_moved, measured.bytes_moved * 2 / 3),
+                forward_bytes=share(moved, measured.bytes_moved / 3),
+                backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
                 input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
                 residual_bytes=kept,
                 block_residual_bytes=share(traced.block_residual_bytes, None),
@@ -229,6 +227,25 @@ def _sum(traced: TracedProgram, amount: Callable[[AnnotatedOperation], float]) -
 
 def _count_elements(annotated: AnnotatedOperation) -> float:
     return sum(value.size for value in annotated.operation.outputs) * annotated.operation.iterations
+
+
+def _sum_bytes_moved(traced: TracedProgram) -> CostShares:
+    """Return the bytes of activations that operations read and write, for one example.
+
+    Each value is divided as it is itself: every device of a tensor group reads all of the input of a product whose
+    parameter is sharded, and writes all of its partial sum. Operations that are fused with others move nothing.
+    """
+    total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    kinds = traced.propagated.kinds
+    for annotated in traced.propagated.operations:
+        operation = annotated.operation
+        if operation.name in FUSIBLE_PRIMITIVES:
+            continue
+        for value in (*operation.inputs, *operation.outputs):
+            if value is not None and value in kinds:
+                moved = value.bytes * operation.iterations / traced.num_examples
+                total[annotated.part, kinds[value]] += moved  # pyright: ignore[reportArgumentType] - floats add too
+    return total
 
 
 def _split_amount(shares: CostShares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:

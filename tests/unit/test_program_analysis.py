@@ -91,11 +91,9 @@ def test_each_device_of_a_tensor_group_reads_whole_inputs_and_writes_whole_parti
     )
     (part,) = cost.parts
     # The first product reads its input, the second writes its result, the sum reads that: 3 vectors that no axis
-    # divides. Tensor divides what the first product writes, the activation function reads and writes, and the second
-    # product reads. The sum itself is one number.
-    whole = 3 * width + 1 / 8
+    # divides; the products write and read the hidden one, which tensor divides. The sum itself is one number.
     share = part.forward_bytes.replicated / part.forward_bytes.total
-    assert share == pytest.approx(whole / (whole + 4 * hidden), rel=1e-3)
+    assert share == pytest.approx((3 * width + 1 / 8) / (3 * width + 1 / 8 + 2 * hidden), rel=1e-3)
 
 
 def test_only_parameters_have_a_gradient():
