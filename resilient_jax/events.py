@@ -254,9 +254,9 @@ class EventKind(enum.StrEnum):
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""
     PLAN_CHOSEN = "plan.chosen"
-    """The planner chose another plan. Detail: `plan`, `before`, `axes` of the replicas of hosts ("equal", "unequal"),
-    `step_s` (estimated), `kept_step_s` (the same for the hosts that there are with the axes before; 0: they do not fit,
-    there were none, or they were unequal), `reason`."""
+    """The planner chose another plan, or a host with one has joined. Detail: `plan`, `before` (empty: none), `axes` of
+    the replicas of hosts ("equal", "unequal"), `step_s` (estimated), `kept_step_s` (the same for the hosts that there
+    are with the axes before; 0: they do not fit, there were none, or they were unequal), `reason`."""
     PLAN_CALIBRATED = "plan.calibrated"
     """The constants of estimates were fitted to this job's steps. Detail: `plan`, `step_s` (measured), `estimated_s`
     (with the constants that the job was given), `calibrated_s` (with those fitted), `error_before`, `error` (of the two

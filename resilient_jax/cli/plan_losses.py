@@ -137,7 +137,7 @@ def _decide(job: _Job, loss: PossibleLoss, after_loss: DevicesAfterLoss) -> Loss
                 return LossDecision(
                     loss=loss, why_stop=f"{name} is the only host, and goes on without no device"
                 )
-            return LossDecision(loss=loss, changes=(_decide_restart(job, out),))
+            return LossDecision(loss=loss, changes=(_decide_restart(job, out, len(used)),))
         # The worker ends with its device, and its host is a member again when the next one is ready.
         first = _decide_loss(job, (name,), num_back=len(used))
         if not used or first.choice.action is RecoveryAction.REPLACE:
@@ -226,10 +226,10 @@ def _decide_return(
     return (_make_decided(when, choice, job, after, estimate, ()),)
 
 
-def _decide_restart(job: _Job, out: Sequence[str]) -> DecidedChange:
+def _decide_restart(job: _Job, out: Sequence[str], used: int) -> DecidedChange:
     """Return the decision of a job of one host, whose worker starts again with the devices that are left."""
-    estimate = job.estimate(out)
-    loss = Loss(places=1, ready=1, num_lost=0, is_in_place=False, needs_restore=True)
+    estimate, ready = job.estimate(out), job.count_hosts(used)
+    loss = Loss(places=1, ready=ready, num_lost=0, is_in_place=False, needs_restore=True)
     after = {RecoveryAction.RESTORE: ActionPlan.of(estimate.best)}
     choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
     return _make_decided("", choice, job, after, estimate, ())

@@ -40,6 +40,8 @@ class CoordinationServices:
         self._standby: asyncio.Task[_Standby] | None = None
         self._children: dict[CoordinationServiceStatus, SpawnedProcess] = {}
         self._starting: set[tuple[WorldId, int]] = set()
+        self._used = WorldId(0), ""
+        """The newest world that has formed, and the address of its service."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -81,13 +83,22 @@ class CoordinationServices:
             child.stdin.flush()
 
     def stop_others(self, world: WorldId, address: str) -> None:
-        """End the services of worlds older than `world`, and those of `world` itself at other addresses.
+        """End the services of worlds older than `world`, and those of `world` itself that its members do not use.
 
         Of these there are some if it formed of more or fewer hosts than were ready when a service was first asked for.
+
+        Args:
+            world: that has formed.
+            address: of the service that they use; empty: it has ended, or is not known, and none of `world` ends.
         """
+        self._used = world, address
         for status, child in list(self._children.items()):
-            if status.world < world or (status.world == world and status.address != address):
+            if self._is_unused(status):
                 child.kill()
+
+    def _is_unused(self, status: CoordinationServiceStatus) -> bool:
+        world, address = self._used
+        return status.world < world or (bool(address) and status.world == world and status.address != address)
 
     async def close(self) -> None:
         """End all services and the standby."""
@@ -148,6 +159,8 @@ class CoordinationServices:
             )
             self._spawn(self._watch(status, standby.child))
             self._spawn(self._record_answers(status, standby.lines))
+            if self._is_unused(status):  # the world has formed meanwhile
+                standby.child.kill()
         return is_serving
 
     async def _replace_lost(self, starting: "asyncio.Task[_Standby]") -> None:

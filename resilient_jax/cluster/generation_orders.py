@@ -11,7 +11,7 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 | PAUSE      | `Pause`             | `Quiesce` if it idles  | `Quiesce`                                |
 | BOUNDARY   | `RunToBoundary`     | `Quiesce` if it idles  | `Quiesce`                                |
 | FORM       | `FormWorld`         | `Quiesce` if it idles  | `Quiesce`; if the host leaves, it leaves |
-| ACTIVE     | older services stop | `TakeSeat`             | `Quiesce`; if the host leaves, it leaves |
+| ACTIVE     | other services stop | `TakeSeat`             | `Quiesce`; if the host leaves, it leaves |
 
 What it means for a standby that is a worker is in `standby_orders`.
 
@@ -190,7 +190,7 @@ class StopOtherServices:
 
     world: WorldId
     address: str
-    """Of the service that its members use."""
+    """Of the service that its members use; empty: it has ended, or is not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What each host counts by its devices: one that works with half of them is half a host. Pure."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -26,21 +27,25 @@ class HostShares(NamedTuple):
         """Return the shares of a job's hosts."""
         return cls(state, max((status.num_devices for status in state.hosts.values()), default=0))
 
-    def sum_used(self, hosts: Iterable[HostName]) -> float:
-        """Return what hosts count with the devices that their workers use."""
-        return sum(map(self.find, hosts))
-
-    def find(self, host: HostName) -> float:
-        """Return the same of one host."""
+    def count_used(self, host: HostName) -> float:
+        """Return what a host counts with the devices that a worker uses which starts now."""
         status = self.state.hosts.get(host)
         return self._divide(status, status.num_used if status is not None else 0)
 
+    def count_complete(self, host: HostName) -> float:
+        """Return what a host counts with all of its devices."""
+        return self._divide(self.state.hosts.get(host), 0)
+
+    # The exact sum, so that it is the same on each leader, in whatever order a set has its hosts.
+    def sum_used(self, hosts: Iterable[HostName]) -> float:
+        """Return the sum of `count_used`."""
+        return math.fsum(map(self.count_used, hosts))
+
     def sum_complete(self, hosts: Iterable[HostName]) -> float:
-        """Return what hosts count with all of their devices."""
-        return sum(self._divide(self.state.hosts.get(host), 0) for host in hosts)
+        """Return the sum of `count_complete`."""
+        return math.fsum(map(self.count_complete, hosts))
 
     def _divide(self, status: HostStatus | None, num_used: int) -> float:
         """Return what a host counts that uses so many devices; 0: all."""
         num_devices = status.num_devices if status is not None else 0
-        # A device more than the agent counts is none: its numbers are of different moments.
         return min((num_used or num_devices or self.most) / self.most, 1.0) if self.most else 1.0

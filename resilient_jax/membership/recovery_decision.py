@@ -43,6 +43,7 @@ from resilient_jax.membership.world_formation import StateOrigin, can_change_in_
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
+    LossCause,
     RecoveryAction,
     RecoveryDecision,
     RecoveryOption,
@@ -107,7 +108,7 @@ def decide_after_loss(
         places=shares.sum_complete(names) + max(places - len(names), 0),
         ready=shares.sum_used(status.host for status in kept) + num_seated,
         num_seated=num_seated,
-        num_lost=shares.sum_complete(lost),
+        num_lost=_count_lost(generation, lost, shares),
         awaited=_list_returns(awaited, shares),
         is_in_place=in_place,
         can_join_in_place=has_seats and (in_place or has_service(state)),
@@ -273,8 +274,16 @@ def _list_awaited(
     return dict(soonest[: max(places - len(present), 0)])
 
 
+def _count_lost(generation: Generation, lost: Iterable[HostName], shares: HostShares) -> float:
+    """Return what hosts counted before their loss: one that was lost with a device had more than it has now."""
+    with_device = {one.host for one in generation.history.away if one.cause is LossCause.DEVICE}
+    return sum(
+        shares.count_complete(host) if host in with_device else shares.count_used(host) for host in lost
+    )
+
+
 def _list_returns(awaited: Mapping[HostName, float], shares: HostShares) -> tuple[ExpectedReturn, ...]:
-    return tuple(ExpectedReturn(return_s, shares.find(host)) for host, return_s in awaited.items())
+    return tuple(ExpectedReturn(return_s, shares.count_used(host)) for host, return_s in awaited.items())
 
 
 def _is_coming(state: MembershipState, status: HostStatus) -> bool:

@@ -39,10 +39,10 @@ class Loss:
     """The members are idle after a loss, and know who is left.
 
     Attributes:
-        places: how many hosts the job has at most.
+        places: the hosts that the job has at most.
         ready: the hosts that can go on now.
-        num_seated: how many of them were no members before.
-        num_lost: how many others were lost at one moment.
+        num_seated: those of them that were no members before.
+        num_lost: others that were lost at one moment, as they were before.
         awaited: the hosts that are expected back, the soonest first.
         is_in_place: whether those that are ready can go on in their world.
         can_join_in_place: whether those that come later will have seats in it.

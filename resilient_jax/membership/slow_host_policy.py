@@ -25,7 +25,7 @@ class SlowTraining:
 
     Attributes:
         places: how many hosts the job has at most.
-        training: the hosts that train.
+        training: the hosts that train; as `places` counted by their devices (`host_shares`).
         slowdown: what is slow, and what each action makes of it.
         has_spare: whether a host is ready to take the place of the slow one.
         is_spare_in_place: whether it has a seat of their world.
@@ -38,8 +38,8 @@ class SlowTraining:
         can_return_in_place: whether the worker that is started again will have a seat in their world.
     """
 
-    places: int
-    training: int
+    places: float
+    training: float
     slowdown: Slowdown
     has_spare: bool = False
     is_spare_in_place: bool = True

@@ -28,6 +28,7 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     list_joiners,
 )
+from resilient_jax.membership.host_shares import HostShares
 from resilient_jax.membership.next_members import COPY_TIMEOUT_S, LEAVING_COPY_TIMEOUT_S, expect_members
 from resilient_jax.membership.planned_pause import begin_pause
 from resilient_jax.membership.recovery_options import price_job
@@ -114,10 +115,11 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         spares = choose_joiners(without, rest, config)
         if not spares and _is_spare_coming(without, rest, config):
             return None
+    shares, names = HostShares.of(state), {status.host for status in staying}
     places = count_places(state, staying, config.num_hosts)
     training = SlowTraining(
-        places=places,
-        training=len(staying),
+        places=shares.sum_complete(names) + max(places - len(names), 0),
+        training=shares.sum_used(names),
         slowdown=slowdown,
         has_spare=bool(spares),
         is_spare_in_place=bool(spares) and can_change_in_place(state, rest, spares),
@@ -131,9 +133,7 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         ),
         can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
     )
-    choice = choose_for_slow_host(
-        training, price_job(generation.history, {status.host for status in staying})
-    )
+    choice = choose_for_slow_host(training, price_job(generation.history, names))
     before = generation.slowness.decision
     told = (generation.number, slowdown.host, choice.action)
     if before is not None and (before.number, before.slow, before.action) == told:

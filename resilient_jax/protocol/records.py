@@ -453,7 +453,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         script: the digest of the script with which the worker was let in; empty before.
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         num_devices: of the host, also those that are out; 0: only JAX knows.
-        num_used: how many of them its worker uses; 0: all.
+        num_used: how many of them a worker uses that starts now; 0: all.
         standby_devices: how many of them are sound and stand by: its worker uses others.
         ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
         gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
@@ -487,7 +487,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> str:
-        """A text such as "2 of 3 devices"; empty: its worker uses all."""
+        """A text such as "2 of 3 devices"; empty: all."""
         return f"{self.num_used} of {self.num_devices} devices" if self.num_used else ""
 
     @property

@@ -92,7 +92,8 @@ def test_a_service_is_told_of_a_lost_seat_and_its_answer_is_an_event(tmp_path: P
 
 
 def test_of_the_services_of_a_world_only_the_one_that_its_members_use_goes_on(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", "host-0")
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, "host-0")
 
     async def main() -> None:
         services = CoordinationServices("127.0.0.1", log, lambda: None)
@@ -106,6 +107,15 @@ def test_of_the_services_of_a_world_only_the_one_that_its_members_use_goes_on(tm
             while len(services.running) > 2:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
             assert services.running == (used, next_one)
+            # One that was asked for before the world had formed, and is ready only now, ends, too.
+            services.start(WorldId(2), 3, 4)
+            kind = EventKind.COORDINATION_SERVICE_EXITED
+            while sum(event.kind is kind for event in read_events(path)) < 3:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            services.stop_others(WorldId(3), "")
+            while len(services.running) > 1:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            assert services.running == (next_one,), "whatever its address is"
             await services.close()
 
     asyncio.run(main())

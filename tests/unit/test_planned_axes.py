@@ -170,6 +170,38 @@ def test_where_programs_take_longer_than_the_host_is_away_the_axes_are_kept():
     assert options[RecoveryAction.SHRINK].pause_s == pytest.approx(30.6)
 
 
+@pytest.mark.parametrize(
+    ("devices", "present"),
+    [
+        ({"num_used": 4}, 3.5),  # as before its worker was killed
+        ({"num_used": 0}, 4),
+    ],
+)
+def test_the_speed_after_a_loss_is_a_part_of_what_the_host_had_before(devices, present):
+    job = Job(*"abcd", spare_seats=8)
+    for name in "abcd":
+        job.change(name, num_devices=8, **(devices if name == "b" else {}))
+    job.serve()
+    job.form()
+    job.train(5)
+    job.report("a", plans=estimate(prepare_s=0.0))
+    job.worker("b", exit_code=-9)
+    job.acknowledge(*"acd", step=6, holds_state=True)
+    speeds = {option.action: option.speed for option in decided(job).options}
+    assert speeds[RecoveryAction.SHRINK] == pytest.approx(present / 4 * BEST)
+
+
+def test_a_host_that_is_lost_with_a_device_had_all_of_its_devices_before():
+    job = training(*"abcd", spare_seats=8)
+    for name in "abcd":
+        job.change(name, num_devices=8)
+    job.report("a", plans=estimate(prepare_s=0.0))
+    job.change("b", num_used=4, worker=msgspec.structs.replace(job.worker_of("b"), exit_code=-9))
+    job.acknowledge(*"acd", step=6, holds_state=True)
+    speeds = {option.action: option.speed for option in decided(job).options}
+    assert speeds[RecoveryAction.SHRINK] == pytest.approx(BEST)
+
+
 @pytest.mark.parametrize("restarts", [True, False])
 def test_where_programs_are_ready_the_best_axes_follow(restarts):
     job = lose(0.0, restarts=restarts)
