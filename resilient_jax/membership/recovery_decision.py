@@ -277,6 +277,7 @@ def _list_awaited(
 def _count_lost(generation: Generation, lost: Iterable[HostName], shares: HostShares) -> float:
     """Return what hosts counted before their loss: one that was lost with a device had more than it has now."""
     with_device = {one.host for one in generation.history.away if one.cause is LossCause.DEVICE}
+    with_device.update(host for host, _ in generation.slowness.restarting)
     return sum(
         shares.count_complete(host) if host in with_device else shares.count_used(host) for host in lost
     )
