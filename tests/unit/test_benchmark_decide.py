@@ -104,17 +104,11 @@ def test_one_of_two_hosts_may_be_waited_for():
     loss = Loss(
         places=4,
         ready=2,
-        awaited=(
-            ExpectedReturn(20.0),
-            ExpectedReturn(60.0),
-        ),
+        awaited=(ExpectedReturn(20.0), ExpectedReturn(60.0)),
     )
     both = dataclasses.replace(
         OUTCOME,
-        returns=(
-            ExpectedReturn(20.0),
-            ExpectedReturn(60.0),
-        ),
+        returns=(ExpectedReturn(20.0), ExpectedReturn(60.0)),
         wait_s=90.0,
         num_awaited=2,
     )

@@ -268,10 +268,7 @@ def test_the_stages_of_two_hosts_are_kept_until_their_blocks_are_copied_and_not_
         places=6,
         ready=4,
         num_lost=2,
-        awaited=(
-            ExpectedReturn(1.0),
-            ExpectedReturn(2.0),
-        ),
+        awaited=(ExpectedReturn(1.0), ExpectedReturn(2.0)),
         stage=stage,
     )
     choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
@@ -347,10 +344,7 @@ def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
     loss = Loss(
         places=7,
         ready=6,
-        awaited=(
-            ExpectedReturn(1.0),
-            ExpectedReturn(300.0),
-        ),
+        awaited=(ExpectedReturn(1.0), ExpectedReturn(300.0)),
         stage=stage,
         stage_return_s=300.0,
     )
