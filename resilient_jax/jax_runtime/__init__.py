@@ -19,7 +19,7 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `abort`: `abort_collectives`, for the guard thread (no jax).
 - `abandoned_threads`: threads left in C++, joined at the end (no jax).
 - `collective_thread`: runs collectives on a thread that can be given up.
-- `compilation_state`: whether a thread compiles (no jax).
+- `compilation_state`: which threads compile.
 - `jaxlib_types`: the one import of jaxlib's extension module.
 - `failures`: `is_collective_failure` and the errors of this package (jaxlib only).
 - `trace_cache`: keeps what JAX traced when its backend is destroyed.
@@ -46,6 +46,7 @@ device_count, process_index                     empty seats
 the layout of gloo's published address          the same, for a connection that never arrives
 `jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key
 cache_key}`                                     that does not depend on its process index
+`jax._src.compiler.compile_or_get_cached`       which threads compile, without a look at their stacks
 ==============================================  =====================================================
 """
 

@@ -1,14 +1,44 @@
-"""Whether a thread compiles, which cannot be interrupted. Imports no jax."""
+"""Which threads are inside JAX's compiler, which cannot be interrupted.
 
-from resilient_jax.threads import list_frames
+Each thread notes that it enters and leaves the compiler. So a look from another thread walks no stack, which is neither
+cheap nor always safe: see `resilient_jax.threads`.
+"""
+
+import functools
+import threading
+from typing import Any, Final, TypeAlias
+
+from jax._src import compiler
+
+_compiling: Final[set[int]] = set()
+"""Threads by their `ident`. Each change is one operation of a set, so no lock is needed."""
+_is_watched = False
+
+Untyped: TypeAlias = Any
+"""What JAX's compiler takes and returns."""
+
+
+def watch_compiler() -> None:
+    """Have every thread note when it compiles or loads a program, from now on."""
+    global _is_watched
+    if not _is_watched:
+        compiler.compile_or_get_cached = functools.partial(_compile, compiler.compile_or_get_cached)
+        _is_watched = True
 
 
 def is_compiling(thread: int | None) -> bool:
-    """Return whether the thread is inside JAX's compiler, judging by the files on its stack.
+    """Return whether a thread compiles, loads a program, or waits for one that another host compiles.
 
     Args:
-        thread: its `ident`.
+        thread: its `ident`; None: one that has not begun.
     """
-    return any(
-        frame.f_code.co_filename.endswith("jax/_src/compiler.py") for frame in list_frames(thread or 0)
-    )
+    return thread in _compiling
+
+
+def _compile(original: Untyped, *arguments: Untyped, **more: Untyped) -> Untyped:
+    thread = threading.get_ident()
+    _compiling.add(thread)
+    try:
+        return original(*arguments, **more)
+    finally:
+        _compiling.discard(thread)

@@ -2,15 +2,13 @@
 
 import contextlib
 import os
-import sys
 import sysconfig
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
-from resilient_jax.threads import list_frames
+from resilient_jax.threads import Call, read_stacks
 
 MAX_STACKS_BYTES: Final = 200_000
 """Of the text of all stacks; the connection to the agent takes more, but hundreds of threads are no help."""
@@ -32,27 +30,27 @@ def describe_place(thread: int) -> str:
     Returns:
         A text such as "`load_batch`, line 40 of train.py".
     """
-    frames = list_frames(thread)
-    if not frames:
+    calls = read_stacks().get(thread, [])
+    if not calls:
         return "a thread that has ended"
-    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-    return _describe(own[0] if own else frames[0])
+    own = [call for call in calls if not call.path.startswith(_LIBRARIES)]
+    return _describe(own[0] if own else calls[0])
 
 
-def _describe(frame: FrameType) -> str:
-    return f"`{frame.f_code.co_name}`, line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
+def _describe(call: Call) -> str:
+    return f"`{call.function}`, line {call.line} of {os.path.basename(call.path)}"
 
 
 def format_stacks() -> str:
     """Return the stacks of all threads of this process but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    caller, main = threading.get_ident(), threading.main_thread().ident
+    main = threading.main_thread().ident
     parts: list[str] = []
-    for ident in sorted(sys._current_frames(), key=lambda one: one != main):
-        if ident != caller:
-            frames = [(frame, frame.f_lineno) for frame in reversed(list_frames(ident))]
-            text = "".join(traceback.StackSummary.extract(frames).format())
-            parts.append(f"thread {names.get(ident, ident)}:\n{text}")
+    for ident, calls in sorted(read_stacks().items(), key=lambda found: found[0] != main):
+        lines = traceback.StackSummary.from_list(
+            [(call.path, call.line, call.function, None) for call in reversed(calls)]
+        )
+        parts.append(f"thread {names.get(ident, ident)}:\n{''.join(lines.format())}")
     return "\n".join(parts)[:MAX_STACKS_BYTES]
 
 
@@ -62,8 +60,4 @@ def is_debugged() -> bool:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("TracerPid:") and int(line.split()[1]):
                 return True
-    return any(
-        any(part in frame.f_code.co_filename for part in _DEBUGGERS)
-        for thread in sys._current_frames()
-        for frame in list_frames(thread)
-    )
+    return any(part in call.path for calls in read_stacks().values() for call in calls for part in _DEBUGGERS)

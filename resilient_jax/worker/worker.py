@@ -20,6 +20,7 @@ from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeComp
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.errors import CallerError, PeerError, SnapshotLost
 from resilient_jax.events import Event, EventKind
+from resilient_jax.jax_runtime.compilation_state import watch_compiler
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
 from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failure
@@ -157,6 +158,7 @@ class Worker:
         self._compiler = AheadOfTimeCompiler(
             self._monitor.record_compiled_ahead, self._monitor.record_failed_ahead
         )
+        watch_compiler()
         unshared_because = share_compilation_cache(self._monitor, settings.compile_cache_bytes)
         for why in filter(None, (unshared_because, keep_lowerings())):
             self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=why)

@@ -6,7 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from resilient_jax.jax_runtime.compilation_state import is_compiling
+from resilient_jax.jax_runtime.compilation_state import is_compiling, watch_compiler
 from resilient_jax.worker.unwinding_delay import UnwindingDelay
 
 LATER_S = 100.0
@@ -23,6 +23,7 @@ def compile_something_large() -> None:
 
 
 def test_the_delay_begins_anew_while_the_main_thread_compiles_and_not_while_it_waits() -> None:
+    watch_compiler()
     main = threading.main_thread().ident
     while_compiling: list[bool] = []
     is_too_long_afterwards = threading.Event()
