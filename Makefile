@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-jobs test-all check bench docs clean
 .NOTPARALLEL: # two installs into one environment would tread on each other
 .DELETE_ON_ERROR:
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 demo: $(VENV)/.installed ## train on 4 hosts, kill a worker and the leader's host, show how training resumes
 	$(BIN)/resilient-jax demo
@@ -22,16 +22,18 @@ BENCHMARKS ?= stall step erasure snapshot plan decide resilience control hybrid 
 bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a line of JSON
 	for name in $(BENCHMARKS); do $(BIN)/python tests/benchmarks $$name || exit 1; done
 
-# Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
-# compute. A file shares what it set up, such as the job that its tests break; all e2e tests share a compilation cache,
-# and the undisturbed runs that jobs are compared with.
-# The longest files come first (LONGEST_FIRST in each conftest.py), so that all cores end together.
-# Python keeps the bytecode it compiles, because a test starts many processes.
-test: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
-	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --no-loadscope-reorder --durations 10
-	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile --no-loadscope-reorder --durations 10
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+# What each tier is, and where a new test goes: tests/README.md. Python keeps the bytecode it compiles, because a test
+# starts many processes.
+RUN := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run.py
+test: $(VENV)/.installed-dev ## the tests, 12 minutes on two cores: no JAX, JAX, processes, four jobs
+	$(RUN) --said-by "make $@" pure jax process smoke
+
+test-jobs: $(VENV)/.installed-dev ## real jobs broken in each way, 25 minutes on two cores
+	$(RUN) --said-by "make $@" jobs
+
+test-all: $(VENV)/.installed-dev ## all of it: products, campaigns, etcd, hundreds of examples, wrong programs; hours
+	$(RUN) --said-by "make $@" --full pure jax process smoke jobs benchmarks/tests
+	$(BIN)/python tests/mutations.py
 
 check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff format --check
@@ -42,7 +44,7 @@ docs: $(VENV)/.installed-docs ## build the pages into docs/_build, warnings are 
 	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build
 
 clean: ## remove the environment, caches and run folders
-	rm -rf $(VENV) build dist docs/_build runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build runs *.egg-info .pytest_cache .ruff_cache .hypothesis .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -1,11 +1,94 @@
-"""No test fails because a machine is slow, and a process that crashes says where."""
+"""What all tests have in common: their tiers, deadlines, examples, and one compilation cache.
+
+`tests/README.md` says where a test goes, `tests/run.py` runs them.
+"""
 
 import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
 
+import pytest
 from hypothesis import settings
 
-# hypothesis has deadlines of its own unless it is told otherwise.
-settings.register_profile("any_machine", deadline=None)
-settings.load_profile("any_machine")
-# Inherited by all processes that tests start: a crash in native code prints the stacks of its threads.
-os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+from tests.support import purity, reference_runs
+from tests.support.durations import order_by_duration
+from tests.support.paths import ROOT
+from tests.support.patience import patience
+from tests.support.properties import FULL, QUICK, register_profiles
+from tests.support.tiers import FULL_ONLY, PURE, find_tier
+
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(
+        ROOT / ".cache" / "tests" / f"jaxlib-{version('jaxlib')}-{platform.machine()}"
+    ),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""Compiled programs outlive the run. Keys of ours have the processor's features in them, and JAX's have its name."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("resilient_jax")
+    group.addoption(
+        "--full", action="store_true", help="also tests marked `full`, and hundreds of new examples"
+    )
+    group.addoption(
+        "--rewrite", action="store_true", help="write what happens into scenarios of the membership"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    register_profiles()
+    settings.load_profile(FULL if config.getoption("--full") else QUICK)
+    # Before a test imports JAX, which reads it then; inherited by all processes that tests start.
+    for name, value in CACHE.items():
+        os.environ.setdefault(name, value)
+    # A crash in native code prints the stacks of its threads.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    purity.install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    with purity.held(find_tier(collector.path) is PURE):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with purity.held(find_tier(item.path) is PURE):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-all` runs; keep the tests of a file together; begin with what takes longest."""
+    if not config.getoption("--full"):
+        kept, left_out = [], []
+        for item in items:
+            tier = find_tier(item.path)
+            is_for_all = item.get_closest_marker("full") is not None or (
+                tier is not None and tier.name in FULL_ONLY
+            )
+            (left_out if is_for_all else kept).append(item)
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        tier = find_tier(item.path)
+        if tier is not None:
+            item.add_marker(pytest.mark.timeout(patience(tier.longest_s)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+    order_by_duration(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Share undisturbed runs, with which jobs are compared, among all processes of the run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the session's folder, which contains those of the pytest workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(reference_runs.FOLDER, str(folder / "reference-runs"))
+        yield

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-# Python puts the script's folder first, so that `import snapshot` would find a benchmark; replace it by the parent.
-sys.path[0] = str(Path(__file__).parents[1])
+# Python puts the script's folder first, so that `import snapshot` would find a benchmark.
+sys.path[0] = str(Path(__file__).parents[2])
 
-from benchmarks.command_line import main  # noqa: E402 - only now can it be imported
+from tests.benchmarks.command_line import main  # noqa: E402 - only now can it be imported
 
 main()

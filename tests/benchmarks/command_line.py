@@ -4,18 +4,18 @@ import sys
 
 import typer
 
-from benchmarks.control.command import control
-from benchmarks.decide.command import decide
-from benchmarks.detect.command import detect
-from benchmarks.erasure.command import erasure
-from benchmarks.gpu.command import gpu
-from benchmarks.hybrid.command import hybrid
-from benchmarks.plan.command import plan
-from benchmarks.resilience.command import resilience
-from benchmarks.snapshot.command import snapshot
-from benchmarks.stall.command import stall
-from benchmarks.step.command import step
 from resilient_jax.errors import ResilientJaxError
+from tests.benchmarks.control.command import control
+from tests.benchmarks.decide.command import decide
+from tests.benchmarks.detect.command import detect
+from tests.benchmarks.erasure.command import erasure
+from tests.benchmarks.gpu.command import gpu
+from tests.benchmarks.hybrid.command import hybrid
+from tests.benchmarks.plan.command import plan
+from tests.benchmarks.resilience.command import resilience
+from tests.benchmarks.snapshot.command import snapshot
+from tests.benchmarks.stall.command import stall
+from tests.benchmarks.step.command import step
 
 PROGRAM = "python tests/benchmarks"
 

@@ -10,5 +10,5 @@ JOBS: Final = TESTS / "benchmarks" / "jobs"
 """Scripts that the benchmarks run in processes of their own."""
 COMMAND: Final = (sys.executable, str(TESTS / "benchmarks"))
 """Command that runs a benchmark, followed by its name and options."""
-IMPORT_PATHS: Final = (REPOSITORY, TESTS, TESTS / "support", REPOSITORY / "examples")
+IMPORT_PATHS: Final = (REPOSITORY, REPOSITORY / "examples")
 """Folders of the modules that these scripts import."""

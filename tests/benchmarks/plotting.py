@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.runs import ERROR_CHARACTERS, RUN_TIMEOUT_S, script_environment
 from resilient_jax.errors import CallerError, InternalError
+from tests.benchmarks.runs import ERROR_CHARACTERS, RUN_TIMEOUT_S, script_environment
 
 
 def check_can_plot(path: Path) -> None:

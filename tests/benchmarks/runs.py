@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.paths import IMPORT_PATHS
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.cluster.child_process import bind_to_this_process
@@ -22,6 +21,7 @@ from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.jax_runtime.worker_environment import Platform
+from tests.benchmarks.paths import IMPORT_PATHS
 
 HOSTS = 4
 MANY_STEPS = 100_000

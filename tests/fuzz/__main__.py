@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import typer
 
-from fuzz.attack import attack
 from resilient_jax.cli.job_contact import find_contact
 from resilient_jax.cluster.job_report import read_job_report
+from tests.fuzz.attack import attack
 
 BATCH = 10_000
 

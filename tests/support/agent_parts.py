@@ -10,9 +10,10 @@ from resilient_jax.config import JobConfig
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import Versions
 from resilient_jax.transport.credentials import Credentials
+from tests.support.patience import patience
 
 HOST, JOB = HostName("host-0"), JobName("job")
-WAIT_S = 20.0
+WAIT_S = patience(2)
 
 
 def make_agent_settings(script: Path, config: JobConfig, *, num_hosts: int = 1) -> AgentSettings:

@@ -6,18 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience, wait_until
 
 TOKEN = "test-token"
-"""The token that `tests/process/serve_store.py` expects."""
-STORE_SCRIPT = Path(__file__).parent.parent / "process" / "serve_store.py"
+"""The token that `tests/support/scripts/serve_store.py` expects."""
+STORE_SCRIPT = SCRIPTS / "serve_store.py"
 COMMAND = [sys.executable, "-m", "resilient_jax.cli.main"]
-SOON_S = 60.0
+SOON_S = patience(6)
 """Timeout of operations that take a second or two on an idle machine."""
 
 
@@ -34,14 +35,6 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str] | None 
         check=False,
     )
     return done.returncode, done.stdout
-
-
-def wait_until(what: str, holds: Callable[[], bool], deadline_s: float = SOON_S) -> None:
-    """Wait until `holds()` is true; fail after `deadline_s` seconds."""
-    end_s = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < end_s, f"{what} did not happen within {deadline_s:g} s"
-        time.sleep(0.02)
 
 
 def free_port() -> int:

@@ -19,9 +19,10 @@ from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
+from tests.support.patience import patience
 
 CHECKSUM = choose_checksum()
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience(6)
 AXES = ("x", "y", "z")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int32", "complex64", "uint8")
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (8, 1), (4,), (2, 2), (2,), (1,))

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.local_job import LocalJob
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience
+from tests.support.patient_job import PatientJob
 
-JOBS = Path(__file__).parent.parent / "e2e" / "jobs"
-END_S = 120.0
+JOBS = SCRIPTS
+END_S = patience(12)
 """Timeout of a job of a few steps on a busy machine."""
 
 
@@ -41,7 +43,7 @@ def run_launch(
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run a job to its end; return its exit code and output."""
-    with LocalJob(
+    with PatientJob(
         command,
         num_hosts=hosts,
         run_directory=run_directory,

@@ -9,7 +9,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import EventKind
@@ -18,12 +17,13 @@ from resilient_jax.transport import Credentials
 from resilient_jax.transport.authentication import EventFields
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
+from tests.support.paths import ROOT
+from tests.support.patience import patience
 
-ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests/process/mail_worker.py"
+WORKER = ROOT / "tests/process/transport/mail_worker.py"
 TOKEN = "mail-token"
 CREDENTIALS = Credentials(TOKEN)
-WAIT_S = 60.0
+WAIT_S = patience(6)
 
 
 class MailPeer:
@@ -35,7 +35,7 @@ class MailPeer:
             [sys.executable, str(WORKER), name, token, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"},
+            env={"PYTHONPATH": str(ROOT)},
             text=True,
         )
         self.address = self.answer()["address"]

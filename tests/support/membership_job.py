@@ -3,10 +3,14 @@
 import dataclasses
 
 import msgspec
-from checked_membership import CheckedMachine
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
-from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
+from resilient_jax.membership.commands import (
+    MembershipCommand,
+    PublishGeneration,
+    QuarantineDevice,
+    QuarantineHost,
+)
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, owes_answer
 from resilient_jax.membership.job_history import add_time
@@ -27,6 +31,7 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.recovery_records import TimedChange
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from tests.support.checked_membership import CheckedMachine
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 
@@ -45,6 +50,8 @@ class Job:
         self.taken_out_before: list[int] = []
         """By quarantine, how often the host was taken out before as a slow one."""
         self.asked: list[StartCoordinationService] = []
+        self.commands: list[MembershipCommand] = []
+        """All that the machine commanded."""
         for name in names:
             self.report(name, state=WorkerState.IDLE)
 
@@ -74,6 +81,7 @@ class Job:
 
     def give(self, event) -> None:
         for command in self.machine.handle(event, self.now_s):
+            self.commands.append(command)
             match command:
                 case PublishGeneration(generation):
                     self.published.append(generation)

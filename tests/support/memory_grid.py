@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from benchmarks.plan.estimate_errors import MemoryCase
 
 import resilient_jax as rj
 from resilient_jax.planning.axes import Axis
@@ -15,6 +14,7 @@ from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import compile_plan
+from tests.benchmarks.plan.estimate_errors import MemoryCase
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import LinenProgram, NnxProgram
 

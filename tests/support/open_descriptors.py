@@ -5,7 +5,9 @@ import contextlib
 import gc
 import os
 
-WAIT_S = 30.0
+from tests.support.patience import patience
+
+WAIT_S = patience(3)
 
 
 def count_descriptors() -> int:

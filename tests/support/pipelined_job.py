@@ -1,4 +1,4 @@
-"""A real job of `tests/e2e/jobs/pipelined.py`, whose model is split over hosts, and its invariants."""
+"""A real job of `tests/support/scripts/pipelined.py`, whose model is split over hosts, and its invariants."""
 
 import json
 import math
@@ -11,21 +11,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from reference_runs import share_run
-from sharded_job import ShardedJob
-from tiny_job import CONFIG_WITHOUT_STANDBYS, read_logs
-
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience
+from tests.support.reference_runs import share_run
+from tests.support.sharded_job import ShardedJob
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, read_logs
 
-SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "pipelined.py"
+SCRIPT = SCRIPTS / "pipelined.py"
 UNITS = 7
 """Embedding and head, which share a table, and four layers: a unit of each block, and one of the table."""
 CHECKPOINT_STEPS = 50
 """Between two checkpoints, in the script."""
-ALONE_TIMEOUT_S = 300.0
+ALONE_TIMEOUT_S = patience(30)
 NO_AXES: Final[Mapping[str, int]] = MappingProxyType({})
-PATIENCE_S = 240.0
+PATIENCE_S = patience(24)
 """The programs of each kind of block are many."""
 
 

@@ -6,8 +6,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agents import TOKEN, HandStartedAgent, free_port, wait_until
-from tiny_job import (
+from resilient_jax.chaos.network import Network
+from resilient_jax.cluster.job_report import JobReport, read_job_report
+from resilient_jax.cluster.launcher import HostSite
+from resilient_jax.cluster.run_directory import JobContact
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.events import Event
+from resilient_jax.telemetry.event_log import read_events
+from tests.support.agents import TOKEN, HandStartedAgent, free_port
+from tests.support.patience import wait_until
+from tests.support.tiny_job import (
     CONFIG_WITHOUT_STANDBYS,
     RECOVERY_S,
     SCRIPT,
@@ -16,14 +24,6 @@ from tiny_job import (
     newest_step,
     read_logs,
 )
-
-from resilient_jax.chaos.network import Network
-from resilient_jax.cluster.job_report import JobReport, read_job_report
-from resilient_jax.cluster.launcher import HostSite
-from resilient_jax.cluster.run_directory import JobContact
-from resilient_jax.errors import ResilientJaxError
-from resilient_jax.events import Event
-from resilient_jax.telemetry.event_log import read_events
 
 
 def loopback_sites(hosts: int) -> list[HostSite]:

@@ -3,7 +3,9 @@
 import time
 from pathlib import Path
 
-WAIT_S = 20.0
+from tests.support.patience import patience
+
+WAIT_S = patience(2)
 
 
 def is_gone(pid: int) -> bool:

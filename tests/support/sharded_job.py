@@ -1,4 +1,4 @@
-"""A real job of `tests/e2e/jobs/sharded.py`, and its invariants: no host has a complete copy of the state."""
+"""A real job of `tests/support/scripts/sharded.py`, and its invariants: no host has a complete copy of the state."""
 
 import json
 import os
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reference_runs import share_run
-from tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, digest_leaves, is_training, read_final
-
 from resilient_jax.protocol.snapshots import SnapshotPhase
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience
+from tests.support.reference_runs import share_run
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, digest_leaves, is_training, read_final
 
-SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
-ALONE_TIMEOUT_S = 200.0
+SCRIPT = SCRIPTS / "sharded.py"
+ALONE_TIMEOUT_S = patience(20)
 
 
 class ShardedJob(TinyJob):

@@ -39,9 +39,10 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.snapshot.slot_contents import compute_slot_layout
 from resilient_jax.transport import Credentials
+from tests.support.patience import patience
 
 CREDENTIALS = Credentials("test-token")
-WAIT_S = 90.0
+WAIT_S = patience(9)
 CHECKSUM: Checksum = choose_checksum()
 
 

@@ -1,4 +1,4 @@
-"""A real job of `tests/e2e/jobs/tiny.py`, held and broken at logical times, and its invariants."""
+"""A real job of `tests/support/scripts/tiny.py`, held and broken at logical times, and its invariants."""
 
 import collections
 import contextlib
@@ -15,22 +15,24 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
-from reference_runs import share_run
 
-from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience
+from tests.support.patient_job import PatientJob
+from tests.support.reference_runs import share_run
 
-SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "tiny.py"
+SCRIPT = SCRIPTS / "tiny.py"
 FAST_TOLERANCE = 1e-3
 """Relative, with `fast`: the order of summation depends on the live hosts. Adam divides by small gradients, so rounding
 errors grow over some hundred steps."""
 LATE_S = 5.0
 """Time after which `hold` checks whether its order came too late."""
-RECOVERY_S = 90.0
+RECOVERY_S = patience(9)
 """A timeout for a busy machine, no measured recovery time."""
 
 WITHOUT_PROTECTION = 'replicated_snapshot_interval_steps = "off"\n'
@@ -91,7 +93,7 @@ class TinyJob:
         self.hosts = hosts
         work.mkdir(parents=True, exist_ok=True)
         (work / "job.toml").write_text(config)
-        self.job = LocalJob(
+        self.job = PatientJob(
             [str(script), str(work), *words],
             num_hosts=hosts,
             run_directory=work / "run",
@@ -135,7 +137,7 @@ class TinyJob:
         )
 
     def wait_report(self, what: str, holds: Callable[[JobReport], bool]) -> JobReport:
-        """Wait until `holds` is true of the store's report, polling less often than `LocalJob` does.
+        """Wait until `holds` is true of the store's report, polling less often than `PatientJob` does.
 
         A poll costs the store's process and this one 9 ms of processor time, which the job under test needs itself.
         """
@@ -413,7 +415,7 @@ def _run_undisturbed(alone: Path, total: int, words: Sequence[str], platform: Pl
     )
     done = subprocess.run(
         [*launch, *script] if hosts != "1" else [sys.executable, *script],
-        timeout=200,
+        timeout=patience(20),
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

@@ -1,7 +1,5 @@
 """A small topology as text and as a value, and the folder of the real ones."""
 
-from pathlib import Path
-
 from resilient_jax.ids import HostName
 from resilient_jax.topology import (
     Accelerator,
@@ -12,8 +10,6 @@ from resilient_jax.topology import (
     Port,
     Topology,
 )
-
-MESHES = Path(__file__).parents[2] / "meshes"
 
 TEXT = """
 name = "small"

@@ -12,8 +12,9 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.control.decision_gaps import EtcdMeasurements, list_gaps
-from benchmarks.control.figures import (
+from resilient_jax.errors import CallerError
+from tests.benchmarks.control.decision_gaps import EtcdMeasurements, list_gaps
+from tests.benchmarks.control.figures import (
     AIMS,
     Figure,
     PartResult,
@@ -23,14 +24,13 @@ from benchmarks.control.figures import (
     make_plot_data,
     summarize_all,
 )
-from benchmarks.control.machine_cost import MachineMeasurements
-from benchmarks.control.real_agents import measure_agents
-from benchmarks.control.simulation import StoreKind, measure_simulations
-from benchmarks.paths import JOBS
-from benchmarks.plotting import check_can_plot, run_plot_script
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import run_alone
-from resilient_jax.errors import CallerError
+from tests.benchmarks.control.machine_cost import MachineMeasurements
+from tests.benchmarks.control.real_agents import measure_agents
+from tests.benchmarks.control.simulation import StoreKind, measure_simulations
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.plotting import check_can_plot, run_plot_script
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import run_alone
 
 MACHINE_SIZES = (64, 256, 1024, 4096)
 PLAIN_SIZES = (64, 256)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.control.machine_cost import MachineCost, MachineMeasurements
+from tests.benchmarks.control.machine_cost import MachineCost, MachineMeasurements
 
 PLOTTED: Final = (
     ("microseconds of the leader for an event", ("event_us", "plain_event_us")),

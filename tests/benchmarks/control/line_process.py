@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.runs import ERROR_CHARACTERS, script_environment
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import InternalError
+from tests.benchmarks.runs import ERROR_CHARACTERS, script_environment
 
 
 class LineProcess:

@@ -6,14 +6,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from benchmarks.control.stub_hosts import (
-    answer_generation,
-    change_report,
-    make_host_name,
-    make_idle_status,
-    make_snapshot,
-    serve_world,
-)
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
@@ -29,6 +21,14 @@ from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgress
 from resilient_jax.membership.rules import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from tests.benchmarks.control.stub_hosts import (
+    answer_generation,
+    change_report,
+    make_host_name,
+    make_idle_status,
+    make_snapshot,
+    serve_world,
+)
 
 ROUND_S: Final = 1.0
 """Time between two rounds of events while all train: a step a second."""

@@ -11,13 +11,6 @@ from typing import Final, cast
 
 import msgspec
 
-from benchmarks.control.stub_hosts import (
-    VERSIONS,
-    answer_generation,
-    make_host_name,
-    make_idle_status,
-    serve_world,
-)
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster import progress_relay
 from resilient_jax.cluster.agent_context import AgentContext
@@ -41,9 +34,16 @@ from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import parse_address
+from tests.benchmarks.control.stub_hosts import (
+    VERSIONS,
+    answer_generation,
+    make_host_name,
+    make_idle_status,
+    serve_world,
+)
 
 CREDENTIALS: Final = Credentials("test-token")
-"""Of `tests/process/serve_store.py`."""
+"""Of `tests/support/scripts/serve_store.py`."""
 JOB: Final = JobName("control")
 LEASE_TTL_S: Final = 60.0
 """Twenty times the default: thousands of agents of one machine would spend its cores on renewals."""

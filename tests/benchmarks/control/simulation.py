@@ -10,7 +10,10 @@ from typing import Final, TypeVar
 import msgspec
 import psutil
 
-from benchmarks.control.agent_messages import (
+from resilient_jax.cluster.progress_tree import FANOUT
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.records import GenerationPhase
+from tests.benchmarks.control.agent_messages import (
     AgentsMessage,
     AgentsOrder,
     AllRead,
@@ -20,13 +23,10 @@ from benchmarks.control.agent_messages import (
     Registered,
     Train,
 )
-from benchmarks.control.figures import PartResult, Samples
-from benchmarks.control.line_process import LineProcess
-from benchmarks.control.simulated_agent import count_listening
-from benchmarks.paths import JOBS, TESTS
-from resilient_jax.cluster.progress_tree import FANOUT
-from resilient_jax.errors import InternalError
-from resilient_jax.protocol.records import GenerationPhase
+from tests.benchmarks.control.figures import PartResult, Samples
+from tests.benchmarks.control.line_process import LineProcess
+from tests.benchmarks.control.simulated_agent import count_listening
+from tests.benchmarks.paths import JOBS, TESTS
 
 AGENT_PROCESSES: Final = 2
 LIMIT_S: Final = 300.0
@@ -141,7 +141,9 @@ def _start_processes(
 
 def _make_store_process(kind: StoreKind, work: Path) -> LineProcess:
     if kind is StoreKind.EMBEDDED:
-        return LineProcess([str(TESTS / "process" / "serve_store.py"), "127.0.0.1:0"], work / "store")
+        return LineProcess(
+            [str(TESTS / "support" / "scripts" / "serve_store.py"), "127.0.0.1:0"], work / "store"
+        )
     data = work / "etcd"
     data.mkdir()
     # Its members are processes of its own, which it ends.

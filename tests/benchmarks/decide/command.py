@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from benchmarks.decide.decision_time import AIM_MS, DECISION_HOSTS, measure_decision_ms
-from benchmarks.decide.drawn_changes import DrawnFigures, judge_drawn_changes
-from benchmarks.decide.figures import (
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import search_plan
+from tests.benchmarks.decide.decision_time import AIM_MS, DECISION_HOSTS, measure_decision_ms
+from tests.benchmarks.decide.drawn_changes import DrawnFigures, judge_drawn_changes
+from tests.benchmarks.decide.figures import (
     DEVICES_PER_HOST,
     FEW_SEQUENCES_PER_DEVICE,
     LOSS_CASES,
@@ -20,14 +23,11 @@ from benchmarks.decide.figures import (
     lose_devices,
     measure_kept_speed,
 )
-from benchmarks.paths import REPOSITORY
-from benchmarks.plan.command import MESH, analyze_model, measure_programs, tabulate_programs
-from benchmarks.plan.estimate_errors import make_program_figures
-from benchmarks.plan.figures import SEARCH_CASES, SearchCase, make_topology
-from benchmarks.report import describe_machine, open_console, print_json_line
-from resilient_jax.errors import CallerError
-from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import search_plan
+from tests.benchmarks.paths import REPOSITORY
+from tests.benchmarks.plan.command import MESH, analyze_model, measure_programs, tabulate_programs
+from tests.benchmarks.plan.estimate_errors import make_program_figures
+from tests.benchmarks.plan.figures import SEARCH_CASES, SearchCase, make_topology
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
 
 MODEL = "llama2_7b"
 DRAWN_CHANGES = 10_000

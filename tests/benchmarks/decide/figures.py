@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.decide.drawn_changes import DrawnFigures
-from benchmarks.plan.estimate_errors import ProgramFigures
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.unequal_search import search_unequal_plan
 from resilient_jax.topology import Topology
+from tests.benchmarks.decide.drawn_changes import DrawnFigures
+from tests.benchmarks.plan.estimate_errors import ProgramFigures
 
 DEVICES_PER_HOST = 8
 SEQUENCES_PER_DEVICE = 64

@@ -10,12 +10,12 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.paths import JOBS, REPOSITORY
-from benchmarks.runs import COMPILING_STEPS, HOSTS, run_undisturbed
-from benchmarks.step_times import StepTime, read_step_times
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.telemetry.event_log import read_events
+from tests.benchmarks.paths import JOBS, REPOSITORY
+from tests.benchmarks.runs import COMPILING_STEPS, HOSTS, run_undisturbed
+from tests.benchmarks.step_times import StepTime, read_step_times
 
 AUDIT_SHARE: Final = 1 / 6
 """Of the 12 microbatches of a step each of 4 hosts audits one, in half of the steps."""

@@ -6,22 +6,22 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from benchmarks.detect.audit_cost import measure_audit_cost
-from benchmarks.detect.corrupt_hosts import judge_corrupt_hosts
-from benchmarks.detect.figures import (
+from resilient_jax.errors import CallerError
+from tests.benchmarks.detect.audit_cost import measure_audit_cost
+from tests.benchmarks.detect.corrupt_hosts import judge_corrupt_hosts
+from tests.benchmarks.detect.figures import (
     CorruptionFigures,
     DetectFigures,
     DetectLine,
     make_corruption_figures,
     make_detect_line,
 )
-from benchmarks.detect.quiet_jobs import QuietFigures, judge_quiet_jobs
-from benchmarks.detect.real_work import RealWorkFigures, measure_real_work
-from benchmarks.detect.simulated_job import SIZES, SimulatedJob
-from benchmarks.detect.slow_host import SlowHostFigures, measure_slow_host
-from benchmarks.detect.verdicts import judge_job
-from benchmarks.report import describe_machine, open_console, print_json_line
-from resilient_jax.errors import CallerError
+from tests.benchmarks.detect.quiet_jobs import QuietFigures, judge_quiet_jobs
+from tests.benchmarks.detect.real_work import RealWorkFigures, measure_real_work
+from tests.benchmarks.detect.simulated_job import SIZES, SimulatedJob
+from tests.benchmarks.detect.slow_host import SlowHostFigures, measure_slow_host
+from tests.benchmarks.detect.verdicts import judge_job
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
 
 AIMS = {
     "error_microbatch": "0.012",

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from benchmarks.detect.audit_cost import AuditCost
-from benchmarks.detect.corrupt_hosts import CorruptHostVerdict, find_share_found
-from benchmarks.detect.quiet_jobs import QuietFigures
-from benchmarks.detect.real_work import RealWorkFigures
-from benchmarks.detect.slow_host import SlowHostFigures
+from tests.benchmarks.detect.audit_cost import AuditCost
+from tests.benchmarks.detect.corrupt_hosts import CorruptHostVerdict, find_share_found
+from tests.benchmarks.detect.quiet_jobs import QuietFigures
+from tests.benchmarks.detect.real_work import RealWorkFigures
+from tests.benchmarks.detect.slow_host import SlowHostFigures
 
 
 class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):

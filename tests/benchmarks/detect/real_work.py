@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.paths import JOBS
-from benchmarks.runs import run_alone
 from resilient_jax.health.duration_model import WorkSample, fit_durations
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.runs import run_alone
 
 STEPS: Final = 240
 LEARNED: Final = 120

@@ -9,9 +9,9 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.paths import JOBS
-from benchmarks.runs import HOSTS, run_undisturbed
-from benchmarks.step_times import StepTime, read_step_times
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.runs import HOSTS, run_undisturbed
+from tests.benchmarks.step_times import StepTime, read_step_times
 
 MICROBATCHES: Final = 16
 """Of a step, as in the job's script."""

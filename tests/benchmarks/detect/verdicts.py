@@ -4,11 +4,11 @@ import statistics
 import time
 from typing import Final
 
-from benchmarks.detect.figures import JobVerdict
-from benchmarks.detect.plain_detector import PlainDetector
-from benchmarks.detect.simulated_job import SimulatedJob, SimulatedStep, share_of
 from resilient_jax.health.monitor import FindingOpened, HealthMonitor
 from resilient_jax.ids import HostName
+from tests.benchmarks.detect.figures import JobVerdict
+from tests.benchmarks.detect.plain_detector import PlainDetector
+from tests.benchmarks.detect.simulated_job import SimulatedJob, SimulatedStep, share_of
 
 ALARM_STEPS: Final = 20
 """An alarm of the plain detector so soon after a device became slow is about it."""

@@ -8,7 +8,9 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.erasure.figures import (
+from resilient_jax.erasure import ReedSolomon
+from resilient_jax.errors import CallerError
+from tests.benchmarks.erasure.figures import (
     BARE_ISAL,
     MEMORY_COPY,
     ErasureFigures,
@@ -18,11 +20,9 @@ from benchmarks.erasure.figures import (
     Speeds,
     make_erasure_figures,
 )
-from benchmarks.paths import JOBS
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import run_alone
-from resilient_jax.erasure import ReedSolomon
-from resilient_jax.errors import CallerError
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import run_alone
 
 KIB = 1024
 FEWEST_ROUNDS = 2

@@ -10,18 +10,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.kernel_choices import OURS, measure_kernel_choices
-from benchmarks.paths import JOBS
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
-from benchmarks.stall.replacement import wait_standbys
-from benchmarks.stall.trainer_stalls import find_recovery_s, time_steps
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.doctor.gpu_inventory import read_gpus
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.worker_environment import Platform
+from tests.benchmarks.gpu.kernel_choices import OURS, measure_kernel_choices
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
+from tests.benchmarks.stall.replacement import wait_standbys
+from tests.benchmarks.stall.trainer_stalls import find_recovery_s, time_steps
 
 Abort = Literal["interrupt", "replace"]
 

@@ -7,9 +7,9 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paths import JOBS
-from benchmarks.runs import run_alone
 from resilient_jax.jax_runtime.worker_environment import GPU_XLA_FLAGS
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.runs import run_alone
 
 OURS: Final = "deterministic, without Triton: a worker's"
 CHOICES: Final = {

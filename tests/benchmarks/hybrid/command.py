@@ -15,20 +15,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.hybrid.restart import RestartStalls, run_restarts
-from benchmarks.paths import JOBS, REPOSITORY
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import (
-    ERROR_CHARACTERS,
-    HOSTS,
-    MANY_STEPS,
-    REPORT_TIMEOUT_S,
-    RUN_TIMEOUT_S,
-    run_job,
-    script_environment,
-    wait_healthy,
-)
-from benchmarks.step_times import StepTime, read_step_times
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.chaos.targets import newest_step
@@ -38,6 +24,20 @@ from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.hybrid.restart import RestartStalls, run_restarts
+from tests.benchmarks.paths import JOBS, REPOSITORY
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import (
+    ERROR_CHARACTERS,
+    HOSTS,
+    MANY_STEPS,
+    REPORT_TIMEOUT_S,
+    RUN_TIMEOUT_S,
+    run_job,
+    script_environment,
+    wait_healthy,
+)
+from tests.benchmarks.step_times import StepTime, read_step_times
 
 CONFIG = 'snapshot_parity = 1\nstandby = "off"\n'
 SCRIPT = JOBS / "timed_lm.py"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.paths import JOBS
-from benchmarks.resilience.runs import RestartableJob, run_restarting
-from benchmarks.resilience.schedule import QUIET_STEPS, WARM_STEPS, ScheduledKill
-from benchmarks.resilience.timeline import Timeline, measure_regained, measure_stalls, step_times
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.resilience.runs import RestartableJob, run_restarting
+from tests.benchmarks.resilience.schedule import QUIET_STEPS, WARM_STEPS, ScheduledKill
+from tests.benchmarks.resilience.timeline import Timeline, measure_regained, measure_stalls, step_times
 
 SCRIPT: Final = JOBS / "restart_lm.py"
 STRIDE: Final = 3

@@ -17,20 +17,6 @@ from unittest import mock
 
 import msgspec
 
-from benchmarks.control.agent_messages import (
-    AgentsMessage,
-    AgentsOrder,
-    AllRead,
-    LoseLast,
-    Lost,
-    Register,
-    Registered,
-    Train,
-)
-from benchmarks.control.shared_connections import share_connections
-from benchmarks.control.shared_decoding import share_decoding
-from benchmarks.control.simulated_agent import CREDENTIALS, JOB, PATIENCE_S, SimulatedAgent, count_listening
-from benchmarks.control.stub_hosts import make_host_name
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
 from resilient_jax.cluster.progress_tree import FANOUT
 from resilient_jax.cluster.stored_records import decode_host_status
@@ -41,6 +27,26 @@ from resilient_jax.store.interface import Store
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.store_access import StoreAccess
 from resilient_jax.transport.channel import Channel
+from tests.benchmarks.control.agent_messages import (
+    AgentsMessage,
+    AgentsOrder,
+    AllRead,
+    LoseLast,
+    Lost,
+    Register,
+    Registered,
+    Train,
+)
+from tests.benchmarks.control.shared_connections import share_connections
+from tests.benchmarks.control.shared_decoding import share_decoding
+from tests.benchmarks.control.simulated_agent import (
+    CREDENTIALS,
+    JOB,
+    PATIENCE_S,
+    SimulatedAgent,
+    count_listening,
+)
+from tests.benchmarks.control.stub_hosts import make_host_name
 
 AGENTS_PER_CONNECTION = 16
 REGISTRATIONS_AT_ONCE = 64

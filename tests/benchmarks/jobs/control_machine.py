@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.control.machine_cost import MachineCost, MachineMeasurements, measure_machine
 from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.machine import MembershipEvent, MembershipMachine
+from tests.benchmarks.control.machine_cost import MachineCost, MachineMeasurements, measure_machine
 from tests.support.checked_membership import handle_plainly
 
 TRAINING_ROUNDS = 3

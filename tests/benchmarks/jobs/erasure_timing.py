@@ -22,16 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.erasure.figures import (
-    BARE_ISAL,
-    MEMORY_COPY,
-    REFERENCE,
-    ZFEC,
-    ErasureRequest,
-    ErasureTask,
-    ErasureTiming,
-    ErasureTimings,
-)
 from resilient_jax.erasure import (
     Kernel,
     KernelName,
@@ -44,6 +34,16 @@ from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.erasure.matrix import Matrix
 from resilient_jax.erasure.reference_codec import make_reference_codec
+from tests.benchmarks.erasure.figures import (
+    BARE_ISAL,
+    MEMORY_COPY,
+    REFERENCE,
+    ZFEC,
+    ErasureRequest,
+    ErasureTask,
+    ErasureTiming,
+    ErasureTimings,
+)
 
 REFERENCE_COLUMNS = 200
 """reedsolo is ten thousand times slower, so it gets fewer columns."""

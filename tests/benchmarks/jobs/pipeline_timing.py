@@ -26,7 +26,6 @@ from byte_lm.text import draw_microbatch, read_standard_library
 from flax import nnx
 
 import resilient_jax as rj
-from benchmarks.paths import REPOSITORY
 from resilient_jax.config import load_toml
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
@@ -37,6 +36,7 @@ from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.search import search_plans
 from resilient_jax.topology import Accelerator, Host, LinkLevel, NumberFormat, Peak, Port, Topology
+from tests.benchmarks.paths import REPOSITORY
 
 KIND, STAGES, MICROBATCHES, STEPS = sys.argv[1], *map(int, sys.argv[2:5])
 SLEEP_S, WARM_STEPS = 0.02, 2

@@ -22,14 +22,6 @@ import jax
 import msgspec
 
 import resilient_jax as rj
-from benchmarks.paths import REPOSITORY
-from benchmarks.plan.estimate_errors import (
-    CalibratedError,
-    MemoryCase,
-    PlanMeasurements,
-    TimedModel,
-    TimedPlan,
-)
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import (
@@ -45,6 +37,14 @@ from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.tensor_partition import find_violated_rules
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import PlannedProgram, compile_plan
+from tests.benchmarks.paths import REPOSITORY
+from tests.benchmarks.plan.estimate_errors import (
+    CalibratedError,
+    MemoryCase,
+    PlanMeasurements,
+    TimedModel,
+    TimedPlan,
+)
 from tests.support.memory_grid import GRID, KINDS, compare
 
 DEVICES = 8

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.control.figures import PlotData
+from tests.benchmarks.control.figures import PlotData
 
 WIDTH, HEIGHT = 4.2, 3.6
 """Of a panel, in inches."""

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.step.loss_curve import LossCurve
+from tests.benchmarks.step.loss_curve import LossCurve
 
 GREY, BLUE, RED = "#b8bec9", "#1f4e9c", "#c0392b"
 

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.resilience.plot_data import ResiliencePlot
+from tests.benchmarks.resilience.plot_data import ResiliencePlot
 
 COLORS = ("#1f4e9c", "#5fa8d3", "#c0392b", "#d98e04", "#7f8c8d", "#4a4a4a")
 

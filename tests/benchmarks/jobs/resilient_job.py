@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 import resilient_jax as rj
-from benchmarks.jobs.resilience_record import Faults, Recorder, read_job
-from benchmarks.jobs.transformer import (
+from tests.benchmarks.jobs.resilience_record import Faults, Recorder, read_job
+from tests.benchmarks.jobs.transformer import (
     MICROBATCHES,
     OPTIMIZER,
     Params,

@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.jobs.restart_loop import RestartTask, run_restart_job
-from benchmarks.jobs.transformer import MICROBATCHES, OPTIMIZER, Params, init_params, loss_of, tokens_of
+from tests.benchmarks.jobs.restart_loop import RestartTask, run_restart_job
+from tests.benchmarks.jobs.transformer import MICROBATCHES, OPTIMIZER, Params, init_params, loss_of, tokens_of
 
 
 def init_state(width: int, layers: int) -> tuple[Params, optax.OptState]:

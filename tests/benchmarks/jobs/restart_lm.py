@@ -20,8 +20,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.jobs.restart_loop import RestartTask, run_restart_job
 from resilient_jax.config import load_toml
+from tests.benchmarks.jobs.restart_loop import RestartTask, run_restart_job
 
 
 def make_task(file: dict[str, Any]) -> RestartTask:

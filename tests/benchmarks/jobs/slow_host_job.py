@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import resilient_jax as rj
-from benchmarks.step_times import StepTimeWriter
+from tests.benchmarks.step_times import StepTimeWriter
 
 STEPS, FOLDER, SECONDS, SLOW_HOST = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 OPTIONS = rj.AccumulationOptions(balance_by_speed=sys.argv[5] == "by_speed")

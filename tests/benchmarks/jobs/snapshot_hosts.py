@@ -18,9 +18,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
 
-from benchmarks.snapshot.figures import GroupMemory
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotPlan, SnapshotSource
@@ -32,6 +30,8 @@ from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatLeaf, flatten_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_partition import StatePartition, partition_state
+from tests.benchmarks.snapshot.figures import GroupMemory
+from tests.support.snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
 
 DEVICES = 8
 COLUMNS = 1024

@@ -13,15 +13,15 @@ import sys
 import jax
 import msgspec
 import numpy as np
-from snapshot_servers import CREDENTIALS
 
-from benchmarks.jobs.snapshot_hosts import DTYPE, Share, random_leaf
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.index_box import IndexBox
 from resilient_jax.state.restore import SlabAllocator
 from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
+from tests.benchmarks.jobs.snapshot_hosts import DTYPE, Share, random_leaf
+from tests.support.snapshot_servers import CREDENTIALS
 
 
 def main() -> None:

@@ -22,8 +22,10 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks.jobs.snapshot_hosts import DEVICES, Job, State, job_of, on_devices
-from benchmarks.snapshot.figures import (
+from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.snapshot.memory_budget import read_free_memory
+from tests.benchmarks.jobs.snapshot_hosts import DEVICES, Job, State, job_of, on_devices
+from tests.benchmarks.snapshot.figures import (
     ALONE,
     DISK,
     LOCAL,
@@ -38,15 +40,13 @@ from benchmarks.snapshot.figures import (
     group_name,
     threads_name,
 )
-from benchmarks.snapshot.memory import (
+from tests.benchmarks.snapshot.memory import (
     LOSS_STATES,
     ONE_HOST_STATES,
     ORBAX_STATES,
     group_states,
     required_bytes,
 )
-from resilient_jax.erasure.kernels import choose_kernel
-from resilient_jax.snapshot.memory_budget import read_free_memory
 
 THREADS = (1, 2)
 GROUPS = ((4, 1), (4, 2), (8, 1), (8, 2), (8, 4))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from benchmarks.jobs.transformer import (
+from tests.benchmarks.jobs.transformer import (
     MICROBATCHES,
     Params,
     accumulate,

@@ -31,8 +31,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from benchmarks.jobs.stall_job import connect_bare, write_times
-from benchmarks.jobs.transformer import (
+from tests.benchmarks.jobs.stall_job import connect_bare, write_times
+from tests.benchmarks.jobs.transformer import (
     CONTEXT,
     OPTIMIZER,
     Params,

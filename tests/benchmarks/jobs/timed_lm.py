@@ -7,8 +7,8 @@ from byte_lm.settings import Settings
 from byte_lm.text import read_standard_library
 from train_lm import make_trainer
 
-from benchmarks.step_times import StepTimeWriter
 from resilient_jax.config import load_toml
+from tests.benchmarks.step_times import StepTimeWriter
 
 if __name__ == "__main__":
     path, steps, folder = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import resilient_jax as rj
-from benchmarks.jobs.transformer import (
+from tests.benchmarks.jobs.transformer import (
     MICROBATCHES,
     OPTIMIZER,
     Params,
@@ -19,7 +19,7 @@ from benchmarks.jobs.transformer import (
     loss_of,
     tokens_of,
 )
-from benchmarks.paths import REPOSITORY
+from tests.benchmarks.paths import REPOSITORY
 
 WIDTH, LAYERS = 160, 2
 """About a million parameters: 3 divides one dim of four in all."""

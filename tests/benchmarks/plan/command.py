@@ -13,14 +13,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paths import JOBS, REPOSITORY
-from benchmarks.plan.estimate_errors import (
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.model_file import load_model_shape
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import search_plan
+from resilient_jax.planning.transformer_cost import analyze_transformer
+from resilient_jax.topology import Topology
+from tests.benchmarks.paths import JOBS, REPOSITORY
+from tests.benchmarks.plan.estimate_errors import (
     PlanMeasurements,
     ProgramFigures,
     PublishedFigures,
     make_program_figures,
 )
-from benchmarks.plan.figures import (
+from tests.benchmarks.plan.figures import (
     PUBLISHED_RUNS,
     SEARCH_CASES,
     PlanFigures,
@@ -29,16 +35,10 @@ from benchmarks.plan.figures import (
     estimate_run,
     make_topology,
 )
-from benchmarks.plan.program_stall import ProgramStall, measure_program_stall
-from benchmarks.plan.published_layouts import compare_layouts, read_layouts
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import run_alone
-from resilient_jax.errors import CallerError
-from resilient_jax.planning.model_file import load_model_shape
-from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import search_plan
-from resilient_jax.planning.transformer_cost import analyze_transformer
-from resilient_jax.topology import Topology
+from tests.benchmarks.plan.program_stall import ProgramStall, measure_program_stall
+from tests.benchmarks.plan.published_layouts import compare_layouts, read_layouts
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import run_alone
 
 AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
 PROGRAMS_LIMIT_S = 3600.0

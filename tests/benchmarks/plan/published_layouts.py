@@ -28,15 +28,6 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.paths import REPOSITORY
-from benchmarks.plan.estimate_errors import (
-    GridCorrelation,
-    LayoutRatios,
-    PublishedFigures,
-    RatioFigures,
-    correlate_ranks,
-)
-from benchmarks.plan.figures import DEVICES_PER_HOST, make_topology, remove_memory_limit
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration, load_calibration
@@ -51,6 +42,15 @@ from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Port, Topology, load_topology
+from tests.benchmarks.paths import REPOSITORY
+from tests.benchmarks.plan.estimate_errors import (
+    GridCorrelation,
+    LayoutRatios,
+    PublishedFigures,
+    RatioFigures,
+    correlate_ranks,
+)
+from tests.benchmarks.plan.figures import DEVICES_PER_HOST, make_topology, remove_memory_limit
 
 LAYOUTS_FILE: Final = Path(__file__).with_name("published_layouts.csv")
 A100, H100 = "a100", "h100"

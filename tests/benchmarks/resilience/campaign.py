@@ -9,8 +9,11 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.paths import JOBS
-from benchmarks.resilience.figures import (
+from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.errors import InternalError
+from resilient_jax.state.snapshot_interval import compute_interval_steps
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.resilience.figures import (
     BARE,
     FAST,
     OUR_SYSTEMS,
@@ -20,13 +23,13 @@ from benchmarks.resilience.figures import (
     make_run_figures,
     with_longer_stalls,
 )
-from benchmarks.resilience.runs import (
+from tests.benchmarks.resilience.runs import (
     BenchmarkJob,
     FinishedRun,
     run_resilient,
     run_restarting,
 )
-from benchmarks.resilience.schedule import (
+from tests.benchmarks.resilience.schedule import (
     QUIET_STEPS,
     WARM_STEPS,
     RunSize,
@@ -34,15 +37,12 @@ from benchmarks.resilience.schedule import (
     draw_faults,
     size_run,
 )
-from benchmarks.resilience.timeline import (
+from tests.benchmarks.resilience.timeline import (
     Timeline,
     measure_stalls,
     saving_costs,
     step_times,
 )
-from resilient_jax.cluster.launcher import make_host_names
-from resilient_jax.errors import InternalError
-from resilient_jax.state.snapshot_interval import compute_interval_steps
 
 BEST: Final = "Orbax, best n"
 DEFAULTS_FAULT: Final = 3

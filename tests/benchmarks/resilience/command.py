@@ -12,11 +12,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.paths import JOBS
-from benchmarks.plotting import check_can_plot, run_plot_script
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.resilience.campaign import BEST, FULL, QUICK, TINY, ResilienceCampaign
-from benchmarks.resilience.figures import (
+from resilient_jax.errors import CallerError
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.plotting import check_can_plot, run_plot_script
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.resilience.campaign import BEST, FULL, QUICK, TINY, ResilienceCampaign
+from tests.benchmarks.resilience.figures import (
     BARE,
     DEFAULTS,
     FAST,
@@ -26,8 +27,7 @@ from benchmarks.resilience.figures import (
     make_resilience_figures,
     rates_of,
 )
-from benchmarks.resilience.plot_data import make_resilience_plot
-from resilient_jax.errors import CallerError
+from tests.benchmarks.resilience.plot_data import make_resilience_plot
 
 
 class CampaignSize(enum.StrEnum):

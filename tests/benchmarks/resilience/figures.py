@@ -11,8 +11,9 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.resilience.schedule import RunSize
-from benchmarks.resilience.timeline import (
+from resilient_jax.errors import InternalError
+from tests.benchmarks.resilience.schedule import RunSize
+from tests.benchmarks.resilience.timeline import (
     TimeBuckets,
     Timeline,
     mean_hosts,
@@ -21,7 +22,6 @@ from benchmarks.resilience.timeline import (
     pad_buckets,
     split_time,
 )
-from resilient_jax.errors import InternalError
 
 OURS: Final = "resilient_jax"
 FAST: Final = "ours, fast sums"

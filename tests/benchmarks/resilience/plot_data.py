@@ -5,8 +5,8 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.resilience.figures import RunFigures, median_of, rates_of
-from benchmarks.resilience.timeline import Timeline
+from tests.benchmarks.resilience.figures import RunFigures, median_of, rates_of
+from tests.benchmarks.resilience.timeline import Timeline
 
 DRAWN_EVERY: Final = 20
 """The rate whose runs are drawn over time; if it was not run, the most frequent failures are."""

@@ -12,12 +12,12 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
-from benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
-from benchmarks.runs import ERROR_CHARACTERS, script_environment
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import InternalError
+from tests.benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
+from tests.benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
+from tests.benchmarks.runs import ERROR_CHARACTERS, script_environment
 
 SHORT_HEARTBEAT_S: Final = 10
 """Of the tuned baseline, whose supervisor detects a death at once and does not wait for a heartbeat."""

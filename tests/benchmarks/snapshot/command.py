@@ -8,10 +8,12 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.paths import JOBS
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import RUN_TIMEOUT_S, run_alone
-from benchmarks.snapshot.figures import (
+from resilient_jax.errors import CallerError, OperatorError
+from resilient_jax.snapshot.memory_budget import read_free_memory
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import RUN_TIMEOUT_S, run_alone
+from tests.benchmarks.snapshot.figures import (
     MB,
     SnapshotFigures,
     SnapshotRequest,
@@ -19,9 +21,7 @@ from benchmarks.snapshot.figures import (
     make_snapshot_figures,
     threads_name,
 )
-from benchmarks.snapshot.memory import choose_sizes
-from resilient_jax.errors import CallerError, OperatorError
-from resilient_jax.snapshot.memory_budget import read_free_memory
+from tests.benchmarks.snapshot.memory import choose_sizes
 
 DEFAULT_SIZES = (120, 1000, 4000)
 DEVICES = 8

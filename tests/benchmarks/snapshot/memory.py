@@ -7,7 +7,7 @@ tmpfs, minus what stays for the entire run, is a multiple of the state and an of
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.snapshot.figures import MB, memory_formula
+from tests.benchmarks.snapshot.figures import MB, memory_formula
 
 KEPT_STATES: Final = 1.0
 """The state itself, which stays for the entire run."""

@@ -13,9 +13,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paths import JOBS
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import (
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.recovery import hold_collective, wait_stall
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
+from resilient_jax.telemetry.stall import Stall
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import (
     AS_ON_A_POD,
     HOSTS,
     MANY_STEPS,
@@ -26,17 +33,10 @@ from benchmarks.runs import (
     run_undisturbed,
     wait_healthy,
 )
-from benchmarks.stall.first_step import FirstSteps, measure_first_steps
-from benchmarks.stall.replacement import StandbyKind, measure_replacements
-from benchmarks.stall.state_share import measure_share
-from benchmarks.stall.trainer_stalls import PLANNED, SHARDED, find_recovery_s, measure_trainer_stall
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import hold_collective, wait_stall
-from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.cluster.launcher import make_host_names
-from resilient_jax.errors import InternalError
-from resilient_jax.ids import HostName
-from resilient_jax.telemetry.stall import Stall
+from tests.benchmarks.stall.first_step import FirstSteps, measure_first_steps
+from tests.benchmarks.stall.replacement import StandbyKind, measure_replacements
+from tests.benchmarks.stall.state_share import measure_share
+from tests.benchmarks.stall.trainer_stalls import PLANNED, SHARDED, find_recovery_s, measure_trainer_stall
 
 STANDBYS: tuple[StandbyKind, ...] = ("imports", "seat")
 

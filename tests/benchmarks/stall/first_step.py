@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.runs import HOSTS, run_job, wait_success
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
+from tests.benchmarks.runs import HOSTS, run_job, wait_success
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

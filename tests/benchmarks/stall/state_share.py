@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.runs import (
+from resilient_jax.chaos.recovery import wait_training
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.errors import InternalError
+from resilient_jax.events import Event, EventKind
+from tests.benchmarks.runs import (
     HEALTHY_STEPS,
     HOSTS,
     MANY_STEPS,
@@ -11,11 +16,6 @@ from benchmarks.runs import (
     run_job,
     wait_healthy,
 )
-from resilient_jax.chaos.recovery import wait_training
-from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.cluster.launcher import make_host_names
-from resilient_jax.errors import InternalError
-from resilient_jax.events import Event, EventKind
 
 
 def measure_share(script: Path, work: Path) -> float:

@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from benchmarks.paths import JOBS
-from benchmarks.plotting import check_can_plot, run_plot_script
-from benchmarks.report import describe_machine, open_console, print_json_line
-from benchmarks.runs import COMPILING_STEPS, HOSTS
-from benchmarks.step.figures import StepFigures, overheads, sent_bytes
-from benchmarks.step.loss_curve import record_curve
-from benchmarks.step.redone_work import MICROBATCHES, KillCampaign, run_kill_campaign
-from benchmarks.step.step_times import (
+from resilient_jax.errors import CallerError
+from tests.benchmarks.paths import JOBS
+from tests.benchmarks.plotting import check_can_plot, run_plot_script
+from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.runs import COMPILING_STEPS, HOSTS
+from tests.benchmarks.step.figures import StepFigures, overheads, sent_bytes
+from tests.benchmarks.step.loss_curve import record_curve
+from tests.benchmarks.step.redone_work import MICROBATCHES, KillCampaign, run_kill_campaign
+from tests.benchmarks.step.step_times import (
     BARE,
     EXACT,
     EXACT_SMALL,
@@ -26,8 +27,7 @@ from benchmarks.step.step_times import (
     LoopTimes,
     measure_steps,
 )
-from benchmarks.step.sum_errors import SumErrors, measure_sum_errors
-from resilient_jax.errors import CallerError
+from tests.benchmarks.step.sum_errors import SumErrors, measure_sum_errors
 
 MIB = 2**20
 

@@ -5,16 +5,16 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.runs import (
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.runs import (
     REPORT_TIMEOUT_S,
     run_alone,
     run_job,
     wait_success,
 )
-from benchmarks.step.redone_work import read_digest
-from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.step.redone_work import read_digest
 
 STEPS: Final = 160
 DEATH_STEP: Final = 30

@@ -7,7 +7,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.runs import (
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
+from resilient_jax.errors import InternalError
+from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.runs import (
     HOSTS,
     MANY_STEPS,
     REPORT_TIMEOUT_S,
@@ -16,7 +21,7 @@ from benchmarks.runs import (
     wait_healthy,
     wait_success,
 )
-from benchmarks.step.figures import (
+from tests.benchmarks.step.figures import (
     MicrobatchId,
     RedoneWork,
     WorkerKill,
@@ -25,11 +30,6 @@ from benchmarks.step.figures import (
     count_work,
     find_missing,
 )
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
-from resilient_jax.errors import InternalError
-from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.failpoints import FailPoint
 
 MICROBATCHES = 16
 AHEAD_STEPS = 3

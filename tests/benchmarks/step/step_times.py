@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.runs import read_times, run_bare, run_undisturbed
 from resilient_jax.errors import InternalError
+from tests.benchmarks.runs import read_times, run_bare, run_undisturbed
 
 SMALL: Final = "microbatch=1"
 WITHOUT_SNAPSHOTS: Final = 'replicated_snapshot_interval_steps = "off"\n'

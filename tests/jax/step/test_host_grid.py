@@ -1,0 +1,19 @@
+"""The grid of the hosts' devices on one host: sums keep the sharding of their inputs."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.step.host_grid import HostGrid
+from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+
+
+def test_a_host_with_more_devices_than_the_others_uses_some_and_has_its_sums_on_all() -> None:
+    devices = jax.devices()[:4]
+    numbers = np.arange(6, dtype=np.float32)
+    origin = jax.device_put(numbers, NamedSharding(Mesh(np.array(devices), ("data",)), P()))
+    grid = HostGrid(devices[:2], 0)
+    (found,) = grid.unpack(grid.to_local(grid.pack([origin]))[0], [origin])
+    assert found.sharding == origin.sharding
+    assert np.array_equal(found, numbers)

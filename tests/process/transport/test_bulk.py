@@ -1,0 +1,359 @@
+"""Bulk reads: authentication, results, and an error for each way to fail."""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+
+import msgspec
+import pytest
+
+from resilient_jax.erasure import choose_checksum
+from resilient_jax.errors import (
+    ChecksumMismatch,
+    InternalError,
+    MessageError,
+    PeerUnreachable,
+    SnapshotMissing,
+)
+from resilient_jax.protocol.framing import HEADER, encode_frame
+from resilient_jax.transport import BulkChannel, BulkServer, Credentials
+from resilient_jax.transport import bulk_channel as bulk_channel_module
+from resilient_jax.transport import bulk_server as bulk_server_module
+from resilient_jax.transport.bulk_server import BulkResponse
+from tests.support.authority import Authority
+from tests.support.patience import patience
+
+CREDENTIALS = Credentials("token")
+CHECKSUM = choose_checksum()
+WAIT_S = patience(6)
+MEMORY = os.urandom(3 * 2**20 + 7)
+
+
+class Range(msgspec.Struct, frozen=True):
+    start: int
+    length: int
+
+
+def serve(request):
+    return BulkResponse(memoryview(MEMORY)[request.start :][: request.length])
+
+
+@contextlib.contextmanager
+def serving(handler=serve, credentials=CREDENTIALS, checksum=CHECKSUM):
+    server = BulkServer("127.0.0.1", credentials, Range, handler, checksum)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def channel_to(server, credentials=CREDENTIALS, *, ticket=None, host="127.0.0.1"):
+    channel = BulkChannel(f"{host}:{server.port}", ticket or server.ticket, credentials)
+    with contextlib.closing(channel):
+        yield channel
+
+
+def read(channel, start, length, timeout_s=WAIT_S):
+    out = bytearray(length)
+    channel.read_into(Range(start, length), memoryview(out), timeout_s=timeout_s)
+    return bytes(out)
+
+
+def threads_of_servers():
+    """Return what each thread of a server runs: "_accept", or "_serve_connection" for a connection."""
+    return [
+        frame.f_code.co_name
+        for top in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(top)
+        if frame.f_code.co_filename == bulk_server_module.__file__
+        and frame.f_code.co_name in ("_accept", "_serve_connection")
+    ]
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_any_range_of_bytes_arrives_unchanged():
+    with serving() as server, channel_to(server) as channel:
+        for start, length in ((0, len(MEMORY)), (5, 1), (len(MEMORY), 0), (1, 2**20)):
+            assert read(channel, start, length) == MEMORY[start : start + length]
+
+
+def test_threads_read_concurrently_each_on_its_own_connection():
+    together = threading.Barrier(4, timeout=WAIT_S)
+
+    def meet(request):
+        together.wait()
+        return serve(request)
+
+    with serving(meet) as server, channel_to(server) as channel:
+        found = {}
+
+        def run(number):
+            found[number] = read(channel, number, 1000)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert found == {number: MEMORY[number : number + 1000] for number in range(4)}
+
+
+def test_an_error_of_the_handler_reaches_the_client_and_the_connection_is_reused():
+    def fail(request):
+        if request.length == 1:
+            raise SnapshotMissing("not here")
+        if request.length == 2:
+            raise OSError("a bug")
+        return serve(request)
+
+    with serving(fail) as server, channel_to(server) as channel:
+        with pytest.raises(SnapshotMissing, match="not here"):
+            read(channel, 0, 1)
+        with pytest.raises(InternalError, match="OSError: a bug"):
+            read(channel, 0, 2)
+        assert read(channel, 0, 3) == MEMORY[:3]
+        assert threads_of_servers().count("_serve_connection") == 1
+
+
+def refuses(server, error, text, **options):
+    with channel_to(server, **options) as channel, pytest.raises(error, match=text):
+        read(channel, 0, 8)
+
+
+def test_bytes_changed_in_transit_are_detected():
+    wrong = dataclasses.replace(CHECKSUM, compute=lambda data: CHECKSUM.compute(data) ^ 1)
+    with serving(checksum=wrong) as server:
+        refuses(server, ChecksumMismatch, "changed in transit")
+
+
+def test_a_response_of_another_length_than_requested_is_refused():
+    with serving(lambda request: BulkResponse(memoryview(MEMORY)[:7])) as server:
+        refuses(server, MessageError, "sends 7 bytes, expected 8")
+
+
+def test_a_client_without_the_ticket_is_refused():
+    with serving() as server:
+        refuses(server, PeerUnreachable, "broke off", ticket=bytes(16))
+
+
+def test_a_read_from_a_silent_server_fails_at_its_timeout():
+    release = threading.Event()
+
+    def hang(request):
+        release.wait(WAIT_S)
+        return serve(request)
+
+    with serving(hang) as server, channel_to(server) as channel:
+        try:
+            with pytest.raises(PeerUnreachable, match=r"did not answer a read within 0\.2 s"):
+                read(channel, 0, 8, timeout_s=0.2)
+        finally:
+            release.set()
+        assert read(channel, 0, 8) == MEMORY[:8]
+
+
+def test_closing_the_channel_ends_a_read_that_waits():
+    asked = threading.Event()
+    release = threading.Event()
+
+    def hang(request):
+        asked.set()
+        release.wait(WAIT_S)
+        return serve(request)
+
+    with serving(hang) as server, channel_to(server) as channel:
+        closing = threading.Thread(target=lambda: (asked.wait(WAIT_S), channel.close()))
+        closing.start()
+        try:
+            with pytest.raises(PeerUnreachable, match="broke off"):
+                read(channel, 0, 8)
+            with pytest.raises(PeerUnreachable, match="was closed"):
+                read(channel, 0, 8)
+        finally:
+            release.set()
+            closing.join(WAIT_S)
+
+
+def test_a_stopped_server_is_distinguished_from_a_slow_one():
+    with serving() as server, channel_to(server) as channel:
+        read(channel, 0, 8)
+        server.stop()
+        wait_until(lambda: not threads_of_servers())
+        with pytest.raises(PeerUnreachable) as raised:
+            read(channel, 0, 8)
+        assert raised.value.is_refused
+
+
+def test_a_connection_that_broke_while_idle_is_replaced(monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "IDLE_TIMEOUT_S", 0.05)
+    with serving() as server, channel_to(server) as channel:
+        read(channel, 0, 8)
+        wait_until(lambda: "_serve_connection" not in threads_of_servers())
+        assert read(channel, 0, 8) == MEMORY[:8]
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", None])
+def test_a_client_that_breaks_the_protocol_is_disconnected(said):
+    with serving() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(said if said is not None else server.ticket + HEADER.pack(2**31))
+            stranger.settimeout(WAIT_S)
+            with contextlib.suppress(ConnectionError, OSError):  # the server closed with data unread
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(10) == b""
+        wait_until(lambda: "_serve_connection" not in threads_of_servers())
+        assert not server._connections
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 2)
+    authority = Authority(tmp_path / "job", "job") if secured else None
+    theirs = Credentials("token", authority.sign("server")) if authority else CREDENTIALS
+    ours = Credentials("token", authority.sign("client")) if authority else CREDENTIALS
+    gc.collect()  # of other tests
+    before = len(os.listdir("/proc/self/fd"))
+    with serving(credentials=theirs) as server:
+        for _ in range(5):
+            if admitted:
+                with channel_to(server, ours) as channel:
+                    assert read(channel, 0, 8) == MEMORY[:8]
+            else:
+                with channel_to(server, ours, ticket=bytes(16)) as channel, pytest.raises(PeerUnreachable):
+                    read(channel, 0, 8, timeout_s=WAIT_S)
+        wait_until(lambda: not server._connections)
+    wait_until(lambda: not threads_of_servers())
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 1)
+    with serving() as server, channel_to(server) as second:
+        found = []
+        with channel_to(server) as first:
+            read(first, 0, 8)
+            waiting = threading.Thread(target=lambda: found.append(read(second, 8, 8)))
+            waiting.start()
+            waiting.join(0.2)
+            assert found == []
+        waiting.join(WAIT_S)
+        assert found == [MEMORY[8:16]]
+
+
+def test_a_server_out_of_descriptors_accepts_again_once_some_are_free():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server, socket.socket() as early:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+            fillers = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(socket.socket())
+            early.connect(("127.0.0.1", server.port))
+            time.sleep(2 * bulk_server_module.ACCEPT_RETRY_INTERVAL_S)
+            for filler in fillers:
+                filler.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with channel_to(server) as channel:
+            assert read(channel, 0, 8) == MEMORY[:8]
+
+
+def test_a_client_that_reads_its_response_too_slowly_is_disconnected(monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "SEND_TIMEOUT_S", 0.5)
+    large = memoryview(bytes(64 * 2**20))  # more than the kernel buffers
+    with (
+        serving(lambda request: BulkResponse(large)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as slow,
+    ):
+        slow.sendall(server.ticket + encode_frame(msgspec.msgpack.encode(Range(0, len(large)))))
+        end_s = time.monotonic() + WAIT_S
+        while "_serve_connection" in threads_of_servers():
+            assert time.monotonic() < end_s
+            slow.recv(1000)
+            time.sleep(0.02)
+
+
+def test_closing_the_channel_ends_an_unanswered_connect():
+    with contextlib.ExitStack() as owned:
+        full = owned.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        for _ in range(4):  # with a full backlog the kernel drops connection requests
+            filler = owned.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        channel = BulkChannel(f"127.0.0.1:{address[1]}", bytes(16), CREDENTIALS)
+        closing = threading.Timer(0.3, channel.close)
+        closing.start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnreachable):
+            read(channel, 0, 8)
+        closing.join(WAIT_S)
+        assert time.monotonic() - began_s < bulk_channel_module.CONNECT_TIMEOUT_S / 2
+
+
+def test_a_name_with_several_addresses_is_reached_at_the_one_that_listens():
+    with serving() as server:
+        names = {name for *_, name in socket.getaddrinfo("localhost", server.port, type=socket.SOCK_STREAM)}
+        assert names
+        with channel_to(server, host="localhost") as channel:
+            assert read(channel, 0, 8) == MEMORY[:8]
+
+
+def test_with_tls_a_peer_of_the_same_authority_reads(tmp_path):
+    authority = Authority(tmp_path / "job", "job")
+    theirs, ours = (
+        Credentials("token", authority.sign("server")),
+        Credentials("token", authority.sign("client")),
+    )
+    with serving(credentials=theirs) as server, channel_to(server, ours) as channel:
+        assert read(channel, 3, len(MEMORY) - 3) == MEMORY[3:]
+        assert read(channel, 0, 5) == MEMORY[:5]
+
+
+def test_with_tls_a_client_without_a_valid_certificate_is_refused_despite_the_ticket(tmp_path):
+    authority, other = Authority(tmp_path / "job", "job"), Authority(tmp_path / "other", "other")
+    theirs = Credentials("token", authority.sign("server"))
+    with serving(credentials=theirs) as server:
+        for credentials in (CREDENTIALS, Credentials("token", other.sign("stranger"))):
+            with channel_to(server, credentials) as channel, pytest.raises(PeerUnreachable):
+                read(channel, 0, 5)
+
+
+def test_the_error_of_a_client_without_certificates_says_that_the_server_uses_tls():
+    alert = bytes.fromhex("15 0303 0002 0228")  # a handshake failure; a real server's may be lost in a race
+    with contextlib.ExitStack() as owned:
+        listener = owned.enter_context(socket.create_server(("127.0.0.1", 0)))
+        told = threading.Event()
+
+        def refuse():
+            with listener.accept()[0] as accepted:
+                accepted.sendall(alert)
+                told.wait(WAIT_S)  # closing earlier could discard the alert before it is read
+
+        server = threading.Thread(target=refuse)
+        server.start()
+        owned.callback(server.join, WAIT_S)
+        owned.callback(told.set)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        channel = owned.enter_context(contextlib.closing(BulkChannel(address, bytes(16), CREDENTIALS)))
+        with pytest.raises(PeerUnreachable, match="uses TLS and we do not"):
+            read(channel, 0, 5)

@@ -1,0 +1,111 @@
+"""Pipeline times: the formula against the simulated schedule, rerouting by Chameleon's vectors, memory in flight."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.routes import make_routes
+from resilient_jax.pipeline_schedule.task_orders import TaskOrders, order_tasks
+from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, TaskKind
+from resilient_jax.planning.memory import count_in_flight
+from resilient_jax.planning.pipeline import (
+    PipelineTime,
+    estimate_redundant_s,
+    estimate_rerouted_s,
+    find_weight_share,
+    time_pipeline,
+)
+from resilient_jax.planning.rerouted_step import price_rerouted_s
+from tests.support.properties import examples
+
+times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
+ONE_F_ONE_B = PipelineTime(1.0, 3.0, 0.0)
+"""Four stages as Chameleon prices them: t = 1, nothing is sent."""
+
+
+def simulate(stage_s, transfer_s, microbatches, *, is_remat=False) -> TaskOrders:
+    """Return the step of one pipeline, as its hosts run it."""
+    weights = find_weight_share(is_remat=is_remat)
+    shares = {
+        TaskKind.FORWARD: weights,
+        TaskKind.INPUT_GRADIENT: 1 - 2 * weights,
+        TaskKind.WEIGHT_GRADIENT: weights,
+    }
+    team = [(HostName(f"host-{stage}"), 1) for stage in range(len(stage_s))]
+    return order_tasks(
+        make_routes([team], [microbatches]),
+        lambda _host, kind, block: shares[kind] * stage_s[block],
+        schedule=DEFAULT_SCHEDULE,
+        transfer_s=lambda _source, _destination: transfer_s,
+    )
+
+
+def estimate_s(stages, stage_s, transfer_s, microbatches, *, is_remat=False):
+    """Return what the planner estimates of the same step."""
+    time = time_pipeline(stages, stage_s, transfer_s, weight_share=find_weight_share(is_remat=is_remat))
+    return microbatches * time.microbatch_s + time.fill_s
+
+
+def test_chameleons_pipeline_times_are_reproduced():
+    """Chameleon, arXiv 2508.21613: P = 4, N_m = 8, N_dp = 4, t = 1."""
+    assert estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], ONE_F_ONE_B) == pytest.approx(13.667, abs=5e-4)
+    assert estimate_rerouted_s(4, 8, 4, [1, 1, 0, 0], ONE_F_ONE_B) == pytest.approx(16.333, abs=5e-4)
+    assert estimate_rerouted_s(4, 8, 4, [0, 0, 0, 0], ONE_F_ONE_B) == 11
+    assert estimate_rerouted_s(4, 8, 4, [4, 0, 0, 0], ONE_F_ONE_B) is None
+
+
+def test_failures_of_another_number_of_stages_are_refused():
+    with pytest.raises(CallerError, match="found 3 numbers, expected one for each of 4"):
+        estimate_rerouted_s(4, 8, 4, [1, 0, 0], ONE_F_ONE_B)
+
+
+@examples(few=5)
+@given(st.integers(1, 6), st.integers(1, 20), st.sampled_from([0.01, 0.1, 0.3]), st.booleans())
+def test_the_formula_is_the_simulated_schedule_of_equal_stages_with_transfers(
+    stages, microbatches, transfer_s, is_remat
+):
+    simulated = simulate([1.0] * stages, transfer_s, microbatches, is_remat=is_remat).makespan_s
+    formula = estimate_s(stages, 1.0, transfer_s, microbatches, is_remat=is_remat)
+    assert simulated <= formula + 1e-9
+    if (
+        microbatches >= 2 * stages
+    ):  # with fewer the gaps of filling are not all filled, and nothing is delayed
+        assert simulated >= 0.9 * formula
+
+
+@examples(few=5)
+@given(st.lists(times, min_size=1, max_size=5), st.integers(1, 9), st.sampled_from([0.0, 0.1, 0.5]))
+def test_the_formula_is_no_less_than_the_simulated_schedule_of_unequal_stages(
+    stage_s, microbatches, transfer_s
+):
+    simulated = simulate(stage_s, transfer_s, microbatches)
+    assert simulated.makespan_s <= estimate_s(len(stage_s), max(stage_s), transfer_s, microbatches) + 1e-9
+    assert simulated.makespan_s >= microbatches * max(stage_s) - 1e-9
+    most = count_in_flight(0, len(stage_s), microbatches)
+    assert max(simulated.peak_in_flight.values()) <= most
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize(
+    ("stages", "pipelines", "quota"), [(2, 16, 8), (4, 8, 8), (4, 8, 16), (8, 4, 8), (8, 4, 32)]
+)
+def test_redundant_computation_is_slower_than_rerouting_without_a_loss_and_after_one(
+    stages, pipelines, quota, failed
+):
+    lost = [(replica, stages - 1) for replica in range(failed)]
+    rerouted = price_rerouted_s(stages, [quota] * pipelines, lost, 1.0, transfer_s=0.01)
+    assert rerouted is not None
+    assert rerouted < estimate_redundant_s(stages, quota * pipelines, pipelines, failed, 1.0, 0.01)
+
+
+def test_pipeline_repeats_shorten_the_fill():
+    assert time_pipeline(4, 1.0, repeats=3).fill_s == 1
+    assert time_pipeline(4, 1.0, repeats=1).fill_s == 2
+
+
+def test_every_stage_keeps_as_many_microbatches_as_there_are_stages():
+    assert [count_in_flight(stage, 4, 8) for stage in range(4)] == [4, 4, 4, 4]
+    assert [count_in_flight(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 2]
+    assert [count_in_flight(stage, 4, 8, repeats=3) for stage in range(4)] == [5, 4, 3, 2]

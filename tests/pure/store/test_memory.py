@@ -1,0 +1,125 @@
+"""`MemoryStore`, the asyncio shell of the store's core: suspension, slow readers, closing; with a manual clock."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from resilient_jax.clock import ManualClock
+from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
+from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRESHOLD_S, MemoryStore
+from tests.support.patience import patience
+
+
+async def pass_time(clock, store, seconds):
+    """Advance the clock while the store is awake, in steps that the store observes one by one."""
+    for _ in range(round(seconds / EXPIRY_CHECK_INTERVAL_S)):
+        clock.advance(EXPIRY_CHECK_INTERVAL_S)
+        await asyncio.sleep(0)
+        store._planned_wake_s = clock.monotonic_s()  # as its expiry task would, without the wait
+
+
+def test_a_lease_expires_when_time_passes():
+    async def main():
+        clock = ManualClock()
+        async with MemoryStore(clock) as store:
+            lease = await store.grant(1.0)
+            await store.put("a", b"", lease)
+            await pass_time(clock, store, 0.9)
+            assert await store.get("a") is not None
+            await pass_time(clock, store, 0.2)
+            assert await store.get("a") is None
+
+    asyncio.run(main())
+
+
+def test_no_lease_expires_while_the_store_is_suspended():
+    async def main():
+        clock = ManualClock()
+        async with MemoryStore(clock) as store:
+            lease = await store.grant(1.0)
+            await store.put("a", b"", lease)
+            clock.advance(3600.0)
+            assert await store.get("a") is not None
+            assert await store.keep_alive(lease) == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_suspension_extends_leases_only_once():
+    async def main():
+        clock = ManualClock()
+        async with MemoryStore(clock) as store:
+            lease = await store.grant(1.0)
+            clock.advance(3600.0)
+            await store.get("a")
+            await store.get("a")
+            await pass_time(clock, store, 1.2)
+            with pytest.raises(LeaseExpired):
+                await store.keep_alive(lease)
+
+    asyncio.run(main())
+
+
+def test_a_lag_below_the_threshold_is_no_suspension():
+    async def main():
+        clock = ManualClock()
+        async with MemoryStore(clock) as store:
+            lease = await store.grant(0.25)
+            clock.advance(EXPIRY_CHECK_INTERVAL_S + SUSPENSION_THRESHOLD_S * 0.9)
+            with pytest.raises(LeaseExpired):
+                await store.keep_alive(lease)
+
+    asyncio.run(main())
+
+
+def test_leases_expire_without_a_request():
+    async def main():
+        async with MemoryStore() as store:
+            revision = await store.put("a", b"", await store.grant(0.05))
+            async with (
+                contextlib.aclosing(store.watch("a", revision)) as batches,
+                asyncio.timeout(patience(0.5)),
+            ):
+                assert len(await anext(batches)) == 1
+                assert (await anext(batches))[0].mod_revision == revision + 1
+
+    asyncio.run(main())
+
+
+def test_a_watcher_that_reads_too_slowly_gets_an_error():
+    async def main():
+        async with MemoryStore(keep_revisions=10) as store:
+            start = await store.put("a", b"")
+            async with contextlib.aclosing(store.watch("", start)) as batches:
+                await anext(batches)
+                for _ in range(11):
+                    await store.put("a", b"")
+                with pytest.raises(
+                    CompactedRevision, match=r"revision 3 is compacted: the history begins with 4"
+                ):
+                    await anext(batches)
+
+    asyncio.run(main())
+
+
+def test_a_closed_store_refuses_calls():
+    async def main():
+        store = MemoryStore()
+        await store.close()
+        await store.close()
+        with pytest.raises(PeerUnreachable, match="the store is closed"):
+            await store.put("a", b"")
+
+    asyncio.run(main())
+
+
+def test_two_stores_have_different_ids_and_leases():
+    async def main():
+        one, two = MemoryStore(), MemoryStore()
+        assert one.store_id != two.store_id
+        assert await one.grant(1.0) != await two.grant(1.0)
+        await one.close()
+        await two.close()
+
+    asyncio.run(main())

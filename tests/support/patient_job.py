@@ -1,0 +1,40 @@
+"""A real job that tests observe and break: its waits end later where the machine turns out to be slow."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.observed_job import POLL_INTERVAL_S, JobTimeout
+from tests.support.patience import USUAL_S, Deadline, patience
+
+Found = TypeVar("Found")
+
+
+class PatientJob(LocalJob):
+    """`resilient-jax launch` as a child; its waits are as long as `patience` says, or as a test asks for."""
+
+    def wait_for(
+        self,
+        what: str,
+        find: Callable[[], Found | None],
+        timeout_s: float = 0.0,
+        interval_s: float = POLL_INTERVAL_S,
+    ) -> Found:
+        """Poll until `find` returns a value that is not None, and return the value; see `ObservedJob.wait_for`."""
+        deadline = Deadline(max(timeout_s, patience(USUAL_S)))
+        while True:
+            try:
+                return super().wait_for(what, find, deadline.find_rest_s(), interval_s)
+            except JobTimeout:
+                if deadline.find_rest_s() == 0:
+                    raise
+
+    def wait(self, timeout_s: float = 0.0) -> int:
+        """Wait for the end of the job, and return its exit code."""
+        deadline = Deadline(max(timeout_s, patience(USUAL_S)))
+        while True:
+            try:
+                return super().wait(deadline.find_rest_s())
+            except JobTimeout:
+                if deadline.find_rest_s() == 0:
+                    raise
