@@ -1,13 +1,9 @@
 """What of a worker's output is on the screen: the script's lines, and none that libraries print when a peer dies."""
 
-import subprocess
-import sys
-
 import pytest
 
 from resilient_jax.cluster import worker_output
 from resilient_jax.cluster.worker_output import WorkerOutput
-from tests.support.patience import patience
 
 REFUSED = (
     "[external/gloo/gloo/transport/tcp/debug_logger.cc:10] ERROR failed to connect, willRetry=1, retry=1, "
@@ -53,20 +49,6 @@ def test_a_line_of_the_script_is_shown_that_only_looks_like_one_of_a_library(scr
     for line in lines:
         output.write(line.encode(), is_error=True)
     assert screen == [f"[host-0] {line}\n" for line in lines]
-
-
-def test_the_crash_of_a_process_that_cpp_ends_is_in_the_log_alone(screen):
-    script = (
-        "import ctypes, faulthandler; faulthandler.enable(); ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()"
-    )
-    crashed = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=patience(6))
-    assert crashed.returncode < 0
-    assert b"Fatal Python error: Aborted" in crashed.stderr
-    output = WorkerOutput("host-0", None)
-    for line in crashed.stderr.splitlines():
-        output.write(line, is_error=True)
-    assert screen == []
-    assert "Fatal Python error" in output.read_last_errors(), "lost where a job's end quotes it"
 
 
 GLOO = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
