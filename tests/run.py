@@ -21,6 +21,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from resilient_jax.cluster.child_process import bind_to_this_process
 from tests.support.durations import write_durations
 from tests.support.paths import ROOT
 from tests.support.patience import measure_slowness, patience
@@ -123,7 +124,11 @@ def run_tier(tier: Tier, seed: int | None) -> Outcome:
 def run_watched(command: Sequence[str]) -> int:
     """Run a pytest, passing on what it prints; end it when it says nothing for too long."""
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        bind_to_this_process(command),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)

@@ -11,6 +11,7 @@ import pytest
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.sharding.jaxprs import iterate_equations
+from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import KEY, LAYERS, MAKERS, ROWS, TOKENS, WIDTH, make_batch
 
 BATCH = make_batch()

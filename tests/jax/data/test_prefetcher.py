@@ -335,7 +335,7 @@ class Hanging:
 
 prefetcher = Prefetcher(Hanging())
 prefetcher.expect([(0, 0, (0, 1))])
-assert Hanging.begun.wait(patience(3))
+assert Hanging.begun.wait(60)
 """
 
 

@@ -14,6 +14,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.unit_states import UnitStates
+from tests.support.full_only import full_but
+from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch, make_mask
 
 STEPS = 3
@@ -209,12 +211,15 @@ def mean_logits(model, batch):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"use_ema": True},
-        {"loss_fn": mean_logits, "num_microbatches": 2},
-        {"early_stopping": rj.EarlyStopping(patience=1, min_delta=10.0)},
-    ],
+    full_but(
+        [
+            {},
+            {"use_ema": True},
+            {"loss_fn": mean_logits, "num_microbatches": 2},
+            {"early_stopping": rj.EarlyStopping(patience=1, min_delta=10.0)},
+        ],
+        lambda options: "use_ema" in options or "loss_fn" in options,
+    ),
     ids=["the training's loss", "averaged parameters", "a loss of its own", "early stopping"],
 )
 def test_an_evaluation_by_stages_is_that_of_the_whole_model(options):

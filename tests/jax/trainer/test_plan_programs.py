@@ -17,6 +17,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.sharding.planned_program import compile_plan, make_mesh, make_state_shardings
 from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.full_only import full_but
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import (
     BATCH,
@@ -67,7 +68,7 @@ def name_of(axes):
     return "-".join(f"{axis}{size}" for axis, size in axes.items())
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=name_of)
+@pytest.mark.parametrize("axes", full_but(MESHES, lambda axes: len(axes) > 1), ids=name_of)
 def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
     plan = plan_with(profile, axes)
     compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())

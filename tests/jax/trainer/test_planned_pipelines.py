@@ -17,6 +17,7 @@ from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.decoder import Decoder, loss_of
 from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.full_only import full_but
 from tests.support.plan_topologies import cluster
 from tests.support.quick_compiling import quick_compiling as quick_compiling
 
@@ -112,7 +113,7 @@ def check_equal(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("alone", "axes"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("alone", "axes"), full_but(LAYOUTS, lambda case: case[0] == "tensor"), ids=str)
 def test_every_layout_has_the_bits_of_one_stage(eight_devices, alone, axes):
     found, seen, program, state = train(axes)
     expected, expected_seen, _, _ = train_alone(alone)
@@ -126,6 +127,7 @@ def test_every_layout_has_the_bits_of_one_stage(eight_devices, alone, axes):
     assert program.cut.count("->") == axes[Axis.REPLICA] * (axes[Axis.PIPELINE] - 1)
 
 
+@pytest.mark.full
 def test_a_plan_has_the_bits_of_a_trainer_with_the_same_axes(eight_devices):
     rows = 8
     trainer = make_trainer(
@@ -140,7 +142,7 @@ def test_a_plan_has_the_bits_of_a_trainer_with_the_same_axes(eight_devices):
     assert seen[-1]["loss"] == result.metrics["loss"]
 
 
-@pytest.mark.parametrize("donate_state", [True, False])
+@pytest.mark.parametrize("donate_state", full_but([True, False], bool))
 def test_a_step_that_fails_leaves_its_state_as_it_is_and_the_next_one_runs(eight_devices, donate_state):
     def broken_loss(model, tokens):
         return loss_of(model, tokens) / jax.numpy.where(tokens[0, 0] == 63, 0.0, 1.0)
