@@ -190,8 +190,10 @@ def test_an_operator_takes_a_device_out_and_a_number_that_is_none_is_refused(hos
         before = host.wait_worker()
         host.run_hosts("drain", "host-0:3", "--for", "600")
         wait_until("another worker", lambda: host.wait_worker() != before)
-        variables = Path(f"/proc/{host.wait_worker()}/environ").read_bytes()
-        assert b"--xla_force_host_platform_device_count=2" in variables
+        # A process that was started just now may not have its variables yet.
+        variables = Path(f"/proc/{host.wait_worker()}/environ")
+        wait_until("its variables", variables.read_bytes)
+        assert b"--xla_force_host_platform_device_count=2" in variables.read_bytes()
         assert "host-0:3: for " in host.run_hosts("list")
         before = host.wait_worker()
         code, said = host.try_hosts("drain", "host-0:4")
@@ -288,6 +290,7 @@ def test_report_joins_with_an_unfit_gpu_and_only_records(host: GpuHost) -> None:
         assert host.wait_worker() == worker
 
 
+@pytest.mark.full
 def test_throttling_is_shown_beside_the_host(host: GpuHost) -> None:
     host.nvml.answer(gpu1__throttle=THERMAL, gpu1__temperature=91, gpu1__clock=900)
     with host.start():

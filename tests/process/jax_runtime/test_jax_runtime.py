@@ -279,6 +279,7 @@ def test_an_abort_leaves_the_users_sockets_alone(pool: Pool) -> None:
         pool.leave([a, b])
 
 
+@pytest.mark.full
 def test_ten_rejoins_leave_no_descriptor_and_less_than_30_mib(pool: Pool) -> None:
     a, b = pool.take(2)
     settled = before = everyone([a, b], "measure")

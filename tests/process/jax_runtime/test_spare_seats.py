@@ -85,6 +85,7 @@ class Seats:
         self.pool.drop(victim)
 
 
+@pytest.mark.full
 def test_twenty_deaths_and_returns_leave_the_survivors_in_their_world_and_leak_nothing(pool: Pool) -> None:
     seats = Seats(pool, pool.take(3))
     assert seats.add_up() == [sum_to(6)] * 3

@@ -19,6 +19,7 @@ from resilient_jax.planning.transformer import count_parameters
 from resilient_jax.program_analysis.abstract_program import make_abstract_program
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from tests.support.decoder import LLAMA, Decoder, LoopedDecoder, closed_form, loss_of, tokens
+from tests.support.full_only import full_but
 
 
 def measure_program(model, again):
@@ -121,7 +122,7 @@ def test_the_input_of_a_layer_is_one_vector_per_token(cost):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "rematerialized"])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", full_but(["nnx", "linen"], lambda kind: kind == "linen"))
 def test_memory_is_that_of_the_compiled_gradient(request, kind, again):
     cost = request.getfixturevalue(f"{kind}_cost")
     program = make_abstract_program(MODELS[kind](again), loss_of, tokens(LLAMA, 6))

@@ -199,6 +199,7 @@ def test_the_error_names_an_unreachable_cluster_and_the_time_tried():
     run(main)
 
 
+@pytest.mark.full
 def test_a_cluster_with_tls_and_users(tmp_path):
     authority = Authority(tmp_path / "certificates", "authority")
     served, ours = authority.sign("member"), authority.sign("client")

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import resilient_jax
 from resilient_jax.threads import Call, read_stacks
+from tests.support.patience import patience
 
 LOOKS = 1_000
 EAGER = f"""
-import gc, itertools, threading, time
+import gc, itertools, sys, threading, time
 import resilient_jax
 from resilient_jax.threads import read_stacks
 
 gc.callbacks.append(lambda phase, info: time.sleep(0))
 gc.set_threshold(1)
+sys.setswitchinterval(5e-4)
 calls = [eval(f"lambda *_, {{', '.join(f'a{{n}}=0' for n in range(count))}}: [[]]") for count in range(1, 60)]
 
 def deep(call, depth):
@@ -38,14 +40,16 @@ threading.Thread(target=look).start()
 for turn in itertools.count():
     if ended.is_set():
         break
-    deep(calls[turn % len(calls)], turn % 20)
+    deep(calls[turn % len(calls)], turn % 10)
 assert gc.isenabled()
 print("read", turn)
 """
 
 
 def test_a_thousand_looks_at_a_thread_that_runs_leave_the_process_alive() -> None:
-    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=patience(8), check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("read")
 
