@@ -181,10 +181,7 @@ class StoreSession:
             SessionLost: the lease expired, or was not renewed in time.
         """
         interval_s = self._ttl_s / RENEWALS_PER_TTL
-        while True:
-            left_s = self._renewed_s + self._ttl_s - self._clock.monotonic_s()
-            if left_s <= 0:
-                raise SessionLost(f"the store did not renew the lease for {self._ttl_s:g} s")
+        while (left_s := self.valid_until_s - self._clock.monotonic_s()) > 0:
             started_s = self._clock.monotonic_s()
             try:
                 async with asyncio.timeout(left_s):
@@ -192,12 +189,15 @@ class StoreSession:
             except LeaseExpired as error:
                 raise SessionLost("the lease expired") from error
             except (PeerUnreachable, TimeoutError):
-                # A quarter: several tries are left before the lease ends.
-                await asyncio.sleep(min(interval_s, max(left_s, 0)) / 4)
-                continue
-            self._renewed_s = started_s
-            self._on_renewed(self.valid_until_s)
-            await asyncio.sleep(interval_s)
+                # A quarter: several tries are left before the lease ends, and none begins after it.
+                next_s = min(self._clock.monotonic_s() + interval_s / 4, self.valid_until_s)
+            else:
+                self._renewed_s = started_s
+                self._on_renewed(self.valid_until_s)
+                # Counted from the request: one that took long leaves less time until the next must be answered.
+                next_s = started_s + interval_s
+            await asyncio.sleep(max(0.0, next_s - self._clock.monotonic_s()))
+        raise SessionLost(f"the store did not renew the lease for {self._ttl_s:g} s")
 
     async def close(self) -> None:
         """Revoke the lease: the others see at once that this host has left."""

@@ -27,7 +27,7 @@ from tests.support.agents import TOKEN, HandStartedAgent, free_port
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
-from tests.support.tiny_job import newest_step, read_logs
+from tests.support.tiny_job import LEASE, newest_step, read_logs
 
 SCRIPT = SCRIPTS / "afterwards.py"
 LAST_STEP = 2
@@ -93,7 +93,7 @@ def is_done(report: JobReport, host: str) -> bool:
 
 def test_a_host_that_dies_when_it_is_done_comes_back_for_the_others(tmp_path: Path) -> None:
     """The other host needs it: with fewer than `min_hosts` hosts training does not resume."""
-    with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
+    with launch(tmp_path, 2, f"min_hosts = 2\n{LEASE}") as job:
         job.hold(FailPoint.AFTER_COMMIT, ["host-1"], LAST_STEP)
         job.wait_held(["host-1"])
         job.wait_report("host-0 is done", lambda now: is_done(now, "host-0"))

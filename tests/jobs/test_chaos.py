@@ -45,6 +45,7 @@ def store_options(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield ("--store", f"{cluster.address}/chaos")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_job_survives_the_campaign_of_a_family(
     family: str, store_options: Sequence[str], tmp_path: Path
@@ -55,6 +56,7 @@ def test_a_job_survives_the_campaign_of_a_family(
     assert figures["incidents"] + figures["skipped"] == INCIDENTS, told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions_that_campaigns_found_stay_fixed(name: str, tmp_path: Path) -> None:
     manifest = load_manifest(ROOT / "configs" / "chaos" / "regressions" / f"{name}.toml")
@@ -65,18 +67,21 @@ def test_regressions_that_campaigns_found_stay_fixed(name: str, tmp_path: Path) 
     assert figures["violations"] == figures["skipped"] == 0, told
 
 
+@pytest.mark.full
 def test_a_snapshot_that_is_corrupted_in_memory_or_in_transit_is_not_restored(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "flips", "--run-dir", str(tmp_path))
     assert code == 0, told
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (7, 0, 0), told
 
 
+@pytest.mark.full
 def test_training_resumes_from_the_newest_checkpoint_that_is_not_corrupt(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "checkpoints", "--run-dir", str(tmp_path))
     assert code == 0, told
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (5, 0, 0), told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("campaign", "incidents"), [("slow", 2), ("slow_input", 1), ("slow_link", 1)])
 def test_a_host_that_becomes_slow_is_named_and_no_other(
     campaign: str, incidents: int, tmp_path: Path
@@ -94,6 +99,7 @@ def test_a_host_that_loses_a_device_goes_on_without_it_and_bits_stay_equal(tmp_p
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (2, 0, 0), told
 
 
+@pytest.mark.full
 def test_a_host_that_comes_and_goes_is_quarantined_and_no_other(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "flapping", "--run-dir", str(tmp_path))
     assert code == 0, told

@@ -5,6 +5,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.run_directory import read_contact
@@ -12,16 +14,17 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.support.agents import COMMAND, run_command
 from tests.support.etcd_needed import needs_etcd
 from tests.support.patience import patience
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, prolong_leases
 
 CAMPAIGN_S = patience(30)
 INCIDENTS = 10
-CONFIG = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 4.0")
+CONFIG = prolong_leases(CONFIG_WITHOUT_STANDBYS, 4.0)
 """Several times as long as an election, so that a host counts as alive through one."""
 
 pytestmark = needs_etcd
 
 
+@pytest.mark.full
 def test_a_job_survives_the_loss_of_members_of_its_store_of_the_majority_and_of_its_own_parts_meanwhile(
     tmp_path: Path,
 ) -> None:

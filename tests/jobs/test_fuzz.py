@@ -4,14 +4,15 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.run_directory import read_contact
 from tests.fuzz.attack import attack
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, protect
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, prolong_leases, protect
 
 HOSTS = 2
-CONFIG = protect(CONFIG_WITHOUT_STANDBYS, 5).replace("lease_ttl_s = 2.0", "lease_ttl_s = 20.0")
+CONFIG = prolong_leases(protect(CONFIG_WITHOUT_STANDBYS, 5), 20.0)
 """Two cores serve the attack, too: no host is to be lost for want of processor time."""
 MESSAGES = 100_000
 WARM_UP = 5_000
@@ -30,6 +31,7 @@ def measure_mib(report: JobReport) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_a_job_goes_on_under_a_hundred_thousand_senseless_messages(tmp_path: Path) -> None:
     # Few steps: it is the messages that take the processors.
     with TinyJob(tmp_path, HOSTS, CONFIG, ONE_DEVICE, words=["pace=0.3"]) as tiny:

@@ -11,7 +11,7 @@ from resilient_jax.health.finding import FindingKind
 from tests.support.patience import patience, wait_until
 from tests.support.pipelined_job import PATIENCE_S, SCRIPT, check_units
 from tests.support.pod import Pod, may_build_networks
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, prolong_leases
 
 HOSTS = 3
 ROWS = 64
@@ -35,11 +35,11 @@ def network() -> Iterator[Network]:
         found.remove()
 
 
+@pytest.mark.full
 def test_a_slow_link_of_a_pipeline_is_named_and_no_bit_changes(network: Network, tmp_path: Path) -> None:
     words = [str(HOSTS), "pace=0", f"rows={ROWS}"]
     # A host that is lost on a busy machine would be another cause for everything to begin anew.
-    config = CONFIG_WITHOUT_STANDBYS.replace("lease_ttl_s = 2.0", "lease_ttl_s = 30.0")
-    assert config != CONFIG_WITHOUT_STANDBYS
+    config = prolong_leases(CONFIG_WITHOUT_STANDBYS, 30.0)
     with Pod(
         tmp_path, None, network.sites(), script=SCRIPT, words=words, config=f"{config}snapshot_parity = 1\n"
     ) as pod:

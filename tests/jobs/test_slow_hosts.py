@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
@@ -91,6 +93,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         tiny.finish()
 
 
+@pytest.mark.full
 def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_path: Path) -> None:
     # Not of two: XLA compiles other programs for a process with a single device.
     options = ("--devices-per-host", "3")
@@ -117,6 +120,7 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         assert kinds.count(EventKind.DEVICE_QUARANTINED) == 1
 
 
+@pytest.mark.full
 def test_a_stage_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_path: Path) -> None:
     config = f'{CONFIG}devices_after_loss = "all"\nquarantine_s = {QUARANTINE_S}\n'
     with UnequalPipelinedJob(tmp_path, 2, 1, axes={"fsdp": 2}, words=["pace=0"], config=config) as job:
@@ -151,6 +155,7 @@ def test_a_stage_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_p
         job.finish()
 
 
+@pytest.mark.full
 def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
     with PipelinedJob(tmp_path, 2, 2, words=["pace=0"], config=CONFIG) as job:
         before = job.wait_training(2)

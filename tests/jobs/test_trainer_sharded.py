@@ -20,6 +20,7 @@ from tests.support.launched import run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
+from tests.support.tiny_job import LEASE
 
 JOB = SCRIPTS / "sharded_job.py"
 DEADLINE_S = patience(24)
@@ -82,7 +83,7 @@ def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_
 def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(
     place, complete, cache, tmp_path
 ):
-    (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
+    (tmp_path / "job.toml").write_text(LEASE)
     with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")], cache=cache) as job:
         job.hold(place, ["host-1"], 5)
         job.wait_held(["host-1"], DEADLINE_S)

@@ -22,7 +22,7 @@ from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_e
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import Deadline, patience, slowness, wait_until
 from tests.support.patient_job import PatientJob
 from tests.support.reference_runs import share_run
 
@@ -38,9 +38,18 @@ RECOVERY_S = patience(9)
 WITHOUT_PROTECTION = 'replicated_snapshot_interval_steps = "off"\n'
 REPORT_SLOW_HOSTS = 'slow_hosts = "report"\n'
 """On two cores that tests share, hosts are really slow now and then. What is done about them has tests of its own."""
+LEASE_TTL_S = 2.0
+"""On an idle machine: the leases of hosts that nobody harms must not expire where the machine is slow."""
+
+
+def lease(ttl_s: float) -> str:
+    """Return the line of a configuration for leases of so long, or longer on a machine that is slower than an idle one."""
+    return f"lease_ttl_s = {ttl_s * slowness():.1f}\n"
+
+
+LEASE = lease(LEASE_TTL_S)
 CONFIG = f"""
-lease_ttl_s = 2.0
-max_restarts = 1000
+{LEASE}max_restarts = 1000
 max_host_losses = 1000
 restart_backoff_s = 0.0
 forming_timeout_s = 20.0
@@ -57,6 +66,12 @@ def protect(config: str, interval_steps: int) -> str:
     """Return the configuration with snapshots of a replicated state, for which each host runs one more process."""
     assert WITHOUT_PROTECTION in config
     return config.replace(WITHOUT_PROTECTION, f"replicated_snapshot_interval_steps = {interval_steps}\n")
+
+
+def prolong_leases(config: str, ttl_s: float) -> str:
+    """Return the configuration with leases of so long on an idle machine."""
+    assert LEASE in config
+    return config.replace(LEASE, lease(ttl_s))
 
 
 def act_on_slow_hosts(config: str) -> str:
@@ -165,7 +180,7 @@ class TinyJob:
 
     def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
         """Hold these hosts at `place`, a few steps from now, and wait until all are held; return the step."""
-        end_s = time.monotonic() + self.patience_s
+        deadline = Deadline(self.patience_s)
         step = self.step() + ahead
         self.job.hold(place, hosts, step, index)
         while True:
@@ -173,7 +188,7 @@ class TinyJob:
                 self.job.wait_held(hosts, LATE_S)
                 return step
             except InternalError:
-                if time.monotonic() > end_s or self.job.process.poll() is not None:
+                if deadline.find_rest_s() == 0 or self.job.process.poll() is not None:
                     raise
             if self.step() > step + 1:  # the order came too late: the hosts had passed the failpoint
                 ahead *= 2
@@ -186,10 +201,10 @@ class TinyJob:
         The order is repeated if a host has not begun: it read the order too late, or was out of the job because its
         lease had expired on a busy machine.
         """
-        end_s = time.monotonic() + self.patience_s
+        deadline = Deadline(self.patience_s)
         ordered: int | None = None
         while not all((self.work / f"compiling-{host}-{ordered}").exists() for host in hosts):
-            assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.read_tail()}"
+            assert deadline.find_rest_s() > 0, f"not all of {hosts} compile:\n{self.job.read_tail()}"
             assert self.job.process.poll() is None, f"the job ended:\n{self.job.read_tail()}"
             step = self.step()
             if ordered is None or (step > ordered and is_training(self.read_report(), self.hosts)):
@@ -243,10 +258,7 @@ class TinyJob:
 
     def check_nothing_left(self) -> None:
         """Check that no process and no contact file is left."""
-        end_s = time.monotonic() + 10.0
-        while self.job.find_processes() and time.monotonic() < end_s:
-            time.sleep(0.02)
-        assert self.job.find_processes() == [], "processes were left behind"
+        wait_until("the end of all processes of the job", lambda: not self.job.find_processes())
         assert not (self.work / "run" / "job.json").exists()
 
 
