@@ -4,7 +4,7 @@ Each test is a cell of the matrix. The cells of a signal are incidents of one ru
 other; all hosts are back before the next incident. At the end of a job every step was done once, with the bits of a run
 without failures, and no process or file of the job is left.
 
-`make test-jobs` kills each victim at one place, so that each place has its turn, and stops each at one: a stopped process
+`make test-jobs` kills each victim at one place, the places in turn, and stops each at the same one: a stopped process
 differs from a dead one only until it is noticed. `make test-all` does all of both.
 """
 

@@ -29,7 +29,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
     ],
     ids=["two hosts", "all workers"],
 )
-def test_nothing_is_lost_of_the_newest_snapshot(part: JobComponent, hosts: list[str], job: ShardedJob) -> None:
+def test_nothing_is_lost_of_the_newest_snapshot(
+    part: JobComponent, hosts: list[str], job: ShardedJob
+) -> None:
     job.wait_protected(HOSTS)
     promised, before = job.promised_step(), generation_of(job.read_report()).number
     for host in hosts:

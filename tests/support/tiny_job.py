@@ -43,7 +43,7 @@ LEASE_TTL_S = 2.0
 
 
 def lease(ttl_s: float) -> str:
-    """Return the line of a configuration for leases of so long, or longer on a machine that is slower than an idle one."""
+    """Return the line of a configuration for leases of so long on an idle machine, and longer on a slower one."""
     return f"lease_ttl_s = {ttl_s * slowness():.1f}\n"
 
 

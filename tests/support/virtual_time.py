@@ -10,12 +10,11 @@ from typing import Any, Final
 
 from resilient_jax.clock import ManualClock
 
-
 ROUND_S: Final = 1e-6
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Waits for nothing: moves the clock on instead. Each round of the loop takes `ROUND_S`, as it does in real time."""
+    """Waits for nothing: moves the clock on instead. Each round of the loop takes a microsecond, as in real time."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Callable[[ManualClock], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine function in a loop of its own, whose clock it gets; nothing outside the process may be waited for."""
+    """Run a coroutine function in such a loop, whose clock it gets; it may wait for nothing outside this process."""
     clock = ManualClock()
     with asyncio.Runner(loop_factory=lambda: _VirtualLoop(clock)) as runner:
         runner.run(main(clock))

@@ -21,7 +21,7 @@ from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgress
 from resilient_jax.membership.rules import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
-from tests.benchmarks.control.stub_hosts import (
+from tests.support.stub_hosts import (
     answer_generation,
     change_report,
     make_host_name,

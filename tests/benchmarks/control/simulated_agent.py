@@ -34,7 +34,7 @@ from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import parse_address
-from tests.benchmarks.control.stub_hosts import (
+from tests.support.stub_hosts import (
     VERSIONS,
     answer_generation,
     make_host_name,

@@ -9,7 +9,7 @@ from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.recovery_decision import decide_admission, decide_after_loss
 from resilient_jax.membership.world_formation import find_state_origin
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorkerState
-from tests.benchmarks.control.stub_hosts import change_report, make_idle_status
+from tests.support.stub_hosts import change_report, make_idle_status
 
 DECISION_HOSTS: Final = 4096
 AIM_MS: Final = 20.0

@@ -46,7 +46,7 @@ from tests.benchmarks.control.simulated_agent import (
     SimulatedAgent,
     count_listening,
 )
-from tests.benchmarks.control.stub_hosts import make_host_name
+from tests.support.stub_hosts import make_host_name
 
 AGENTS_PER_CONNECTION = 16
 REGISTRATIONS_AT_ONCE = 64

@@ -18,7 +18,7 @@ from resilient_jax.protocol.records import Generation, GenerationPhase
 from resilient_jax.store.store_access import StoreAccess
 from tests.benchmarks.control.decision_gaps import EtcdMeasurements
 from tests.benchmarks.control.simulated_agent import CREDENTIALS, PATIENCE_S, SimulatedAgent
-from tests.benchmarks.control.stub_hosts import change_report
+from tests.support.stub_hosts import change_report
 
 HOSTS = 3
 START_LIMIT_S = 60.0

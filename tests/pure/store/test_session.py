@@ -178,7 +178,9 @@ def test_the_name_of_a_live_agent_is_refused_after_the_time_to_live() -> None:
         await first.open()
         renewing = asyncio.create_task(first.keep_alive())
         began_s = clock.monotonic_s()
-        with pytest.raises(JoinRefused, match=r"taken by another living agent \(agent process 7 at 10\.0\.0\.7\)"):
+        with pytest.raises(
+            JoinRefused, match=r"taken by another living agent \(agent process 7 at 10\.0\.0\.7\)"
+        ):
             await make_session(store, clock, pid=8).open()
         assert TTL_S < clock.monotonic_s() - began_s < TTL_S + 2.5
         renewing.cancel()

@@ -1,7 +1,7 @@
 """A hand-written loop of a tiny job, which saves checkpoints itself, and goes on from them.
 
-Usage: own_loop.py WORK_DIR CHECKPOINTS_DIR [pace=0]. The job reads the order `stop` in WORK_DIR as tiny.py does, and writes
-`steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the state.
+Usage: own_loop.py WORK_DIR CHECKPOINTS_DIR [pace=0]. The job reads the order `stop` in WORK_DIR as tiny.py does, and
+writes `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the state.
 """
 
 import hashlib
