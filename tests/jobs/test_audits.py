@@ -5,7 +5,6 @@ Of the job's steps 0, 5, 7, 8, ... are audited with a share of 0.25 and three ho
 
 import os
 import re
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, FlipBitAction
 from tests.support.launched import run_alone
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
 
 JOB = SCRIPTS / "trainer_job.py"
@@ -38,10 +37,7 @@ def flip_bits_after(job, work, step, *, is_repeated):
     """Have the host compute wrongly from the next step on, once the checkpoint of step 4 is on storage."""
     job.hold(FailPoint.AFTER_COMMIT, [CORRUPT], step)
     job.wait_held([CORRUPT], DEADLINE_S)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (work / "checkpoints" / "4").exists():
-        assert time.monotonic() < deadline_s, job.read_tail()
-        time.sleep(0.01)
+    wait_until("the checkpoint of step 4", lambda: (work / "checkpoints" / "4").exists(), DEADLINE_S)
     order = FailPointOrder(
         failpoint=FailPoint.AFTER_MICROBATCH,
         step=-1 if is_repeated else step + 1,

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
 
@@ -63,10 +62,7 @@ def hold_in_step(job, work, victims):
     """Wait until these hosts are held in step 7, and the checkpoint of step 5 is on storage."""
     job.hold(FailPoint.BEFORE_REDUCE, victims, LOST)
     job.wait_held(victims, DEADLINE_S)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (work / "checkpoints" / str(SAVED)).exists():
-        assert time.monotonic() < deadline_s, job.read_tail()
-        time.sleep(0.01)
+    wait_until("the checkpoint", lambda: (work / "checkpoints" / str(SAVED)).exists(), DEADLINE_S)
 
 
 def kill_at_once(job, victims):

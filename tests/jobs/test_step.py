@@ -21,7 +21,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import ReplicaShape, locate_replicas
-from tests.support.patience import wait_until
+from tests.support.patience import Deadline, wait_until
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
 HOSTS = 4
@@ -117,7 +117,7 @@ def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
     index_of_host = hosts.index(host)
     first = next(found.host_indexes[0] for found in replicas if index_of_host in found.host_indexes)
     owner = hosts[first]
-    end_s = time.monotonic() + RECOVERY_S
+    deadline = Deadline(RECOVERY_S)
     while True:
         rows = [row for rows in tiny.logs().values() for row in rows]
         newest = max(rows, key=lambda row: row["step"])
@@ -125,7 +125,7 @@ def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
         indices = [index for index, name in enumerate(owners) if name == owner]
         if indices:
             return indices[-1]
-        assert time.monotonic() < end_s, (
+        assert deadline.find_rest_s() > 0, (
             f"the replica of {host} computes no microbatch:\n{tiny.job.read_tail()}"
         )
         time.sleep(0.02)

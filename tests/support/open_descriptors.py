@@ -5,7 +5,7 @@ import contextlib
 import gc
 import os
 
-from tests.support.patience import patience
+from tests.support.patience import Deadline, patience
 
 WAIT_S = patience(3)
 
@@ -25,10 +25,9 @@ async def wait_for_descriptors(most: int) -> None:
     Raises:
         AssertionError: more stay open; their targets are named.
     """
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while (found := count_descriptors()) > most:
-        assert loop.time() < end_s, f"{found} descriptors, expected {most}: {list_targets()}"
+        assert deadline.find_rest_s() > 0, f"{found} descriptors, expected {most}: {list_targets()}"
         await asyncio.sleep(0.01)
 
 

@@ -17,6 +17,8 @@ FACTOR: Final = 10.0
 """Of patience: one run in many is slow for reasons that no measurement of the processor shows, such as the disk."""
 USUAL_S: Final = 6.0
 """What takes a second or two on an idle machine, and a little longer now and then."""
+NEVER_S: Final = 1e6
+"""A time-out that must not be what ends a wait: the test's own comes first."""
 CHUNK: Final = 20_000
 POLL_S: Final = 0.02
 

@@ -14,7 +14,7 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import Event
 from resilient_jax.telemetry.event_log import read_events
 from tests.support.agents import TOKEN, HandStartedAgent, free_port
-from tests.support.patience import wait_until
+from tests.support.patience import Deadline, wait_until
 from tests.support.tiny_job import (
     CONFIG_WITHOUT_STANDBYS,
     RECOVERY_S,
@@ -98,12 +98,12 @@ class Pod:
 
     def wait_training(self, hosts: int, after_generation: int = 0) -> JobReport:
         """Wait until so many hosts train together and have finished a step; return the job's report."""
-        end_s = time.monotonic() + RECOVERY_S
+        deadline = Deadline(RECOVERY_S)
         while True:
             report = self.report()
             if report is not None and is_training(report, hosts, after_generation):
                 return report
-            assert time.monotonic() < end_s, f"{hosts} hosts do not train: {report}\n{self.output()}"
+            assert deadline.find_rest_s() > 0, f"{hosts} hosts do not train: {report}\n{self.output()}"
             time.sleep(0.05)
 
     def step(self) -> int:

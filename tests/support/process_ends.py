@@ -1,11 +1,8 @@
 """Whether processes have ended, as the kernel says."""
 
-import time
 from pathlib import Path
 
-from tests.support.patience import patience
-
-WAIT_S = patience(2)
+from tests.support.patience import wait_until
 
 
 def is_gone(pid: int) -> bool:
@@ -17,10 +14,7 @@ def is_gone(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_gone(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} still runs"
-        time.sleep(0.01)
+    wait_until(f"the end of process {pid}", lambda: is_gone(pid))
 
 
 def list_children(pid: int) -> list[int]:

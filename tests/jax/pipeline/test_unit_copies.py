@@ -35,7 +35,7 @@ from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.worker.worker_protocol import HeldPause
-from tests.support.patience import patience
+from tests.support.patience import Deadline, patience
 from tests.support.small_decoders import KEY, MAKERS, make_batch
 
 MEMBER, JOINER = HostName("a"), HostName("d")
@@ -170,10 +170,10 @@ def ask(joiner, member):
     """Ask the member, and have it train until it has begun to send."""
     everything = range(len(joiner.state.units))
     joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     before = member.copies._request
     while member.copies._request is before or not member.copies.has_begun:
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         member.train()
 
 
@@ -231,9 +231,9 @@ def test_copies_that_lack_the_sums_of_a_step_are_not_taken(pair):
 def test_a_member_trains_on_when_the_worker_dies_and_serves_the_next_of_that_host(pair, make_host):
     member, joiner = pair
     joiner.service.close()
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while member.copies.has_begun:  # until it sees that nobody is there
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         member.train()
     second = make_host(JOINER)
     ask(second, member)
@@ -248,9 +248,9 @@ def test_a_worker_that_is_not_of_the_next_generation_is_told_to_wait_no_more(pai
     everything = range(len(third.state.units))
     wanted = {MEMBER: everything, third.name: everything}
     third.copies.request({MEMBER: member.service.address}, wanted)
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while member.copies._request is None or member.copies._request.host != third.name:
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         member.train()
     member.copies.leave([MEMBER, JOINER])
     assert not third.copies.wait([MEMBER, HostName("nobody")], lambda: None)
@@ -284,9 +284,9 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
     everything = range(len(joiner.state.units))
     joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while not member.service.box.bytes_held:
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         member.service.box.wait_for_more(WAIT_S)
     few = CommittedStep(step=member.step, norm=1.0, loss=1.0, sums={0: {}})
     member.copies.pass_commit(few, [MEMBER], [{MEMBER}] * len(member.state.units))
@@ -328,9 +328,9 @@ def has_all(member):
 
 
 def train_until(member, is_over):
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while not is_over():
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         member.train()
 
 
@@ -385,9 +385,9 @@ def test_a_host_that_is_lost_before_it_joins_leaves_the_others_their_copies(memb
 def test_copies_and_sums_that_are_late_are_waited_for_when_the_members_change(member, make_host):
     spare = make_spare(make_host)
     plan(member, spare)
-    end_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while not spare.service.box.bytes_held:
-        assert time.monotonic() < end_s
+        assert deadline.find_rest_s() > 0
         spare.service.box.wait_for_more(WAIT_S)
     last = member.step + 3
 

@@ -5,7 +5,6 @@ Each host is a thread with a mailbox of its own; mail goes over real sockets.
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import jax
@@ -21,7 +20,7 @@ from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.mail_service import MailService
-from tests.support.patience import patience
+from tests.support.patience import Deadline, patience
 
 NUM_PROGRAMS = 4
 HOSTS = (HostName("host-0"), HostName("host-1"), HostName("host-2"))
@@ -122,9 +121,9 @@ def train_all(hosts: list[Host], leave_before: list[int]) -> None:
     for thread in threads:
         thread.start()
     first = hosts[leave_before.index(min(leave_before))]
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline = Deadline(DEADLINE_S)
     while first.error is None and threads[first.index].is_alive():
-        assert time.monotonic() < deadline_s
+        assert deadline.find_rest_s() > 0
         threads[first.index].join(0.01)
     if min(leave_before) < NUM_PROGRAMS:  # all are told, sooner or later, that the generation has ended
         for host in hosts:

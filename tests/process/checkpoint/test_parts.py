@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from resilient_jax.errors import CheckpointFailed
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import whole_box
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 HOSTS = ("host-0", "host-1", "host-2")
 TIMEOUT_S = patience(12)
@@ -143,7 +142,9 @@ def test_without_a_lost_host_there_is_none_and_the_next_one_is_made(hosts: Hosts
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
     hosts.wait(1)
-    wait_until(lambda: hosts.stores[0].in_flight.list_missing_parts() == ["host-2"])
+    wait_until(
+        "the parts of the others", lambda: hosts.stores[0].in_flight.list_missing_parts() == ["host-2"]
+    )
     hosts.stores[0].in_flight.give_up("host-2 ended before its part was written", hosts.note(0))
     (failed,) = [detail for _, kind, detail in hosts.events if kind is EventKind.CHECKPOINT_FAILED]
     assert failed["reason"] == "host-2 ended before its part was written; without the parts of host-2"
@@ -203,10 +204,3 @@ def test_a_directory_that_hosts_do_not_share_is_said(tmp_path: Path, monkeypatch
     scalar = StoredLeaf(path=(PathKey("step", is_index=False),), spec=LeafSpec("step", "int32", ()), boxes=())
     with pytest.raises(CheckpointFailed, match=r"host-1 has not begun its part .* same files on every host"):
         write_checkpoint(tmp_path / "here", 3, part_writer.TreeInParts(3, [(scalar, [])], here))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)

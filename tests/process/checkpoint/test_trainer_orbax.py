@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnread
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 WORKER = Path(__file__).with_name("trainer_orbax_worker.py")
 DEADLINE_S = patience(24)
@@ -99,14 +98,6 @@ def stopped(process):
         yield
     finally:
         os.kill(process, signal.SIGCONT)
-
-
-def wait_until(is_true):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := is_true()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return found
 
 
 def names_in(directory):
@@ -254,10 +245,13 @@ def test_a_worker_killed_during_a_save_leaves_no_partial_checkpoint_that_counts_
             assert worker.stdout is not None
             writer = int(worker.stdout.readline())
             already = set(names_in(tmp_path))
-            wait_until(lambda: any("tmp" in name for name in set(names_in(tmp_path)) - already))
+            wait_until(
+                "an unfinished checkpoint",
+                lambda: any("tmp" in name for name in set(names_in(tmp_path)) - already),
+            )
             worker.kill()
             worker.wait()
-            wait_until(lambda: not Path(f"/proc/{writer}").exists())
+            wait_until("the end of the writer", lambda: not Path(f"/proc/{writer}").exists())
 
     while not any("tmp" in name for name in names_in(tmp_path)):
         kill_a_worker()  # again, if the save ended before the kill
@@ -655,7 +649,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
 def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
     def kill_idle(store):
         os.kill(store.process_id, signal.SIGKILL)
-        wait_until(lambda: store._client._connection.has_ended)
+        wait_until("the end of the connection", lambda: store._client._connection.has_ended)
 
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))

@@ -1,13 +1,11 @@
 """The exchange of compiled programs between hosts, over real sockets and into real folders."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from resilient_jax.compile import compile_claims, program_fetcher
-from resilient_jax.compile.compile_claims import LEASE_S
 from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
     MAX_WAITING_REQUESTS,
@@ -20,7 +18,7 @@ from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_server import SyncServer
-from tests.support.patience import patience
+from tests.support.patience import NEVER_S, patience
 
 CREDENTIALS = Credentials("secret", None)
 NAMES = tuple(HostName(f"host-{i}") for i in range(3))
@@ -28,6 +26,12 @@ FIRST = GenerationNumber(1)
 SUFFIX = "-cache"
 THREADS = 2 * MAX_WAITING_REQUESTS
 TIMEOUT_S = patience(3)
+
+
+@pytest.fixture(autouse=True)
+def endless_claims(monkeypatch):
+    """A host that waited for the end of a claim would wait until the test's time-out."""
+    monkeypatch.setattr(compile_claims, "LEASE_S", NEVER_S)
 
 
 class Host:
@@ -105,10 +109,8 @@ def test_one_host_compiles_and_all_others_get_its_program(hosts, compiles):
 def test_a_program_that_could_not_be_kept_is_compiled_by_every_host(hosts):
     key = key_of(hosts[0], hosts)
     for host in hosts:
-        started_s = time.monotonic()
-        assert host.programs.fetch(key) is None
+        assert host.programs.fetch(key) is None, "it does not wait for a claim"
         host.programs.finish()
-        assert time.monotonic() - started_s < LEASE_S / 2
 
 
 def test_when_the_host_that_compiles_is_gone_another_one_compiles_in_the_next_generation(hosts):
@@ -120,9 +122,7 @@ def test_when_the_host_that_compiles_is_gone_another_one_compiles_in_the_next_ge
     gone.server.stop()
     for host in (owner, other):
         host.programs.begin_generation(GenerationNumber(2), left)
-    started_s = time.monotonic()
-    assert other.programs.fetch(key) is None
-    assert time.monotonic() - started_s < LEASE_S / 2, "it did not wait for the lease's end"
+    assert other.programs.fetch(key) is None, "it does not wait for the lease's end"
     assert not other.failures
 
 
@@ -147,9 +147,7 @@ def test_a_thread_without_patience_takes_what_is_there_and_claims_nothing(hosts)
     assert other.programs.fetch(key) is None
     assert not other.programs.finish()
     assert third.programs.fetch(key) is None
-    started_s = time.monotonic()
     assert other.programs.fetch(key) is None, "it does not wait"
-    assert time.monotonic() - started_s < LEASE_S / 2
 
 
 def test_a_wait_ends_when_the_generation_of_the_waiting_thread_ends(hosts):

@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import psutil
 
 from resilient_jax.doctor.check_result import CheckVerdict
 from resilient_jax.doctor.experiments import Experiments
 from resilient_jax.errors import ExitCode
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 COMMAND = [sys.executable, "-m", "resilient_jax.cli.main", "doctor", "--json", "--platform", "cpu"]
 DEADLINE_S = patience(10)
@@ -28,7 +26,7 @@ def test_the_doctor_finds_that_the_experiments_work_on_this_machine() -> None:
     assert list(by_name) == EXPERIMENTS
     assert [result for result in by_name.values() if result["verdict"] not in ("ok", "warning")] == []
     for name in ("collective abort", "live nodes", "rejoin"):
-        assert 0 < by_name[name]["figures"]["seconds"] < 30
+        assert by_name[name]["figures"]["seconds"] > 0
     memory = by_name["clear_backends"]["figures"]
     assert memory["held_mib"] - memory["left_mib"] > 90
     groups = {result["group"] for result in found["results"]}
@@ -47,10 +45,10 @@ def test_a_doctor_that_is_ended_by_ctrl_c_leaves_no_process() -> None:
             children[:] = psutil.Process(process.pid).children(recursive=True)
             return sum("experiment_process" in " ".join(read_command(child)) for child in children) >= 2
 
-        wait_until(are_experiments_on)
+        wait_until("all experiments run", are_experiments_on)
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(DEADLINE_S) == ExitCode.INTERRUPTED
-        wait_until(lambda: not any(child.is_running() for child in children))
+        wait_until("their end", lambda: not any(child.is_running() for child in children))
 
 
 def test_experiments_on_a_machine_where_no_world_can_be_formed_end_with_the_reason() -> None:
@@ -70,10 +68,3 @@ def read_command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"{holds.__name__} did not come true"
-        time.sleep(0.02)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from tests.support.paths import ROOT
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 WORKER = ROOT / "tests/process/jax_runtime/jax_runtime_worker.py"
 SERVICE = "resilient_jax.jax_runtime.coordination_service"
 DEADLINE_S = patience(6)
+COLLECTIVE_TIMEOUT_S = 1e5
+"""No wait may end by gloo's own time-out: what is awaited must come by itself."""
 
 
 class Lines:
@@ -77,7 +79,11 @@ class Worker(Child):
         # Not the cache of the suite, which would find what an earlier run compiled.
         base = {name: value for name, value in os.environ.items() if "CACHE" not in name}
         ours = make_worker_environment(
-            platform="cpu", devices_per_host=2, cache_dir=cache_dir, collective_timeout_s=60.0, base=base
+            platform="cpu",
+            devices_per_host=2,
+            cache_dir=cache_dir,
+            collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+            base=base,
         )
         super().__init__(sys.executable, str(WORKER), env=base | ours)
         self._has_started = False
@@ -187,12 +193,11 @@ def everyone(workers: list[Worker], do: str, **words: object) -> list[dict]:
     return [worker.answer() for worker in workers]
 
 
-def interrupt(workers: list[Worker]) -> list[tuple[dict, float]]:
-    """Interrupt all workers; return each answer with the seconds until it arrived."""
-    began = time.monotonic()
+def interrupt(workers: list[Worker]) -> list[dict]:
+    """Interrupt all workers; return the answers."""
     for worker in workers:
         worker.tell("interrupt")
-    return [(worker.answer(), time.monotonic() - began) for worker in workers]
+    return [worker.answer() for worker in workers]
 
 
 def sum_to(count: int) -> float:
@@ -206,13 +211,10 @@ def strike(pool: Pool, victim: Child, number: int) -> None:
 
 
 def await_struck(victim: Child, number: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if number == signal.SIGKILL and victim.process.poll() is not None:
-            return
-        if number == signal.SIGSTOP:
-            stat = Path(f"/proc/{victim.process.pid}/stat").read_text()
-            if stat.rpartition(")")[2].split()[0] == "T":
-                return
-        time.sleep(0.005)
-    raise TimeoutError("the victim is still alive")
+    def is_struck() -> bool:
+        if number == signal.SIGKILL:
+            return victim.process.poll() is not None
+        stat = Path(f"/proc/{victim.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    wait_until("the victim is dead, or stands still", is_struck, DEADLINE_S)

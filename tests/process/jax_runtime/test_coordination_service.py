@@ -5,14 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from resilient_jax.jax_runtime import TESTED_VERSIONS
 from tests.support.paths import ROOT
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 MODULE = "resilient_jax.jax_runtime.coordination_service"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -93,10 +92,7 @@ def test_the_service_dies_with_a_parent_that_is_killed() -> None:
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
         parent.wait(patience(1))
-    deadline = time.monotonic() + 10
-    while lives(pid):
-        assert time.monotonic() < deadline, "the service outlived its parent"
-        time.sleep(0.01)
+    wait_until("the end of the service", lambda: not lives(pid))
 
 
 def lives(pid: int) -> bool:

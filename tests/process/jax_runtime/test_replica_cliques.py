@@ -61,7 +61,7 @@ def test_a_death_in_a_program_of_all_leaves_the_pairs_of_others_as_they_are(
     for member in (0, 1, 2):
         workers[member].tell("reduce")
     strike(pool, workers[3], signal.SIGKILL)
-    for found, _ in interrupt(workers[:3]):
+    for found in interrupt(workers[:3]):
         assert found["collective"], found
     begin(workers, [0, 1, 2])
     assert everyone_adds_up(workers[:3]) == [sum_to(6)] * 3
@@ -91,7 +91,7 @@ def await_each_other(pool: Pool, workers: list[Worker]) -> None:
     strike(pool, workers[3], signal.SIGKILL)
     workers[0].tell("interrupt")
     workers[2].tell("break_replica")  # what waits for a clique that is not complete yet is given up
-    ((found, _),) = interrupt([workers[2]])
+    (found,) = interrupt([workers[2]])
     assert found["collective"], found
     workers[1].tell("reduce_in_replica", seats=[0, 1])
     for place in (0, 1):
@@ -107,7 +107,7 @@ def test_a_process_whose_partner_dies_is_freed_and_goes_on_in_another_pair(
     pairs_add_up(workers, (0, 1), (2, 3))
     workers[0].tell("reduce_in_replica", seats=[0, 1])
     strike(pool, workers[1], signal.SIGKILL)
-    ((found, _),) = interrupt([workers[0]])
+    (found,) = interrupt([workers[0]])
     assert found["collective"], found
     begin(workers, [0, 2, 3])
     assert everyone_adds_up([workers[0], *workers[2:]]) == [sum_to(6)] * 3
@@ -140,7 +140,7 @@ def test_two_deaths_in_two_pairs_leave_two_processes_that_form_a_pair(
         workers[place].tell("reduce_in_replica", seats=pair)
     for place in (1, 3):
         strike(pool, workers[place], signal.SIGKILL)
-    for found, _ in interrupt([workers[0], workers[2]]):
+    for found in interrupt([workers[0], workers[2]]):
         assert found["collective"], found
     begin(workers, [0, 2])
     pairs_add_up(workers, (0, 2))

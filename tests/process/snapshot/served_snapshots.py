@@ -1,7 +1,6 @@
 """Actions and checks for a job of real snapshot servers whose workers a test plays."""
 
 import contextlib
-import time
 
 from resilient_jax.erasure import ReedSolomon, decode
 from resilient_jax.erasure.kernels import choose_kernel
@@ -84,10 +83,3 @@ def held_at(tmp_path, count):
             yield hosts, controller
         finally:
             controller.release()
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.005)

@@ -16,9 +16,9 @@ from tests.process.snapshot.served_snapshots import (
     open_all,
     part_of,
     take_all,
-    wait_until,
 )
 from tests.support.full_only import full_but
+from tests.support.patience import wait_until
 from tests.support.snapshot_servers import make_id, running, take
 
 PLACES = (
@@ -70,7 +70,7 @@ def test_training_resumes_from_the_newest_recoverable_snapshot_wherever_hosts_ar
         if place is FailPoint.BEFORE_COMMITTED and layout.root in there:
             # While the root is stopped, no other host is notified that the snapshot is complete.
             there = {layout.root}
-        wait_until(lambda: controller.list_held_hosts() == there)
+        wait_until("hosts at the place", lambda: controller.list_held_hosts() == there)
         # With one parity row no host waits for the encoder of another stripe.
         nobody_waits = parity == 1 or place in (FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
         for host in hosts if nobody_waits else ():
@@ -111,7 +111,7 @@ def test_a_host_lost_before_new_groups_commit_is_covered_by_the_old_stripes(tmp_
         next_layout, next_workers = open_all(rest, 2, generation=2, restored=make_id(1))
         controller.hold(FailPoint.DURING_PARITY, [host.name for host in rest], step=2)
         take_all(next_layout, rest, next_workers, make_id(2, 2))
-        wait_until(lambda: controller.list_held_hosts() == {host.name for host in rest})
+        wait_until("hosts at the place", lambda: controller.list_held_hosts() == {host.name for host in rest})
         hosts[second].kill()
         controller.release()
         left = [host for host in rest if host is not hosts[second]]

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import threading
-import time
 from itertools import combinations
 
 import pytest
@@ -17,7 +16,7 @@ from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
 from resilient_jax.transport.bulk_server import BulkResponse
 from tests.process.snapshot.memory_snapshot import CREDENTIALS, Kept, keep
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 A, B, C, D, E, F = (HostName(name) for name in "abcdef")
 WAIT_S = patience(6)
@@ -418,15 +417,13 @@ def test_a_loss_is_raised_at_once_while_another_server_hangs():
 
         def hang(request):
             hanging.set()
-            release.wait(WAIT_S)
+            release.wait()
             return BulkResponse(memoryview(b""))
 
         kept.keepers[B].give = hang
-        began_s = time.monotonic()
         try:
             with pytest.raises(SnapshotLost, match="host c kept"):
                 reader.read_all([PartRead(host, 0, memoryview(bytearray(5000))) for host in (B, C)])
-            assert time.monotonic() - began_s < WAIT_S / 2
         finally:
             release.set()
 
@@ -439,10 +436,7 @@ def test_close_ends_all_threads_and_releases_the_own_part():
         with reader_of(kept, kept.plan(D), local=True) as reader:
             assert read(reader, D, 0, 50000) == kept.parts[D]
             assert read(reader, A, 0, 50000) == kept.parts[A]
-        deadline_s = time.monotonic() + WAIT_S
-        while ours():
-            assert time.monotonic() < deadline_s, ours()
-            time.sleep(0.02)
+        wait_until("the end of our threads", lambda: not ours(), WAIT_S)
         kept.keepers[A].part.append(0)  # a bytearray cannot grow while a view of it exists
 
 

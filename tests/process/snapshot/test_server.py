@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from pathlib import Path
 
@@ -59,9 +58,9 @@ from tests.process.snapshot.served_snapshots import (
     open_all,
     part_of,
     take_all,
-    wait_until,
 )
 from tests.support.paths import ROOT
+from tests.support.patience import wait_until
 from tests.support.snapshot_servers import (
     CHECKSUM,
     CREDENTIALS,
@@ -315,9 +314,9 @@ def test_a_server_commits_again_after_a_shortage_of_memory():
         for step in itertools.islice(steps, 30):
             may_commit(layout, hosts, workers, make_id(step), 0.1)
         end_shortage()
-        end_s = time.monotonic() + WAIT_S
-        while not may_commit(layout, hosts, workers, make_id(next(steps)), 1.0):
-            assert time.monotonic() < end_s
+        wait_until(
+            "a snapshot", lambda: may_commit(layout, hosts, workers, make_id(next(steps)), 1.0), WAIT_S
+        )
 
 
 def test_a_third_snapshot_while_two_are_in_progress_is_dropped_on_all_hosts_with_a_reason(tmp_path):
@@ -393,7 +392,7 @@ def test_a_part_that_is_damaged_before_its_parity_is_encoded_is_dropped_and_bloc
         layout, workers = open_all(hosts, m)
         controller.hold(FailPoint.BEFORE_PARITY, [host.name for host in hosts], step=1)
         take_all(layout, hosts, workers, make_id(1))
-        wait_until(lambda: len(controller.list_held_hosts()) == n)
+        wait_until("hosts at the place", lambda: len(controller.list_held_hosts()) == n)
         part = part_of(layout, hosts[1], make_id(1))
         flip(slot_of(hosts[1], 4096, part), 4096 + 5)
         controller.release()
@@ -475,7 +474,9 @@ def test_slots_grow_with_the_state_and_the_worker_unmaps_retired_ones():
         of_servers = [memfds_of(host.process.pid) for host in hosts]
         assert [len(slots) for slots in of_servers] == [2, 2]
         # The worker, which is this process, does not keep the memory of retired slots either.
-        wait_until(lambda: memfds_of(os.getpid()) <= set().union(*of_servers))
+        wait_until(
+            "the end of the memory of others", lambda: memfds_of(os.getpid()) <= set().union(*of_servers)
+        )
 
 
 def memfds_of(pid):
@@ -518,12 +519,15 @@ def test_processes_and_memory_are_released_when_the_agent_is_killed():
         pidfds = [os.pidfd_open(pid) for pid in servers]
         parent.kill()
     try:
-        wait_until(lambda: all(map(has_ended, pidfds)))
+        wait_until("their end", lambda: all(map(has_ended, pidfds)))
     finally:
         for pidfd in pidfds:
             with os.fdopen(pidfd, "rb"), contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() and memfds_of(pid) for pid in servers))
+    wait_until(
+        "the end of their memory",
+        lambda: not any(Path(f"/proc/{pid}").exists() and memfds_of(pid) for pid in servers),
+    )
 
 
 def has_ended(pidfd):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import PROGRESS_INTERVAL_REVISIONS, serve_store
 from resilient_jax.transport import Channel, Credentials, Server
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import NEVER_S, patience
 
 CREDENTIALS = Credentials("test-token")
 SCRIPT = SCRIPTS / "serve_store.py"
@@ -56,9 +57,9 @@ def test_the_error_names_an_unreachable_store_and_the_time_tried():
                 0.5,
                 lambda tried_s, error: told.append((tried_s, error.is_refused)),
             )
-        assert 0.5 <= time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s >= 0.5
         text = str(missing.value)
-        assert text.startswith("no store answered at 127.0.0.1:9 for 0.")
+        assert re.match(r"no store answered at 127\.0\.0\.1:9 for \d+\.\d s ", text)
         assert (
             "(last: 127.0.0.1:9 refused the connection for /rj.store/status: no process listens there)"
             in text
@@ -89,11 +90,8 @@ def test_connect_waits_for_a_store_that_starts_later():
 
 def test_a_wrong_token_is_refused_at_once():
     async def main():
-        with store_process() as (_, address):
-            started_s = time.monotonic()
-            with pytest.raises(Unauthenticated):
-                await RemoteStore.connect(address, Credentials("wrong"), WAIT_S)
-            assert time.monotonic() - started_s < WAIT_S / 2
+        with store_process() as (_, address), pytest.raises(Unauthenticated):
+            await RemoteStore.connect(address, Credentials("wrong"), NEVER_S)
 
     run(main)
 
@@ -101,7 +99,10 @@ def test_a_wrong_token_is_refused_at_once():
 def test_a_killed_store_fails_calls_at_once_and_watches_after_the_resume_timeout():
     async def main():
         with store_process() as (process, address):
-            async with await RemoteStore.connect(address, CREDENTIALS, WAIT_S, resume_timeout_s=0.5) as store:
+            connecting = RemoteStore.connect(
+                address, CREDENTIALS, WAIT_S, resume_timeout_s=0.5, call_timeout_s=NEVER_S
+            )
+            async with await connecting as store:
                 revision = await store.put("a", b"")
                 async with contextlib.aclosing(store.watch("", revision)) as batches:
                     await anext(batches)
@@ -112,13 +113,11 @@ def test_a_killed_store_fails_calls_at_once_and_watches_after_the_resume_timeout
                         PeerUnreachable, match=r"a watch of '' at .* broke at revision 3, and"
                     ) as lost:
                         await anext(batches)
-                    assert 0.4 < time.monotonic() - killed_s < 5.0
+                    assert time.monotonic() - killed_s > 0.4
                     assert lost.value.is_refused
-                started_s = time.monotonic()
                 with pytest.raises(PeerUnreachable) as refused:
                     await store.get("a")
                 assert refused.value.is_refused
-                assert time.monotonic() - started_s < 2.0
 
     run(main)
 
@@ -206,7 +205,7 @@ def test_pings_detect_a_suspended_store_and_no_lease_expires():
     async def main():
         with store_process() as (process, address):
             connecting = RemoteStore.connect(
-                address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S, call_timeout_s=WAIT_S
+                address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S, call_timeout_s=NEVER_S
             )
             async with await connecting as store:
                 lease = await store.grant(1.0)
@@ -214,10 +213,8 @@ def test_pings_detect_a_suspended_store_and_no_lease_expires():
                 async with contextlib.aclosing(store.watch("a", revision)) as batches:
                     await anext(batches)
                     process.send_signal(signal.SIGSTOP)
-                    stopped_s = time.monotonic()
                     with pytest.raises(PeerUnreachable):
-                        await store.get("a")
-                    assert time.monotonic() - stopped_s < WAIT_S / 2, "the deadline ended it, not a ping"
+                        await store.get("a")  # ended by a ping: it has no deadline
                     process.send_signal(signal.SIGCONT)
                     while True:
                         with contextlib.suppress(PeerUnreachable):

@@ -19,6 +19,7 @@ from resilient_jax.transport.mail_protocol import Mail, MailKind
 from tests.support.authority import Authority
 from tests.support.mail_peers import TOKEN, WAIT_S, crc, fields, key, make_bytes, own_mail, running
 from tests.support.open_descriptors import count_descriptors
+from tests.support.patience import wait_until
 
 MIB = 2**20
 
@@ -215,7 +216,10 @@ def test_a_peer_with_another_token_is_refused_in_both_directions_and_reported():
     with own_mail() as own, running("h1", token="another") as (peer,):
         meet(own, [peer])
         peer.ask("send", to="h0", key=fields(key()), length=8, seed=0)
-        wait_until(lambda: peer.ask("send", to="h0", key=fields(key()), length=8, seed=0).get("error"))
+        wait_until(
+            "an error of the sender",
+            lambda: peer.ask("send", to="h0", key=fields(key()), length=8, seed=0).get("error"),
+        )
         assert peer.ask("send", to="h0", key=fields(key()), length=8, seed=0)["error"] == "Unauthenticated"
         assert [(kind, found["peer"]) for kind, found in own.events] == [
             (EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")
@@ -328,16 +332,9 @@ def test_closing_a_mailbox_leaves_no_descriptor():
         other.take(key(), "h0")
         other.send("h0", make_mail(key()))
         own.take(key(), "h1")
-    wait_until(lambda: count_descriptors() <= before)
+    wait_until("the descriptors of before", lambda: count_descriptors() <= before)
 
 
 def frame(message):
     data = msgspec.msgpack.encode(message)
     return HEADER.pack(len(data)) + data
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)

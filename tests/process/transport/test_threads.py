@@ -19,7 +19,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, SyncServer
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 CREDENTIALS = Credentials("test-token")
 SERVICE = "test"
@@ -53,13 +53,6 @@ def serving(handlers, *, on_event=None, num_threads=4):
     server = SyncServer(credentials=CREDENTIALS, on_event=on_event, num_threads=num_threads)
     server.add(SERVICE, handlers)
     return server
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_chunks_of_8_mib_arrive_unchanged():
@@ -127,15 +120,13 @@ def test_a_deadline_is_honored():
     release = threading.Event()
 
     def hang(request):
-        release.wait(WAIT_S)
+        release.wait()
         return request
 
     with serving({ECHO: hang}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
-        started_s = time.monotonic()
         with pytest.raises(PeerUnreachable, match=r"did not answer /test/echo within 0.2 s") as late:
             channel.call(SERVICE, ECHO, Blob(b""), timeout_s=0.2)
         release.set()
-        assert time.monotonic() - started_s < 5.0
         assert not late.value.is_refused
 
 
@@ -150,7 +141,7 @@ def test_a_stopped_server_refuses_at_once_and_a_closed_channel_reports_itself():
         channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
         server.stop()
         # A call that is on its way when the connection breaks may have been served: it is not called refused.
-        wait_until(lambda: is_refused(channel))
+        wait_until("a refusal", lambda: is_refused(channel))
         channel.close()
         with pytest.raises(PeerUnreachable, match=r"our channel to it"):
             channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
@@ -186,10 +177,7 @@ def test_no_thread_or_descriptor_leaks():
     descriptors = held()[1]
     for _ in range(10):
         once()
-    deadline_s = time.monotonic() + WAIT_S
-    while held()[0] > 0 or held()[1] > descriptors:
-        assert time.monotonic() < deadline_s, (held(), descriptors)
-        time.sleep(0.02)
+    wait_until("the threads and descriptors of before", lambda: held()[0] == 0 and held()[1] <= descriptors)
 
 
 def test_a_call_that_finds_no_free_thread_waits_within_its_deadline(monkeypatch):
@@ -206,10 +194,10 @@ def test_a_call_that_finds_no_free_thread_waits_within_its_deadline(monkeypatch)
         call = lambda n, timeout_s: channel.call(SERVICE, ECHO, Blob(b"", n), timeout_s=timeout_s).times  # noqa: E731
         with concurrent.futures.ThreadPoolExecutor(2) as executor:
             first = executor.submit(call, 1, WAIT_S)
-            wait_until(lambda: served == [1])
+            wait_until("the first call", lambda: served == [1])
             with pytest.raises(PeerUnreachable, match=r"did not answer /test/echo within 0.2 s"):
                 call(2, 0.2)
-            wait_until(lambda: submitted[1].cancelled())
+            wait_until("the end of the second", lambda: submitted[1].cancelled())
             third = executor.submit(call, 3, WAIT_S)
             release.set()
             assert (first.result(WAIT_S), third.result(WAIT_S)) == (1, 3)

@@ -23,7 +23,7 @@ from resilient_jax.errors import (
 from resilient_jax.events import EventKind
 from resilient_jax.transport import Channel, Credentials, Method, Server
 from tests.support.open_descriptors import count_descriptors, wait_for_descriptors
-from tests.support.patience import patience
+from tests.support.patience import NEVER_S, patience
 
 CREDENTIALS = Credentials("test-token")
 SERVICE = "test"
@@ -208,7 +208,7 @@ def test_a_deadline_is_honored_on_both_sides():
             started_s = time.monotonic()
             with pytest.raises(PeerUnreachable) as late:
                 await channel.call(SERVICE, ECHO, Number(1), timeout_s=0.2)
-            assert 0.1 < time.monotonic() - started_s < 5.0
+            assert time.monotonic() - started_s > 0.1
             assert str(late.value) == f"{server.address} did not answer /test/echo within 0.2 s"
             assert not late.value.is_refused
             async with asyncio.timeout(WAIT_S):
@@ -358,7 +358,7 @@ def test_an_address_of_another_machine_is_refused_with_the_reason():
 
 async def unreachable(channel):
     with pytest.raises(PeerUnreachable) as failure:
-        await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
+        await channel.call(SERVICE, ECHO, Number(1), timeout_s=NEVER_S)
     return failure.value
 
 
@@ -367,13 +367,11 @@ def test_a_stopped_server_refuses_at_once_and_is_reached_again_after_a_restart()
         async with serving({ECHO: echo}) as (server, channel):
             await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
             await server.stop()
-            started_s = time.monotonic()
             gone = await unreachable(channel)
             if not gone.is_refused:  # the call found the old connection broken
                 assert str(gone).startswith(f"{server.address} cannot be reached for /test/echo: ")
                 gone = await unreachable(channel)
             assert gone.is_refused
-            assert time.monotonic() - started_s < 2.0
             assert str(gone) == (
                 f"{server.address} refused the connection for /test/echo: no process listens there"
             )
@@ -385,7 +383,6 @@ def test_a_stopped_server_refuses_at_once_and_is_reached_again_after_a_restart()
                         await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
                         break
                     await asyncio.sleep(0.01)
-            assert time.monotonic() - started_s < 5.0
 
     run(main)
 

@@ -1,90 +1,97 @@
-"""`MemoryStore`, the asyncio shell of the store's core: suspension, slow readers, closing; with a manual clock."""
+"""`MemoryStore`, the asyncio shell of the store's core: suspension, slow readers, closing; in virtual time."""
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRESHOLD_S, MemoryStore
-from tests.support.patience import patience
+from tests.support.virtual_time import run_in_virtual_time
 
 
-async def pass_time(clock, store, seconds):
-    """Advance the clock while the store is awake, in steps that the store observes one by one."""
-    for _ in range(round(seconds / EXPIRY_CHECK_INTERVAL_S)):
-        clock.advance(EXPIRY_CHECK_INTERVAL_S)
-        await asyncio.sleep(0)
-        store._planned_wake_s = clock.monotonic_s()  # as its expiry task would, without the wait
+def run(main: Callable[[ManualClock, MemoryStore], Coroutine[Any, Any, None]]) -> None:
+    """Run a test with a store in virtual time. To advance the clock by hand suspends the store."""
+
+    async def with_store(clock: ManualClock) -> None:
+        async with MemoryStore(clock) as store:
+            await main(clock, store)
+
+    run_in_virtual_time(with_store)
 
 
 def test_a_lease_expires_when_time_passes():
-    async def main():
-        clock = ManualClock()
-        async with MemoryStore(clock) as store:
-            lease = await store.grant(1.0)
-            await store.put("a", b"", lease)
-            await pass_time(clock, store, 0.9)
-            assert await store.get("a") is not None
-            await pass_time(clock, store, 0.2)
-            assert await store.get("a") is None
+    async def main(clock, store):
+        lease = await store.grant(1.0)
+        await store.put("a", b"", lease)
+        await asyncio.sleep(0.9)
+        assert await store.get("a") is not None
+        await asyncio.sleep(0.2)
+        assert await store.get("a") is None
 
-    asyncio.run(main())
+    run(main)
+
+
+def test_a_renewed_lease_lasts_from_the_renewal_on():
+    async def main(clock, store):
+        lease = await store.grant(1.0)
+        await store.put("a", b"", lease)
+        await asyncio.sleep(0.9)
+        await store.keep_alive(lease)
+        await asyncio.sleep(0.9)
+        assert await store.get("a") is not None
+        await asyncio.sleep(0.2)
+        assert await store.get("a") is None
+
+    run(main)
 
 
 def test_no_lease_expires_while_the_store_is_suspended():
-    async def main():
-        clock = ManualClock()
-        async with MemoryStore(clock) as store:
-            lease = await store.grant(1.0)
-            await store.put("a", b"", lease)
-            clock.advance(3600.0)
-            assert await store.get("a") is not None
-            assert await store.keep_alive(lease) == 1.0
+    async def main(clock, store):
+        lease = await store.grant(1.0)
+        await store.put("a", b"", lease)
+        clock.advance(3600.0)
+        assert await store.get("a") is not None
+        assert await store.keep_alive(lease) == 1.0
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_suspension_extends_leases_only_once():
-    async def main():
-        clock = ManualClock()
-        async with MemoryStore(clock) as store:
-            lease = await store.grant(1.0)
-            clock.advance(3600.0)
-            await store.get("a")
-            await store.get("a")
-            await pass_time(clock, store, 1.2)
-            with pytest.raises(LeaseExpired):
-                await store.keep_alive(lease)
+    async def main(clock, store):
+        lease = await store.grant(1.0)
+        clock.advance(3600.0)
+        await store.get("a")
+        await store.get("a")
+        await asyncio.sleep(1.2)
+        with pytest.raises(LeaseExpired):
+            await store.keep_alive(lease)
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_lag_below_the_threshold_is_no_suspension():
-    async def main():
-        clock = ManualClock()
-        async with MemoryStore(clock) as store:
-            lease = await store.grant(0.25)
-            clock.advance(EXPIRY_CHECK_INTERVAL_S + SUSPENSION_THRESHOLD_S * 0.9)
-            with pytest.raises(LeaseExpired):
-                await store.keep_alive(lease)
+    async def main(clock, store):
+        lease = await store.grant(0.25)
+        clock.advance(EXPIRY_CHECK_INTERVAL_S + SUSPENSION_THRESHOLD_S * 0.9)
+        with pytest.raises(LeaseExpired):
+            await store.keep_alive(lease)
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_leases_expire_without_a_request():
-    async def main():
-        async with MemoryStore() as store:
-            revision = await store.put("a", b"", await store.grant(0.05))
-            async with (
-                contextlib.aclosing(store.watch("a", revision)) as batches,
-                asyncio.timeout(patience(0.5)),
-            ):
-                assert len(await anext(batches)) == 1
-                assert (await anext(batches))[0].mod_revision == revision + 1
+    async def main(clock, store):
+        revision = await store.put("a", b"", await store.grant(0.05))
+        async with contextlib.aclosing(store.watch("a", revision)) as batches:
+            assert len(await anext(batches)) == 1
+            assert (await anext(batches))[0].mod_revision == revision + 1
+        assert clock.monotonic_s() < 0.05 + 2 * EXPIRY_CHECK_INTERVAL_S
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_watcher_that_reads_too_slowly_gets_an_error():

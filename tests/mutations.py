@@ -1,0 +1,748 @@
+"""`python tests/mutations.py`: change critical code in small ways, one at a time, and see that its tests notice.
+
+A test that no wrong program fails is worth nothing. Each mutation is a mistake that somebody could make, in code where
+it would cost weights, states or the job; the tests of its area, of the tiers pure, jax and process, must fail with it.
+One that survives shows what is not tested: it gets its test, and stays here. `make test-all` calls this.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from resilient_jax.cluster.child_process import bind_to_this_process
+from tests.conftest import CACHE
+from tests.support.paths import ROOT
+from tests.support.patience import patience
+
+AREA_S: Final = 60.0
+"""What the tests of an area take on an idle machine, at most."""
+
+AREAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "membership": ("tests/pure/membership",),
+    "leader": ("tests/pure/cluster/test_leader.py", "tests/pure/cluster/test_host_losses.py"),
+    "leases": ("tests/pure/store/test_session.py", "tests/jax/worker/test_guard_lease.py"),
+    "store": ("tests/pure/store",),
+    "watches": ("tests/pure/store", "tests/process/store/test_remote.py"),
+    "tokens": ("tests/pure/transport/test_authentication.py",),
+    "votes": ("tests/pure/snapshot",),
+    "parity": ("tests/pure/erasure", "tests/pure/snapshot"),
+    "quotas": ("tests/pure/step",),
+    "sums": (
+        "tests/jax/step/test_fixed_point_sum.py",
+        "tests/jax/step/test_binned_sum.py",
+        "tests/jax/step/test_exact_accumulation.py",
+    ),
+    "audits": ("tests/jax/step/test_audit.py",),
+    "commit": ("tests/jax/worker", "tests/jax/state"),
+    "digests": ("tests/jax/state/test_digest.py", "tests/process/worker/test_host_comparison.py"),
+    "pipeline commit": ("tests/jax/pipeline",),
+}
+"""The tests of each area."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mutation:
+    """A small wrong change.
+
+    Attributes:
+        area: whose tests must notice; a key of `AREAS`.
+        file: of the package.
+        right: what stands there, once.
+        wrong: what stands there instead.
+        means: what the program does then.
+    """
+
+    area: str
+    file: str
+    right: str
+    wrong: str
+    means: str
+
+
+MUTATIONS: Final = (
+    # Membership.
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "if not (worker.report.has_formed and worker.report.generation == generation.number)",
+        "if not worker.report.has_formed",
+        "a member that has formed another generation counts as formed",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "if is_idle(worker) and worker.report.generation >= generation.number:",
+        "if is_idle(worker):",
+        "a member counts as unwound that has not read that it must",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "GenerationNumber(state.generation.number + 1)",
+        "state.generation.number",
+        "two sets of members have one number",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "return _settle(state, now, config) if all(map(is_idle, list_live_workers(state))) else None",
+        "return _settle(state, now, config) if any(map(is_idle, list_live_workers(state))) else None",
+        "a planned change does not wait for all members",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "if generation.members and all(w.report.is_done for w in list_live_workers(state)):",
+        "if generation.members and any(w.report.is_done for w in list_live_workers(state)):",
+        "the job is over when one host is done",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0",
+        "attempts = 0",
+        "failures that no death explains are retried for ever",
+    ),
+    Mutation(
+        "membership",
+        "membership/facts.py",
+        "worker is None or worker.incarnation != member.incarnation or not worker.is_alive:",
+        "worker is None or not worker.is_alive:",
+        "a worker that was started again counts as the member that died",
+    ),
+    Mutation(
+        "membership",
+        "membership/facts.py",
+        "        if host not in state.quarantined and is_joiner(generation",
+        "        if is_joiner(generation",
+        "a host in quarantine joins",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "world = WorldId(generation.number)",
+        "world = WorldId(max(generation.world, 1))",
+        "two worlds have one id",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "            if w.report.step == step\n",
+        "            if w.report.step >= step - 1\n",
+        "a host with an older state serves it to those that join",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "if snapshot is not None and (not holders or snapshot.id.step > step):",
+        "if snapshot is not None and (not holders or snapshot.id.step < step):",
+        "an older snapshot wins over the workers' state",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1",
+        "is_one_state = bool(steps)",
+        "parts of different states are taken for one",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "            and is_trusted(generation, s.worker.report)\n",
+        "",
+        "a state that a corrupt host may have touched is resumed from",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "if is_newcomer_alive(state, newcomer) and generation.find_member(newcomer.host) != newcomer",
+        "if generation.find_member(newcomer.host) != newcomer",
+        "a seat is kept for a worker that is dead",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "next_seat=Seat(generation.next_seat + len(given)),",
+        "next_seat=generation.next_seat,",
+        "a seat is given to two workers",
+    ),
+    # The leader's fence.
+    Mutation(
+        "leader",
+        "cluster/leader.py",
+        "                Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token),\n",
+        "",
+        "a leader that was deposed writes the generation",
+    ),
+    Mutation(
+        "leader",
+        "cluster/leader.py",
+        "[require_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]",
+        "[], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]",
+        "an agent takes the lead from one that leads",
+    ),
+    Mutation(
+        "leader",
+        "cluster/leader.py",
+        "self._known_revision = stored.mod_revision if stored else Revision(0)",
+        "self._known_revision = Revision(0)",
+        "a new leader does not go on from the stored generation",
+    ),
+    Mutation(
+        "leader",
+        "cluster/quarantine.py",
+        "    if leader_token is None:\n        return []\n",
+        "    if leader_token is not None:\n        return []\n",
+        "a leader that was deposed quarantines hosts",
+    ),
+    # Leases.
+    Mutation(
+        "leases",
+        "cluster/store_session.py",
+        "                self._renewed_s = started_s\n",
+        "                self._renewed_s = self._clock.monotonic_s()\n",
+        "a lease counts from after the answer",
+    ),
+    Mutation(
+        "leases",
+        "cluster/store_session.py",
+        "        self.lease = await self._store.grant(self._ttl_s)\n",
+        "        self.lease = await self._store.grant(self._ttl_s)\n        self._renewed_s = self._clock.wall_s()\n",
+        "a new lease counts from after the answer",
+    ),
+    Mutation(
+        "leases",
+        "cluster/store_session.py",
+        "min(self._clock.monotonic_s() + interval_s / 4, self.valid_until_s)",
+        "self._clock.monotonic_s() + interval_s",
+        "a host goes on after its lease",
+    ),
+    Mutation(
+        "leases",
+        "cluster/store_session.py",
+        "            if not ours:\n                raise LeaseExpired",
+        "            if False:\n                raise LeaseExpired",
+        "a host that was replaced is not told",
+    ),
+    Mutation(
+        "leases",
+        "worker/guard_thread.py",
+        "if is_training and looked_s > self._lease_until_s:",
+        "if is_training and looked_s > self._lease_until_s + 5.0:",
+        "a worker trains on after the lease of its host",
+    ),
+    # The store.
+    Mutation(
+        "store",
+        "store/state_machine.py",
+        "(state.deadline_s, lease) for lease, state in self._leases.items() if state.deadline_s <= now_s",
+        "(state.deadline_s, lease) for lease, state in self._leases.items() if state.deadline_s < now_s - 1.0",
+        "a lease ends a second late",
+    ),
+    Mutation(
+        "store",
+        "store/state_machine.py",
+        "        state.deadline_s = now_s + state.ttl_s\n        return state.ttl_s\n",
+        "        return state.ttl_s\n",
+        "a renewal renews nothing",
+    ),
+    Mutation(
+        "store",
+        "store/state_machine.py",
+        "succeeded = all(_holds(compare, self._keys.get(compare.key)) for compare in compares)",
+        "succeeded = any(_holds(compare, self._keys.get(compare.key)) for compare in compares) or not compares",
+        "a transaction asks for one of its conditions alone",
+    ),
+    Mutation(
+        "store",
+        "store/state_machine.py",
+        "create_revision=before.create_revision if before else revision,",
+        "create_revision=revision,",
+        "the fencing token changes with each write",
+    ),
+    Mutation(
+        "store",
+        "store/state_machine.py",
+        "        elif before.lease != NO_LEASE:\n            self._leases[before.lease].keys.discard(operation.key)\n",
+        "        elif False:\n            self._leases[before.lease].keys.discard(operation.key)\n",
+        "the end of an old lease deletes a key of a new one",
+    ),
+    Mutation(
+        "store",
+        "store/change_history.py",
+        "if from_revision <= self.compacted_revision:",
+        "if from_revision < self.compacted_revision:",
+        "a watch misses the last change that was forgotten, and is not told",
+    ),
+    # Watches.
+    Mutation(
+        "watches",
+        "store/watch_resumption.py",
+        "                    next_revision, has_answered = following, True\n",
+        "                    next_revision, has_answered = Revision(following + 1), True\n",
+        "a watch that resumes misses a change",
+    ),
+    Mutation(
+        "watches",
+        "store/watch_resumption.py",
+        "                    next_revision, has_answered = following, True\n",
+        "                    has_answered = True\n",
+        "a watch that resumes tells all changes again",
+    ),
+    # Tokens.
+    Mutation(
+        "tokens",
+        "transport/authentication.py",
+        "elif not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):",
+        "elif not self._token.startswith(token.encode() if isinstance(token, str) else token):",
+        "a prefix of the token is enough",
+    ),
+    Mutation(
+        "tokens",
+        "transport/authentication.py",
+        "        if token is None:\n            reason",
+        '        if token is None and peer == "":\n            reason',
+        "a call without a token ends in another error",
+    ),
+    Mutation(
+        "tokens",
+        "transport/authentication.py",
+        "return hmac.compare_digest(self.sign(text), proof)",
+        "return self.sign(text).startswith(proof)",
+        "a prefix of a signature is enough",
+    ),
+    Mutation(
+        "tokens",
+        "transport/authentication.py",
+        'return hmac.digest(self._token, text, "sha256")',
+        'return hmac.digest(self._token, b"", "sha256")',
+        "one signature is good for all texts",
+    ),
+    # Votes on snapshots.
+    Mutation(
+        "votes",
+        "snapshot/commit_votes.py",
+        "return self._complete.get(id, set()).issuperset(hosts)",
+        "return bool(self._complete.get(id))",
+        "a snapshot is committed when one host is complete",
+    ),
+    Mutation(
+        "votes",
+        "snapshot/commit_votes.py",
+        "        self._outcomes.setdefault(id, outcome)\n",
+        "        self._outcomes[id] = outcome\n",
+        "a committed snapshot is dropped",
+    ),
+    Mutation(
+        "votes",
+        "snapshot/slot_choice.py",
+        "held.phase is SlotPhase.COMMITTED\n            or (held.phase is SlotPhase.COMPLETE and",
+        "held.phase is not SlotPhase.EMPTY\n            or (held.phase is SlotPhase.COMPLETE and",
+        "the slot of a snapshot that may still be committed is taken",
+    ),
+    Mutation(
+        "votes",
+        "snapshot/slot_choice.py",
+        "return (id.generation, id.step)",
+        "return (id.step, id.generation)",
+        "a snapshot of a generation that went back counts as old",
+    ),
+    Mutation(
+        "votes",
+        "snapshot/snapshot_choice.py",
+        "if reported.spare >= 0 and (chosen is None or reported.spare > chosen.spare):",
+        "if chosen is None or reported.spare > chosen.spare:",
+        "a snapshot is chosen that cannot be rebuilt",
+    ),
+    Mutation(
+        "votes",
+        "snapshot/snapshot_choice.py",
+        "        if status.group == known and status.num_groups == self.num_groups:\n",
+        "        if True:\n",
+        "parts of different layouts are put together",
+    ),
+    # Parity.
+    Mutation(
+        "parity",
+        "snapshot/parity_groups.py",
+        "groups = (sorted(ordered[first::count], key=place.__getitem__) for first in range(count))",
+        "groups = (sorted(ordered[i * len(ordered) // count : (i + 1) * len(ordered) // count]) for i in range(count))",
+        "a failure domain is all of a group",
+    ),
+    Mutation(
+        "parity",
+        "erasure/reed_solomon.py",
+        'g = add_vectors(g + b"\\x00", b"\\x00" + scale_vector(g, POWERS[i]))',
+        'g = add_vectors(g + b"\\x00", b"\\x00" + scale_vector(g, POWERS[i + 1]))',
+        "another code than that of the files",
+    ),
+    Mutation(
+        "parity",
+        "erasure/reed_solomon.py",
+        "    columns.reverse()\n",
+        "",
+        "the rows of the parity matrix are those of other shards",
+    ),
+    Mutation(
+        "parity",
+        "erasure/reed_solomon.py",
+        "linear_combination(code.parity_matrix[shard - k], data_rows, bytes(k))",
+        "linear_combination(code.parity_matrix[0], data_rows, bytes(k))",
+        "each lost parity shard is computed as the first",
+    ),
+    Mutation(
+        "parity",
+        "erasure/reed_solomon.py",
+        "    if len(present) < k:\n",
+        "    if len(present) < k - 1:\n",
+        "shards are computed from too few others",
+    ),
+    # Quotas and claims.
+    Mutation(
+        "quotas",
+        "step/quotas.py",
+        "        if not accepted[:, has].any():\n",
+        "        if not accepted[:host, has].all():\n",
+        "a microbatch is in the sum twice",
+    ),
+    Mutation(
+        "quotas",
+        "step/quotas.py",
+        "    for _ in range(count):\n",
+        "    for _ in range(count - count % len(speeds)):\n",
+        "microbatches that cannot be shared evenly are left out",
+    ),
+    Mutation(
+        "quotas",
+        "step/quotas.py",
+        "heapq.heapreplace(finish_times, ((shares[replica] + 1) / speeds[replica], replica))",
+        "heapq.heapreplace(finish_times, ((shares[replica] + 1) * speeds[replica], replica))",
+        "slow hosts get more to do",
+    ),
+    # Sums.
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "shares = np.where(exponents == OF_ZEROS, 0, 1 << relative).sum(axis=0, dtype=np.int64)",
+        "shares = np.where(exponents == OF_ZEROS, 0, 1 << relative).max(axis=0)",
+        "many addends overflow without a word",
+    ),
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "return shares > 1 << SHARE_BITS",
+        "return shares > 4 << SHARE_BITS",
+        "a sum beyond its limit counts",
+    ),
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "HEADROOM_BITS + (num_addends - 1).bit_length()",
+        "HEADROOM_BITS",
+        "limits do not grow with the number of addends",
+    ),
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "exponent = jnp.where(biased == 2**info.nexp - 1, NOT_FINITE, biased + info.minexp)",
+        "exponent = biased + info.minexp",
+        "an addend that is not finite is taken for a number",
+    ),
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "jnp.rint(scaled)",
+        "jnp.floor(scaled)",
+        "addends are rounded downwards",
+    ),
+    Mutation(
+        "sums",
+        "step/binned_sum.py",
+        "jnp.where(old == new, slot, 0)",
+        "slot",
+        "slices of another bin are added",
+    ),
+    # Audits.
+    Mutation(
+        "audits",
+        "step/audit_run.py",
+        "differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).any()]",
+        "differing = [i for i in range(len(audits)) if (owners[i] != owners[i]).any()]",
+        "an audit compares nothing",
+    ),
+    Mutation(
+        "audits",
+        "step/audit_run.py",
+        "differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).any()]",
+        "differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).all()]",
+        "an audit passes when one word of a digest agrees",
+    ),
+    Mutation(
+        "audits",
+        "step/audit.py",
+        "        return Party.OWNER, _describe_error(is_steady=owner_is_steady)",
+        "        return Party.AUDITOR, _describe_error(is_steady=owner_is_steady)",
+        "the sound host is taken out",
+    ),
+    Mutation(
+        "audits",
+        "step/audit.py",
+        "if auditor_is_steady and evidence.referee == evidence.auditor:",
+        "if evidence.referee == evidence.auditor:",
+        "a host is named by one that computes another result each time",
+    ),
+    Mutation(
+        "audits",
+        "step/audit.py",
+        "others = [offset for offset in range(1, num_hosts) if offset != first]",
+        "others = [offset for offset in range(1, num_hosts)]",
+        "a host is the referee of its own audit",
+    ),
+    Mutation(
+        "audits",
+        "step/audit.py",
+        '_draw(spec, "step") % 2**32 < (mean % 1.0) * 2**32',
+        '_draw(spec, "step") % 2**32 < (mean % 1.0) * 2**31',
+        "half as many microbatches are audited as were asked for",
+    ),
+    # The order of a commit, and what begins a generation.
+    Mutation(
+        "commit",
+        "worker/session.py",
+        "        self._restored = None\n        self.committed.contributions.clear()\n",
+        "        self._restored = None\n",
+        "sums of a step that is committed are added to the next",
+    ),
+    Mutation(
+        "commit",
+        "worker/session.py",
+        "        if self._step is None or self.committed.step != self._step + 1:\n",
+        "        if self._step is None:\n",
+        "a snapshot is taken of a state that is not committed",
+    ),
+    Mutation(
+        "commit",
+        "worker/session.py",
+        "for step in range(self.committed.step, num_steps):",
+        "for step in range(self.committed.step + 1, num_steps):",
+        "the step that was interrupted is left out",
+    ),
+    Mutation(
+        "commit",
+        "worker/session.py",
+        "if loss is not None and loss.checkpoint_step is not None:",
+        "if loss is None and False:",
+        "a job that lost its state begins again without a word",
+    ),
+    Mutation(
+        "commit",
+        "worker/session.py",
+        "        if self._step is None or name in self._reduced:\n",
+        "        if self._step is None:\n",
+        "a second accumulation of a name gets the sum of the first",
+    ),
+    # Digests.
+    Mutation(
+        "digests",
+        "state/state_digest.py",
+        "    if 2 * len(largest) <= len(compared) and len(groups) > 1:\n",
+        "    if 2 * len(largest) < len(compared) and len(groups) > 1:\n",
+        "one of two hosts that differ is taken for the right one",
+    ),
+    Mutation(
+        "digests",
+        "state/state_digest.py",
+        "found, is_clear = find_differing(part[hosts, 1:].tolist())",
+        "found, is_clear = find_differing(part[hosts, :1].tolist())",
+        "states that differ are not compared",
+    ),
+    Mutation(
+        "digests",
+        "worker/host_comparison.py",
+        "        if not has_majority:\n            raise StateError(",
+        "        if False:\n            raise StateError(",
+        "a job goes on with states that differ",
+    ),
+    Mutation(
+        "digests",
+        "worker/host_comparison.py",
+        '        if self._host in names.split(", "):\n',
+        '        if self._host not in names.split(", "):\n',
+        "the sound hosts start again",
+    ),
+    Mutation(
+        "digests",
+        "worker/host_comparison.py",
+        "os._exit(RESTART_EXIT_CODE)",
+        "sys.exit(RESTART_EXIT_CODE)",
+        "a host that differs unwinds, and waits for those that wait for it",
+    ),
+    # What all hosts of a pipeline know before an update.
+    Mutation(
+        "pipeline commit",
+        "pipeline/commit_table.py",
+        "if known.digest != row.digest or not is_same_norm:",
+        "if not is_same_norm:",
+        "holders of a block with other sums are not noticed",
+    ),
+    Mutation(
+        "pipeline commit",
+        "pipeline/commit_table.py",
+        "    for number in sorted(first):\n        total",
+        "    for number in first:\n        total",
+        "the norm depends on who holds what",
+    ),
+    Mutation(
+        "pipeline commit",
+        "pipeline/commit_table.py",
+        "misfits=tuple(sorted({block for found in rows.values() for block in found.misfits})),",
+        "misfits=next(iter(rows.values())).misfits,",
+        "a sum beyond its limit is known to one host alone",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a mutation.
+
+    Attributes:
+        is_found: whether a test failed.
+        by: the test that did, or what was seen instead.
+        took_s: in seconds of the wall clock.
+    """
+
+    is_found: bool
+    by: str
+    took_s: float
+
+
+def main() -> int:
+    """Run what the command line asks for; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--area", choices=AREAS, action="append", help="only these; default: all")
+    parser.add_argument("--list", action="store_true", help="print the mutations, and run nothing")
+    arguments = parser.parse_args()
+    areas = arguments.area or list(AREAS)
+    chosen = [mutation for mutation in MUTATIONS if mutation.area in areas]
+    if arguments.list:
+        for mutation in chosen:
+            print(f"{mutation.area:16} {mutation.file:34} {mutation.means}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        return run_all(chosen, areas, Path(folder))
+
+
+def run_all(mutations: Sequence[Mutation], areas: Sequence[str], folder: Path) -> int:
+    """Try each mutation in a copy of the tree, some copies at a time; print a table, and return the exit code."""
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    count = max(1, len(os.sched_getaffinity(0)))
+    for number in range(count):
+        copies.put(copy_tree(folder / str(number)))
+
+    def in_a_copy(work):
+        copy = copies.get()
+        try:
+            return work(copy)
+        finally:
+            copies.put(copy)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        # A test that fails anyway finds everything.
+        sound = list(threads.map(lambda area: in_a_copy(lambda copy: run_tests(copy, AREAS[area])), areas))
+        for area, verdict in zip(areas, sound, strict=True):
+            if verdict.is_found:
+                print(f"the tests of {area} fail without a mutation: {verdict.by}")
+                return 1
+        print(f"{'area':16} {'file':34} {'seconds':>7}  mutation, and the test that found it", flush=True)
+        survivors = []
+        tried = threads.map(lambda mutation: in_a_copy(lambda copy: try_mutation(copy, mutation)), mutations)
+        for mutation, verdict in zip(mutations, tried, strict=True):
+            if not verdict.is_found:
+                survivors.append(mutation)
+            print(
+                f"{mutation.area:16} {mutation.file:34} {verdict.took_s:7.1f}  {mutation.means}: {verdict.by}",
+                flush=True,
+            )
+    print(f"\n{len(mutations) - len(survivors)} of {len(mutations)} mutations found")
+    for mutation in survivors:
+        print(f"SURVIVED {mutation.file}: {mutation.means}")
+    return int(bool(survivors))
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy what git would, with what is not committed yet; return the copy."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def try_mutation(copy: Path, mutation: Mutation) -> Verdict:
+    """Change the file in a copy, run the tests of its area, and change it back."""
+    path = copy / "resilient_jax" / mutation.file
+    sound = path.read_text()
+    found = sound.count(mutation.right)
+    if found != 1:
+        return Verdict(
+            False, f"this code stands there {found} times, expected once: write the mutation anew", 0.0
+        )
+    path.write_text(sound.replace(mutation.right, mutation.wrong))
+    try:
+        return run_tests(copy, AREAS[mutation.area])
+    finally:
+        path.write_text(sound)
+
+
+def run_tests(copy: Path, tests: Sequence[str]) -> Verdict:
+    """Run tests of a copy until one fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, **CACHE, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    began_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            bind_to_this_process(command),
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=patience(AREA_S),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(True, "they hang", time.monotonic() - began_s)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    by = (
+        failed[0]
+        if failed
+        else "nothing"
+        if done.returncode == 0
+        else done.stdout[-300:] + done.stderr[-300:]
+    )
+    return Verdict(done.returncode != 0, by, time.monotonic() - began_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
