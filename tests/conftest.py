@@ -63,7 +63,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make test-all` runs; keep the tests of a file together; begin with what takes longest."""
+    """Leave out what only `make test-all` runs; begin with what takes longest."""
     if not config.getoption("--full"):
         kept, left_out = [], []
         for item in items:
@@ -78,8 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = find_tier(item.path)
         if tier is not None:
             item.add_marker(pytest.mark.timeout(patience(tier.longest_s)))
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
     order_by_duration(items)
 
 

@@ -39,6 +39,8 @@ NEXT: Final = {
     "make test-jobs": "make test-all: all places x all deaths, campaigns, etcd, mutations of the code (hours)",
 }
 FILES_SHOWN: Final = 40
+A_FILE_STAYS_TOGETHER: Final = ("--dist", "loadfile", "--no-loadscope-reorder")
+"""The tests of a file share its job. The files begin in the order of `tests/conftest.py`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def run_tier(tier: Tier, seed: int | None) -> Outcome:
     report_path = REPORTS / f"{tier.name.replace('/', '-')}.xml"
     report_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", str(tier.folder), "-q", "-n", str(count_workers(tier))]
-    command += ["--dist", "loadgroup", "--no-loadscope-reorder", f"--junitxml={report_path}"]
+    command += [*A_FILE_STAYS_TOGETHER, f"--junitxml={report_path}"]
     command += [] if seed is None else ["--full", f"--hypothesis-seed={seed}"]
     began_s = time.monotonic()
     code = run_watched(command)

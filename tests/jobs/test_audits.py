@@ -10,7 +10,7 @@ import pytest
 
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, FlipBitAction
-from tests.support.launched import run_alone
+from tests.jobs.launched import run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob

@@ -20,8 +20,8 @@ from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
+from tests.jobs.launched import JOBS, run_launch
 from tests.support.agents import COMMAND, TOKEN, HandStartedAgent, free_port, run_command, served_store
-from tests.support.launched import JOBS, run_launch
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
 from tests.support.tiny_job import ONE_DEVICE, TinyJob

@@ -10,10 +10,10 @@ import pytest
 
 from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.chaos.manifest import load_manifest
+from tests.jobs.pod import may_build_networks
 from tests.support.agents import COMMAND
 from tests.support.paths import ROOT
 from tests.support.patience import patience
-from tests.support.pod import may_build_networks
 
 FAMILIES = ("process", "snapshots", "step", "network", "resources")
 ON_ETCD = "step"

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 
 from resilient_jax.cluster.generation_follower import RELAY_GRACE_S
 from resilient_jax.cluster.job_report import JobComponent, find_pids
+from tests.jobs.launched import JOBS, run_launch
 from tests.support.agents import run_command
-from tests.support.launched import JOBS, run_launch
-from tests.support.patience import patience, wait_until
+from tests.support.patience import patience, wait_until, watch
 from tests.support.tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
 FORMING_S = 8.0
@@ -139,10 +138,8 @@ def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_
         assert any(leaks), "the array keeps nothing, so this test shows nothing"
         pids = list(find_pids(report, JobComponent.WORKER, "host-0"))
         # So long the agent listens for an attempt to connect to the world that was left.
-        end_s = time.monotonic() + FORMING_S + RELAY_GRACE_S + 2.0
-        while time.monotonic() < end_s:
+        for _ in watch(FORMING_S + RELAY_GRACE_S + 2.0):
             assert list(find_pids(tiny.read_report(), JobComponent.WORKER, "host-0")) == pids
-            time.sleep(0.2)
 
 
 def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from resilient_jax.events import EventKind
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
+from tests.jobs.pod import Pod, loopback_sites, wait_steps
 from tests.support.agents import TOKEN, HandStartedAgent, run_command, served_store
 from tests.support.fake_nvml import FakeNvml
 from tests.support.paths import SCRIPTS
-from tests.support.pod import Pod, loopback_sites, wait_steps
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, EACH_DEVICE, read_logs
 
 SCRIPT = SCRIPTS / "on_cpu.py"

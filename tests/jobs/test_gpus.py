@@ -7,7 +7,7 @@ import pytest
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from tests.support.gpu_needed import needs_gpu
+from tests.jobs.gpu_needed import needs_gpu
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, is_training, protect
 
 pytestmark = needs_gpu

@@ -8,11 +8,11 @@ import pytest
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
+from tests.jobs.launched import JOBS
+from tests.jobs.pod import Pod, loopback_sites
 from tests.support.agents import served_store
-from tests.support.launched import JOBS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
-from tests.support.pod import Pod, loopback_sites
 
 DEADLINE_S = patience(12)
 

@@ -21,9 +21,9 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
+from tests.jobs.pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tests.support.agents import served_store
 from tests.support.patience import Deadline, wait_until
-from tests.support.pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tests.support.tiny_job import (
     CONFIG_WITHOUT_STANDBYS,
     ONE_DEVICE,

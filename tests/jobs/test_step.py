@@ -5,15 +5,14 @@ end `TinyJob.finish` compares the weights and the optimizer state after every st
 without failures.
 """
 
+import itertools
+import random
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent, JobReport
@@ -21,6 +20,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import ReplicaShape, locate_replicas
+from tests.support.full_only import full_but
 from tests.support.patience import Deadline, wait_until
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
@@ -148,24 +148,13 @@ def test_the_death_of_one_host_of_a_replica_of_two_is_survived_in_place(tmp_path
         tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
 
 
-@settings(
-    max_examples=1,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    incidents=st.lists(
-        st.tuples(st.sampled_from(PLACES), st.sampled_from(DEATHS)), min_size=4, max_size=4, unique=True
-    ),
-)
-def test_random_failures_leave_the_weights_unchanged(
-    incidents: list[tuple[str, str]], tmp_path: Path
-) -> None:
-    """One example, since it is a job; tests/pure/step/test_assignment.py runs many on the pure machine."""
-    work = Path(tempfile.mkdtemp(dir=tmp_path))
-    with TinyJob(work, HOSTS) as tiny:
-        for place, death in incidents:
+@pytest.mark.full
+def test_random_failures_leave_the_weights_unchanged(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """One job with some random cells; tests/pure/step/test_assignment.py draws many on the pure machine."""
+    seed = pytestconfig.getoption("--hypothesis-seed")
+    drawn = random.Random(seed).sample(list(itertools.product(PLACES, DEATHS)), 4)
+    with TinyJob(tmp_path, HOSTS) as tiny:
+        for place, death in drawn:
             live_through(tiny, place, death)
         tiny.finish(more_steps=10)
 
@@ -209,8 +198,15 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
         tiny.finish()
 
 
-@pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("place", PLACES)
+def is_in_make_test_jobs(cell: tuple[str, str]) -> bool:
+    """Each place once, the deaths in turn."""
+    place, death = cell
+    return DEATHS[PLACES.index(place) % len(DEATHS)] == death
+
+
+@pytest.mark.parametrize(
+    ("place", "death"), full_but(itertools.product(PLACES, DEATHS), is_in_make_test_jobs)
+)
 def test_the_weights_equal_those_of_a_run_without_failures(place: str, death: str, broken: TinyJob) -> None:
     live_through(broken, place, death)
 

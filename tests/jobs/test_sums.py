@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.launched import JOBS, run_launch
+from tests.jobs.launched import JOBS, run_launch
 
 
 def test_exact_sums_of_three_hosts_have_the_bits_of_one(tmp_path: Path) -> None:

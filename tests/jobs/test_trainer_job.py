@@ -13,7 +13,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
-from tests.support.launched import run_alone
+from tests.jobs.launched import run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob

@@ -15,8 +15,8 @@ from tests.jobs.compiled_programs import (
     wait_compiled_ahead,
     wait_joining,
 )
+from tests.jobs.launched import run_alone
 from tests.support.agents import run_command
-from tests.support.launched import run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import JOBS, Ended, run_launch
+from tests.jobs.launched import JOBS, Ended, run_launch
 
 
 def run_with(fault: str, work: Path) -> Ended:

@@ -17,17 +17,19 @@ from resilient_jax.events import EventKind
 from tests.support.kills import generation_of
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
-from tests.support.tiny_job import ONE_DEVICE, TinyJob, read_logs
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, read_logs
 
 SCRIPT = SCRIPTS / "own_loop.py"
 HOSTS = 3
+CONFIG = f"{CONFIG_WITHOUT_STANDBYS}start_timeout_s = 10.0\n"
+"""Without a state in memory the others wait so long for the host that left, which might come back."""
 
 
 class OwnLoopJob(TinyJob):
     """A job of `own_loop.py`, with the checkpoints of all jobs of these tests."""
 
     def __init__(self, work: Path, hosts: int, checkpoints: Path) -> None:
-        super().__init__(work, hosts, options=ONE_DEVICE, words=[str(checkpoints)], script=SCRIPT)
+        super().__init__(work, hosts, CONFIG, options=ONE_DEVICE, words=[str(checkpoints)], script=SCRIPT)
         self._checkpoints = checkpoints
 
     def newest_checkpoint(self) -> int:

@@ -8,7 +8,6 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent
 from tests.support.kills import generation_of
 from tests.support.sharded_job import ShardedJob
-from tests.support.tiny_job import ONE_DEVICE
 
 HOSTS, PARITY = 4, 2
 
@@ -16,7 +15,7 @@ HOSTS, PARITY = 4, 2
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
     """Yield a running job; compare its bits with those of an undisturbed run when all tests are done."""
-    with ShardedJob(tmp_path_factory.mktemp("sharded"), HOSTS, PARITY, options=ONE_DEVICE) as sharded:
+    with ShardedJob(tmp_path_factory.mktemp("sharded"), HOSTS, PARITY) as sharded:
         yield sharded
         sharded.finish(more_steps=5)
 

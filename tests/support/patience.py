@@ -8,7 +8,7 @@ An idle machine is one on which Python adds `IDLE_ADDITIONS_PER_S` times a secon
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 IDLE_ADDITIONS_PER_S: Final = 20e6
@@ -36,6 +36,18 @@ def measure_slowness(seconds: float = MEASURED_S) -> float:
             additions += 1
         now_s = time.perf_counter()
     return max(1.0, IDLE_ADDITIONS_PER_S * (now_s - began_s) / additions)
+
+
+def watch(seconds: float) -> Iterator[None]:
+    """Yield again and again for so long, while what must not happen does not.
+
+    Args:
+        seconds: of the wall clock; a slower machine needs no more.
+    """
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        yield
+        time.sleep(POLL_S)
 
 
 class _Slowness:

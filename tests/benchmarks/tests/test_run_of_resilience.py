@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.paths import COMMAND
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 
 LIMIT_S = patience(28)
 """On an idle machine the test takes less than a minute."""
@@ -31,10 +30,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def check_nothing_is_left(folder: Path) -> None:
-    end_s = time.monotonic() + 20.0
-    while processes_of(folder) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert processes_of(folder) == []
+    wait_until("the end of all processes", lambda: processes_of(folder) == [])
     assert list(folder.iterdir()) == []
 
 
@@ -83,10 +79,10 @@ def test_an_interrupted_benchmark_leaves_no_processes_or_files(tmp_path: Path) -
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
-        end_s = time.monotonic() + 60.0
-        while not list(tmp_path.glob("*/undisturbed/rows-*")) and time.monotonic() < end_s:
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_until(
+            "the first run, or its end",
+            lambda: list(tmp_path.glob("*/undisturbed/rows-*")) or process.poll() is not None,
+        )
         assert len(processes_of(tmp_path)) > 2, "workers run by now"
         process.send_signal(signal.SIGINT)
         assert process.wait(patience(3)) != 0

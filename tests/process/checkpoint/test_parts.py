@@ -68,7 +68,7 @@ class Hosts:
         share = SaveShare(token=token, number=number, hosts=HOSTS)
         self.stores[number].start_part(step, list_part(state, number), share, self.note(number))
 
-    def wait(self, number: int) -> None:
+    def wait_saved(self, number: int) -> None:
         self.stores[number].wait_until_saved(self.note(number))
 
     def save(self, step: int) -> Tree:
@@ -141,7 +141,7 @@ def test_without_a_lost_host_there_is_none_and_the_next_one_is_made(hosts: Hosts
     state = make_state(3)
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
-    hosts.wait(1)
+    hosts.wait_saved(1)
     wait_until(
         "the parts of the others", lambda: hosts.stores[0].in_flight.list_missing_parts() == ["host-2"]
     )
@@ -161,7 +161,7 @@ def test_a_host_that_cannot_write_its_part_is_named(hosts: Hosts) -> None:
     hosts.start(1, state, 3, "first")
     hosts.stores[2].start_part(3, wrong, SaveShare(token="first", number=2, hosts=HOSTS), hosts.note(2))
     with pytest.raises(CheckpointFailed, match="host-2 could not write its part: ValueError: "):
-        hosts.wait(0)
+        hosts.wait_saved(0)
     assert not hosts.stores[0].has_checkpoint(3)
 
 
@@ -173,11 +173,11 @@ def test_a_part_whose_process_is_killed_ends_the_save_and_is_named(hosts: Hosts)
     os.kill(pid, signal.SIGKILL)
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
-    hosts.wait(1)
+    hosts.wait_saved(1)
     with pytest.raises(CheckpointFailed):
-        hosts.wait(2)
+        hosts.wait_saved(2)
     with pytest.raises(CheckpointFailed, match="host-2 could not write its part"):
-        hosts.wait(0)
+        hosts.wait_saved(0)
     assert not hosts.stores[0].has_checkpoint(3)
 
 
@@ -191,7 +191,7 @@ def test_where_the_first_host_dies_the_others_wait_for_it_and_begin_the_next_one
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(CheckpointFailed):
-        hosts.wait(0)
+        hosts.wait_saved(0)
     after = hosts.save(4)
     assert is_equal(hosts.stores[0].load(4, after), after)
 

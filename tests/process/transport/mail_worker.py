@@ -14,7 +14,8 @@ from resilient_jax.ids import HostName
 from resilient_jax.transport import Credentials, TlsFiles
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
-from tests.support.mail_peers import make_bytes
+from tests.process.transport.mail_peers import make_bytes
+from tests.support.patience import patience
 
 
 def make_key(fields) -> MailKey:
@@ -47,7 +48,7 @@ def execute(service: MailService, order: dict) -> dict:
                 "shape": mail.shape,
             }
         case "flush":
-            service.wait_sent(time.monotonic() + 60.0)
+            service.wait_sent(time.monotonic() + patience(6))
             return {}
     raise ValueError(order)
 

@@ -16,8 +16,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.framing import HEADER
 from resilient_jax.transport import Credentials, mail_protocol, mail_service
 from resilient_jax.transport.mail_protocol import Mail, MailKind
+from tests.process.transport.mail_peers import TOKEN, WAIT_S, crc, fields, key, make_bytes, own_mail, running
 from tests.support.authority import Authority
-from tests.support.mail_peers import TOKEN, WAIT_S, crc, fields, key, make_bytes, own_mail, running
 from tests.support.open_descriptors import count_descriptors
 from tests.support.patience import wait_until
 

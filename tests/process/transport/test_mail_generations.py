@@ -10,7 +10,7 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
-from tests.support.mail_peers import CREDENTIALS, WAIT_S
+from tests.process.transport.mail_peers import CREDENTIALS, WAIT_S
 from tests.support.patience import wait_until
 
 A, B = HostName("a"), HostName("b")

@@ -81,7 +81,7 @@ class FakeJob(ObservedJob):
         self._steps = steps
         self._code = code
         self._done = 0
-        self._end_s = time.monotonic() + LONG_S
+        self._end_s = LONG_S + time.monotonic()
 
     def exit_code(self) -> int | None:
         is_over = self._done >= self._steps or time.monotonic() > self._end_s

@@ -794,7 +794,7 @@ COMMANDS: Final[Mapping[str, Callable[[Job, list[str], Values], object]]] = {
     "stops": _stop,
     "slow": _slow,
     # time, and leaders
-    "wait": lambda job, names, _: job.wait(float(names[0])),
+    "wait": lambda job, names, _: job.pass_time(float(names[0])),
     "tick": lambda job, *_: job.give(Tick()),
     "new-leader": _change_leader,
     "knows": _know,

@@ -512,9 +512,9 @@ class Cluster:
             self.has_news(h) if h.reaches_store and h.registered else h.lease is not None
             for h in self.hosts.values()
         )
-        yield 2, lambda: self.wait(0.5)
+        yield 2, lambda: self.pass_time(0.5)
         if not late:
-            yield 1, lambda: self.wait(6.0)
+            yield 1, lambda: self.pass_time(6.0)
 
     def fault_moves(self):
         for host in self.hosts.values():
@@ -903,7 +903,7 @@ class Cluster:
 
     # Time and faults.
 
-    def wait(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
 
     def kill(self, worker: Worker) -> None:

@@ -354,7 +354,7 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
     for name in "acd":
         left = foresee_all(job.generation.number)
         job.report(name, plans=msgspec.structs.replace(left, groups=(tuple(map(HostName, "acd")), ())))
-    job.wait(2 * decided(job).wait_s)
+    job.pass_time(2 * decided(job).wait_s)
     stop_at_boundary(job, 8)
     assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
 
@@ -436,15 +436,15 @@ def test_axes_are_kept_so_long_and_then_the_best_ones_follow(is_new_leader):
     job.train(7)
     if is_new_leader:
         change_leader(job)
-    job.wait(0.9 * wait_s)
+    job.pass_time(0.9 * wait_s)
     assert (job.phase, job.generation.plan_axes) == (GenerationPhase.ACTIVE, AXES)
-    job.wait(0.2 * wait_s)
+    job.pass_time(0.2 * wait_s)
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 8)
     assert (job.phase, job.members, job.generation.plan_axes) == (GenerationPhase.FORM, list("acd"), ())
     job.form()
     job.train(9)
-    job.wait(2 * wait_s)
+    job.pass_time(2 * wait_s)
     assert job.phase is GenerationPhase.ACTIVE, "once"
 
 
@@ -456,9 +456,9 @@ def test_a_host_that_is_back_waits_no_longer_than_axes_are_kept():
     know(job, grow=1e7)  # no join pays
     job.restart("b")
     job.take_seat("b")
-    job.wait(0.5 * wait_s)
+    job.pass_time(0.5 * wait_s)
     assert (job.phase, decided(job).action) == (GenerationPhase.ACTIVE, RecoveryAction.KEEP_AXES)
-    job.wait(wait_s)
+    job.pass_time(wait_s)
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 8)
     assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
@@ -466,17 +466,17 @@ def test_a_host_that_is_back_waits_no_longer_than_axes_are_kept():
 
 def test_what_it_takes_to_give_axes_up_is_the_time_of_no_change():
     job = training(*"abcd", spare_seats=8)
-    job.wait(10.0)
+    job.pass_time(10.0)
     job.train(15)
     job.report("a", plans=estimate(prepare_s=30.0))
     job.worker("b", exit_code=-9)
     job.acknowledge(*"acd", step=15, holds_state=True)
     job.form()
     job.train(16)
-    job.wait(2 * decided(job).wait_s)
+    job.pass_time(2 * decided(job).wait_s)
     stop_at_boundary(job, 17)
     job.form()
-    job.wait(50.0)
+    job.pass_time(50.0)
     job.train(18)
     job.worker("d", exit_code=-9)  # with the next generation it is written
     measured = [seconds for time in job.generation.history.times for seconds in time.recent_s]
@@ -492,7 +492,7 @@ def test_why_kept_axes_are_given_up_says_who_did_not_come_back(restarts, prepare
     assert decided(job).action is RecoveryAction.KEEP_AXES
     job.form()
     job.train(7)
-    job.wait(2 * decided(job).wait_s)
+    job.pass_time(2 * decided(job).wait_s)
     assert why in job.generation.reason
 
 
@@ -501,13 +501,13 @@ def test_why_kept_axes_are_given_up_says_who_did_not_come_back(restarts, prepare
 )
 def test_a_change_is_measured_by_its_axes(prepare_s, measured):
     job = training(*"abcd", spare_seats=8)
-    job.wait(10.0)
+    job.pass_time(10.0)
     job.train(15)
     job.report("a", plans=estimate(prepare_s=prepare_s))
     job.worker("b", exit_code=-9)
     job.acknowledge(*"acd", step=15, holds_state=True)
     job.form()
-    job.wait(3.0)
+    job.pass_time(3.0)
     job.train(16)
     job.worker("d", exit_code=-9)  # with the next generation it is written
     times = {time.change: time.typical_s for time in job.generation.history.times}
@@ -591,16 +591,16 @@ def test_hosts_join_with_the_axes_that_the_job_has_where_other_programs_take_lon
     job.train(7)
     # They are given up when they have cost as much, or at the time of the next failure.
     assert decision.wait_s == pytest.approx(min(4.0 / (1 - 1.27 / 1.3), decision.next_failure_s))
-    job.wait(0.9 * decision.wait_s)
+    job.pass_time(0.9 * decision.wait_s)
     assert job.phase is GenerationPhase.ACTIVE
-    job.wait(0.2 * decision.wait_s)
+    job.pass_time(0.2 * decision.wait_s)
     assert job.phase is GenerationPhase.PAUSE
     assert "enough: the best" in job.generation.reason
     stop_at_boundary(job, 8)
     assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
     job.form()
     job.train(9)
-    job.wait(2 * decision.wait_s)
+    job.pass_time(2 * decision.wait_s)
     assert job.phase is GenerationPhase.ACTIVE, "once"
 
 
@@ -623,7 +623,7 @@ def test_the_time_of_a_join_is_measured_where_no_programs_were_waited_for(prepar
     job = training(*"abc", spare_seats=8)
     job.config = dataclasses.replace(job.config, num_hosts=4)
     job.state = job.state
-    job.wait(10.0)
+    job.pass_time(10.0)
     job.train(15)
     for name in "abc":
         job.report(name, plans=foresee_join(prepare_s))
@@ -632,7 +632,7 @@ def test_the_time_of_a_join_is_measured_where_no_programs_were_waited_for(prepar
     stop_at_boundary(job, 16)
     assert job.generation.plan_axes == BEST_AXES
     job.form()
-    job.wait(3.0)
+    job.pass_time(3.0)
     job.train(17)
     job.worker("d", exit_code=-9)  # with the next generation it is written
     times = {time.change for time in job.generation.history.times}

@@ -83,7 +83,7 @@ def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
         for host in cluster.hosts.values():
             if not host.alive:
                 cluster.boot(host)  # the host had left after a notice; now its machine comes back
-        cluster.wait(ROUND_S)
+        cluster.pass_time(ROUND_S)
     return False
 
 

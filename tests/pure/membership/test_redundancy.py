@@ -249,7 +249,7 @@ def test_members_with_the_last_copy_wait_some_seconds_for_a_worker_that_starts()
     starting(job, "b")
     job.acknowledge("a", step=5)
     assert job.phase is GenerationPhase.QUIESCE
-    job.wait(4.0)
+    job.pass_time(4.0)
     assert job.phase is GenerationPhase.QUIESCE
     job.report("b", state=WorkerState.IDLE)
     job.serve()
@@ -260,7 +260,7 @@ def test_they_go_on_without_it_if_it_takes_longer_and_others_do_not_wait_at_all(
     job = training("a", "b")
     starting(job, "b")
     job.acknowledge("a", step=5)
-    job.wait(5.5)
+    job.pass_time(5.5)
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a"])
     job = training("a", "b", "c")

@@ -181,7 +181,7 @@ def test_noise_of_what_is_reported_moves_nothing_to_and_fro():
             else:
                 speeds = {"kept": even, "redivided": by_speed, "speeds": ((C, 0.5),)}
             tell(job, "c", replaced=1.0, without=0.75, **speeds)
-            job.wait(10.0)
+            job.pass_time(10.0)
             if job.phase is not GenerationPhase.ACTIVE:
                 go_on(job, job.generation.step + 9)
         assert job.generation.number == (2 if usual == 0.82 else 1), job.generation.reason

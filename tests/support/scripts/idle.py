@@ -1,5 +1,6 @@
 """A script that never calls `rj.run`, for tests of agents alone."""
 
-import time
+import signal
 
-time.sleep(120)
+while True:
+    signal.pause()

@@ -1,0 +1,92 @@
+"""A stage that does not die but stands still: it is stopped, hangs, or is cut off. The others finish the step.
+
+That a stage is starved of its processor is in test_pipelined.py.
+"""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.chaos.network import build_network
+from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
+from tests.jobs.pod import Pod, may_build_networks, wait_steps
+from tests.support.agents import served_store
+from tests.support.kills import generation_of
+from tests.support.patience import NEVER_S
+from tests.support.pipelined_job import SCRIPT, PipelinedJob, check_units
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
+
+HOSTS, STAGES = 4, 2
+STAGE = "host-1"
+HANGS_ARE_FOUND = f"""{CONFIG_WITHOUT_STANDBYS}
+hang_timeout_s = 5.0
+heartbeat_timeout_s = 8.0
+quiesce_timeout_s = 3.0
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
+    """Yield a running job; compare its bits with those of an undisturbed run when all tests are done."""
+    work = tmp_path_factory.mktemp("stages")
+    with PipelinedJob(work, HOSTS, STAGES, parity=2, config=HANGS_ARE_FOUND) as pipelined:
+        yield pipelined
+        pipelined.finish(more_steps=5)
+
+
+@pytest.mark.parametrize("part", [JobComponent.WORKER, JobComponent.HOST])
+def test_a_stage_is_stopped_in_mid_step(part: JobComponent, job: PipelinedJob) -> None:
+    job.wait_protected(HOSTS)
+    before = generation_of(job.wait_training(HOSTS)).number
+    job.hold(FailPoint.BEFORE_WEIGHT_GRADIENT, [STAGE])
+    job.signal(part, STAGE, signal.SIGSTOP)
+    job.job.release()
+    job.wait_report("a generation without it", lambda now: generation_of(now).number > before)
+    job.wake_all()
+    job.wait_protected(HOSTS, after_generation=before)
+
+
+def test_a_stage_hangs_in_mid_step(job: PipelinedJob) -> None:
+    job.wait_protected(HOSTS)
+    before = generation_of(job.wait_training(HOSTS)).number
+    job.job.failpoints.set_order(
+        FailPointOrder(
+            failpoint=FailPoint.BEFORE_INPUT_GRADIENT,
+            step=job.step() + 10,
+            hosts=(STAGE,),
+            action=HangAction(duration_s=NEVER_S),
+            name="hang",
+        )
+    )
+    named = job.job.wait_event(
+        "the hang is named",
+        lambda event: event.kind is EventKind.HANG_NAMED and (event.generation or 0) >= before,
+        job.patience_s,
+    )
+    job.job.failpoints.release("hang")
+    assert named.detail["hosts"] == STAGE
+    job.wait_protected(HOSTS, after_generation=before)
+
+
+def test_a_stage_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+    if (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
+    config = f"{CONFIG_WITHOUT_STANDBYS}snapshot_parity = 2\n"
+    with (
+        build_network(HOSTS) as network,
+        served_store(f"{network.gateway}:0") as store,
+        Pod(tmp_path, store, network.sites(), script=SCRIPT, words=[str(STAGES)], config=config) as pod,
+    ):
+        before = generation_of(pod.wait_training(HOSTS)).number
+        mend = network.cut_link(STAGE)
+        pod.agents[STAGE].wait_said("training stops here until the store is back")
+        before = generation_of(pod.wait_training(HOSTS - 1, before)).number
+        wait_steps(pod, 3)
+        mend()
+        pod.wait_training(HOSTS, before)
+        pod.end()
+        check_units(tmp_path, "\n".join(agent.output() for agent in pod.agents.values()))
