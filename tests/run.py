@@ -6,6 +6,7 @@ is no part of another. With `--full`: also what is marked `full`, and hundreds o
 
 import argparse
 import dataclasses
+import heapq
 import os
 import random
 import shutil
@@ -14,8 +15,9 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -61,7 +63,7 @@ class Outcome:
     took_s: float
     cases: Counter[str]
     failed: tuple[str, ...]
-    seconds: Counter[str]
+    seconds: dict[str, float]
 
 
 def main() -> int:
@@ -159,10 +161,10 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def read_report(path: Path) -> tuple[Counter[str], tuple[str, ...], Counter[str]]:
+def read_report(path: Path) -> tuple[Counter[str], tuple[str, ...], dict[str, float]]:
     """Return the number of cases by outcome, the names of those that failed, and the seconds of each file."""
     cases: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     failed: list[str] = []
     if not path.exists():  # pytest was ended
         return cases, (), seconds
@@ -187,9 +189,9 @@ def find_file(module: str) -> str:
 
 def report_files(outcomes: Iterable[Outcome]) -> None:
     """Print what the files took that took longest."""
-    seconds = Counter({path: s for outcome in outcomes for path, s in outcome.seconds.items()})
+    seconds = {path: s for outcome in outcomes for path, s in outcome.seconds.items()}
     print(f"\nseconds by file, the {FILES_SHOWN} longest of {len(seconds)}")
-    for path, took_s in seconds.most_common(FILES_SHOWN):
+    for path, took_s in heapq.nlargest(FILES_SHOWN, seconds.items(), key=itemgetter(1)):
         print(f"{took_s:8.1f}  {path}")
 
 

@@ -183,7 +183,7 @@ class Job:
         for name in self.members:
             self.report(name, has_finished_step=True, holds_state=True, step=step)
 
-    def wait(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.give(Tick())
 

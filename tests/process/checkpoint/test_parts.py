@@ -77,7 +77,7 @@ class Hosts:
         for number in reversed(range(len(HOSTS))):
             self.start(number, state, step, f"token{step}")
         for number in range(len(HOSTS)):
-            self.wait(number)
+            self.wait_saved(number)
         return state
 
     def save_anew(self, state: Tree, token: str) -> None:
@@ -85,7 +85,7 @@ class Hosts:
         for number in range(len(HOSTS)):
             self.start(number, state, 3, token)
         for number in range(len(HOSTS)):
-            self.wait(number)
+            self.wait_saved(number)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class Seats:
         for worker in survivors:
             worker.tell("reduce")
         strike(self.pool, victim, signal.SIGKILL)
-        for found, _ in interrupt(survivors):
+        for found in interrupt(survivors):
             assert found["collective"], found
         self.pool.drop(victim)
 

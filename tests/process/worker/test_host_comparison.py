@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.errors import StateError
-from resilient_jax.events import EventKind
+from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.worker.host_comparison import HostComparison
@@ -29,8 +29,9 @@ class Control(StandaloneControl):
         super().__init__(host="h0")
         self.recorded: list[tuple[EventKind, dict]] = []
 
-    def record_event(self, kind: EventKind, **detail: object) -> None:
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         self.recorded.append((kind, detail))
+        return super().record_event(kind, **detail)
 
 
 def complete(lanes: tuple[int, int]) -> tuple[int, ...]:

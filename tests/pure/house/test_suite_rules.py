@@ -75,6 +75,13 @@ def list_constants(tree: ast.Module) -> dict[str, float]:
     }
 
 
+def read_number(node: ast.expr) -> float | None:
+    """Return the number that an expression writes out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return float(node.value)
+    return None
+
+
 def waits_for_a_fixed_time(tree: ast.Module) -> Iterator[ast.expr]:
     """Yield waits whose end is a number of the test's own, and not `patience`."""
     constants = list_constants(tree)
@@ -82,8 +89,8 @@ def waits_for_a_fixed_time(tree: ast.Module) -> Iterator[ast.expr]:
     def is_fixed(node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
             return LONGEST_LITERAL_S < constants.get(node.id, 0.0) < NEVER_S / 10
-        is_number = isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-        return is_number and LONGEST_LITERAL_S < float(node.value) < NEVER_S / 10
+        seconds = read_number(node)
+        return seconds is not None and LONGEST_LITERAL_S < seconds < NEVER_S / 10
 
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -106,7 +113,8 @@ def sleeps_long(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep":
             (duration,) = node.args
-            if isinstance(duration, ast.Constant) and float(duration.value) > LONGEST_LITERAL_S:
+            seconds = read_number(duration)
+            if seconds is not None and seconds > LONGEST_LITERAL_S:
                 yield node
 
 
@@ -217,12 +225,11 @@ def test_the_pure_tier_loads_no_jax_and_starts_no_process(monkeypatch: pytest.Mo
 def list_supports(tree: ast.Module) -> Iterator[str]:
     """Yield the modules of support that a file imports."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.support"):
-            yield from (
-                [node.module.split(".")[2]]
-                if node.module != "tests.support"
-                else [a.name for a in node.names]
-            )
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.ImportFrom) and module == "tests.support":
+            yield from (alias.name for alias in node.names)
+        elif module.startswith("tests.support."):
+            yield module.split(".")[2]
 
 
 def test_support_is_what_several_folders_use() -> None:
