@@ -4,28 +4,17 @@
 """
 
 import os
-import platform
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import pytest
 from hypothesis import settings
 
 from tests.support import purity, reference_runs
+from tests.support.compile_cache import CACHE
 from tests.support.durations import order_by_duration
-from tests.support.paths import ROOT
 from tests.support.patience import patience
 from tests.support.properties import FULL, QUICK, register_profiles
 from tests.support.tiers import FULL_ONLY, PURE, find_tier
-
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": str(
-        ROOT / ".cache" / "tests" / f"jaxlib-{version('jaxlib')}-{platform.machine()}"
-    ),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-"""Compiled programs outlive the run. Keys of ours have the processor's features in them, and JAX's have its name."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.support.compile_cache import CACHE
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
@@ -14,6 +15,16 @@ from tests.support.patient_job import PatientJob
 JOBS = SCRIPTS
 END_S = patience(12)
 """Timeout of a job of a few steps on a busy machine."""
+
+
+def make_environment(*, cold: bool = False) -> dict[str, str]:
+    """Return the environment of a launcher, with one thread for each operation.
+
+    Arguments:
+        cold: programs of earlier jobs are not found. For tests about what is compiled when.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not (cold and name in CACHE)}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +59,7 @@ def run_launch(
         num_hosts=hosts,
         run_directory=run_directory,
         options=["--devices-per-host", "1", *options],
-        environment={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        environment={**make_environment(), **(environment or {})},
     ) as job:
         code = job.wait(END_S)
         output = job.read_output()

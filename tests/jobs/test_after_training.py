@@ -22,6 +22,7 @@ from resilient_jax.protocol.records import GenerationPhase, JobOutcome, JobOutco
 from resilient_jax.store.interface import NO_LEASE
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials
+from tests.jobs.launched import make_environment
 from tests.support.agents import TOKEN, HandStartedAgent, free_port
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until, watch
@@ -40,7 +41,7 @@ def launch(work: Path, hosts: int, config: str = "", words: Sequence[str] = ()) 
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(work / "job.toml")],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment=make_environment(),
     )
 
 

@@ -3,14 +3,13 @@
 Of the job's steps 0, 5, 7, 8, ... are audited with a share of 0.25 and three hosts (`draw_audits`).
 """
 
-import os
 import re
 
 import pytest
 
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, FlipBitAction
-from tests.jobs.launched import run_alone
+from tests.jobs.launched import make_environment, run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
@@ -29,7 +28,7 @@ def launch(work, hosts, share, more=""):
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", "2"],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment=make_environment(),
     )
 
 

@@ -12,6 +12,7 @@ from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.jobs.launched import make_environment
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
@@ -54,7 +55,7 @@ def launch(work):
         num_hosts=HOSTS,
         run_directory=work / "run",
         options=["--devices-per-host", "2", "--config", str(work / "job.toml")],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment=make_environment(),
     )
 
 

@@ -64,7 +64,12 @@ def test_two_hosts_that_differ_end_the_job(fault: str, steps: int, tmp_path: Pat
 @pytest.mark.parametrize(
     ("fault", "hosts", "found"),
     [
-        ("data", 1, "found different arrays in two reads on host-0, expected the same in each read"),
+        pytest.param(
+            "data",
+            1,
+            "found different arrays in two reads on host-0, expected the same in each read",
+            marks=pytest.mark.full,
+        ),
         ("data", 2, "found other arrays on host-0, host-1, expected the same in each read"),
         ("drawn", 3, "found other arrays on host-2, expected those of most hosts"),
     ],
@@ -123,7 +128,9 @@ def test_two_hosts_with_different_models_end_the_job_with_both(tmp_path: Path) -
     [
         ("constant", "constant float32[] 0.1"),
         ("path", "operation tanh float32[2, 3]: found none, expected 1 times"),
-        ("direct", "operation tanh float32[2, 3]: found none, expected 1 times"),
+        pytest.param(
+            "direct", "operation tanh float32[2, 3]: found none, expected 1 times", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_host_with_another_program_leaves_before_anything_is_added(

@@ -41,7 +41,11 @@ def list_events(job: PipelinedJob, kind: EventKind, *, after: int) -> list[Event
 
 
 @pytest.mark.parametrize(
-    ("place", "host"), [(FailPoint.BEFORE_INPUT_GRADIENT, "host-1"), (FailPoint.BEFORE_REDUCE, "host-0")]
+    ("place", "host"),
+    [
+        (FailPoint.BEFORE_INPUT_GRADIENT, "host-1"),
+        pytest.param(FailPoint.BEFORE_REDUCE, "host-0", marks=pytest.mark.full),
+    ],
 )
 def test_a_stage_is_kept_for_a_worker_that_comes_back_and_no_block_moves_between_others(
     job: PipelinedJob, place: FailPoint, host: str

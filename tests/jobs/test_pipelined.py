@@ -14,6 +14,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint, FailPointOrder, HangAction
 from tests.support.agents import run_command
+from tests.support.full_only import full_but
 from tests.support.pipelined_job import UNITS, PipelinedJob, read_restored, read_steps
 
 HOSTS, STAGES = 4, 2
@@ -33,6 +34,8 @@ PLACES = (
     FailPoint.BEFORE_COMMIT,
     FailPoint.AFTER_COMMIT,
 )
+IN_MAKE_TEST_JOBS = (FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.AFTER_REDUCE, FailPoint.BEFORE_COMMIT)
+"""In a microbatch, after the sum and before it counts: one place of each part of the step."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def is_shown_slow(report: JobReport, host: str) -> bool:
     return host in found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", full_but(PLACES, IN_MAKE_TEST_JOBS.__contains__))
 def test_a_killed_stage_costs_no_bit(place: FailPoint, broken: PipelinedJob) -> None:
     break_and_recover(broken, place, ["host-1"], JobComponent.WORKER)
 
@@ -148,7 +151,10 @@ def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: Pi
     assert "donated" not in str(found.detail.get("reason", ""))
 
 
-@pytest.mark.parametrize("place", [FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.AFTER_REDUCE])
+@pytest.mark.parametrize(
+    "place",
+    [FailPoint.BEFORE_WEIGHT_GRADIENT, pytest.param(FailPoint.AFTER_REDUCE, marks=pytest.mark.full)],
+)
 def test_the_step_is_finished_without_a_coordination_service_and_a_new_world_follows(
     place: FailPoint, broken: PipelinedJob
 ) -> None:
@@ -231,7 +237,7 @@ def test_a_host_that_is_drained_leaves_when_others_have_copies_of_its_blocks(bro
     broken.wait_protected(HOSTS, after_generation=after.number)
 
 
-@pytest.mark.parametrize("victim", ["host-0", "host-3"])
+@pytest.mark.parametrize("victim", ["host-0", pytest.param("host-3", marks=pytest.mark.full)])
 def test_any_host_may_die_while_blocks_are_copied_before_another_leaves(
     victim: str, broken: PipelinedJob
 ) -> None:
@@ -250,7 +256,7 @@ def test_any_host_may_die_while_blocks_are_copied_before_another_leaves(
     broken.wait_protected(HOSTS, after_generation=before.number + 1)
 
 
-@pytest.mark.parametrize("victim", ["host-1", "host-0", "host-2"])
+@pytest.mark.parametrize("victim", full_but(["host-1", "host-0", "host-2"], "host-1".__eq__))
 def test_any_host_may_die_while_blocks_are_copied_to_one_that_joins(
     victim: str, broken: PipelinedJob
 ) -> None:

@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
@@ -35,6 +37,7 @@ def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
         job.finish()
 
 
+@pytest.mark.full
 def test_blocks_that_nobody_has_come_back_from_snapshots_and_the_step_goes_on_in_a_new_world(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
@@ -62,6 +64,7 @@ def test_a_stage_that_loses_a_device_goes_on_with_the_other_and_takes_it_back(tm
         job.finish()
 
 
+@pytest.mark.full
 def test_microbatches_of_a_dead_host_with_one_device_are_computed_again_with_two(tmp_path: Path) -> None:
     """Each host is a replica of one stage, so all units are on both, and all bits are compared."""
     with UnequalPipelinedJob(tmp_path, 2, 1, axes={"fsdp": 2}, config=CONFIG) as job:

@@ -1,8 +1,8 @@
 """A real job whose trainer searches its plans: the plan changes with the hosts, and training continues."""
 
 import contextlib
+import functools
 import math
-import os
 import re
 import time
 
@@ -23,6 +23,7 @@ from tests.jobs.compiled_programs import (
     wait_compiled_ahead,
     wait_joining,
 )
+from tests.jobs.launched import make_environment
 from tests.support.agents import run_command
 from tests.support.paths import MESHES, SCRIPTS
 from tests.support.patience import patience
@@ -41,13 +42,7 @@ MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Where jobs find the programs of earlier ones, as long as a test is not about what is compiled when."""
-    return tmp_path_factory.mktemp("programs")
-
-
-def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cache=None, config=CONFIG):
+def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cold=False, config=CONFIG):
     work.mkdir(exist_ok=True)
     (work / "job.toml").write_text(config)
     return PatientJob(
@@ -55,11 +50,7 @@ def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cac
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices)],
-        environment={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            **({"JAX_COMPILATION_CACHE_DIR": str(cache)} if cache is not None else {}),
-        },
+        environment=make_environment(cold=cold),
     )
 
 
@@ -85,13 +76,13 @@ def ending(job):
     return words[0], float(words[2])
 
 
-def run_and_kill(work, programs, *words):
+def run_and_kill(work, *words):
     """Kill a worker in the reduction of step 3, when the programs of the best plan without it are ready.
 
     Returns:
         The plans of another host, and the ending.
     """
-    with launch(work, *words, cache=programs) as job:
+    with launch(work, *words) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
         wait_compiled_ahead(job, ["host-0", "host-2", "host-3"], [OVER_THREE], DEADLINE_S)
@@ -106,22 +97,20 @@ def run_and_kill(work, programs, *words):
         return plans_of(job, "host-0"), ending(job)
 
 
-def run_undisturbed(work, programs, *words):
-    with launch(work, *words, cache=programs) as job:
+def run_undisturbed(work, *words):
+    with launch(work, *words) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0"), ending(job)
 
 
-def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp_path, programs):
+def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp_path):
     checkpoints = tmp_path / "checkpoints"
-    plans, (_, expected) = run_undisturbed(
-        tmp_path / "undisturbed", programs, "--checkpoints", str(checkpoints)
-    )
+    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", "--checkpoints", str(checkpoints))
     assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
     assert OrbaxStore(checkpoints, 2).find_newest_step() == STEPS, (
         "a state that is split over a host's devices is saved"
     )
-    plans, (_, loss) = run_and_kill(tmp_path / "killed", programs)
+    plans, (_, loss) = run_and_kill(tmp_path / "killed")
     # Before three hosts train there may be two: a survivor that gloo keeps waiting is left out and comes back.
     assert plans[0] == "replica 4 x fsdp 2"
     assert "replica 6" in plans
@@ -129,26 +118,24 @@ def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path, programs):
-    plans, expected = run_undisturbed(tmp_path / "undisturbed", programs, "--named")
+def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
+    plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
-    plans, found = run_and_kill(tmp_path / "killed", programs, "--named")
+    plans, found = run_and_kill(tmp_path / "killed", "--named")
     assert plans[0] == "replica 4 x tensor 2"
     assert "replica 3 x tensor 2" in plans
     assert found == expected
 
 
-def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(
-    tmp_path, programs
-):
+def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(tmp_path):
     plan = "replica 2 x tensor 2"
     config = "restart_backoff_s = 0.0\nstandby = "
-    options = {"hosts": 2, "steps": SEATED_STEPS, "cache": programs}
-    with launch(tmp_path / "undisturbed", "--named", config=f'{config}"off"\n', **options) as job:
+    launch_seated = functools.partial(launch, hosts=2, steps=SEATED_STEPS)
+    with launch_seated(tmp_path / "undisturbed", "--named", config=f'{config}"off"\n') as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         assert plans_of(job, "host-0") == [plan]
         expected = ending(job)
-    with launch(tmp_path / "killed", "--named", config=f'{config}"seat"\n', **options) as job:
+    with launch_seated(tmp_path / "killed", "--named", config=f'{config}"seat"\n') as job:
         # A standby starts at a commit, once the world has trained for some seconds.
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 5)
         late = FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=20, hosts=("host-0",), name="late")
@@ -182,15 +169,21 @@ away, less the pause."""
     ("victims", "words", "action", "plan"),
     [
         (["host-1"], ["--no-compile-ahead", "--own-loop"], "keep_axes", "replica 3 x fsdp 2"),
-        (["host-1", "host-3"], ["--no-compile-ahead"], "keep_axes", "replica 2 x fsdp 2"),
-        (["host-1"], [], "shrink", "replica 6"),
+        pytest.param(
+            ["host-1", "host-3"],
+            ["--no-compile-ahead"],
+            "keep_axes",
+            "replica 2 x fsdp 2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(["host-1"], [], "shrink", "replica 6", marks=pytest.mark.full),
     ],
 )
 def test_the_leader_keeps_axes_where_programs_of_better_ones_are_slow_and_not_ready(
-    tmp_path, programs, victims, words, action, plan
+    tmp_path, victims, words, action, plan
 ):
     survivors = [f"host-{index}" for index in range(4) if f"host-{index}" not in victims]
-    with launch(tmp_path, "--trace-s", str(TRACE_S), *words, steps=MANY_STEPS, cache=programs) as job:
+    with launch(tmp_path, "--trace-s", str(TRACE_S), *words, steps=MANY_STEPS) as job:
         job.hold(FailPoint.BEFORE_REDUCE, victims, 3)
         # None of them answers before it is killed, so they are lost in one change.
         job.wait_held(victims, DEADLINE_S)
@@ -220,11 +213,11 @@ second, the least that they are priced at, and kept axes have cost as much after
 GIVEN_UP_S = patience(6)
 
 
-def test_axes_that_are_kept_for_a_lost_host_are_given_up_if_it_is_not_back(tmp_path, programs):
+def test_axes_that_are_kept_for_a_lost_host_are_given_up_if_it_is_not_back(tmp_path):
     # Four hosts are hardly faster with fsdp, three are a tenth slower.
     topology = write_topology(tmp_path / "slow_devices.toml", {"= 2.2e9": "= 1.1e9", "= 0.90e9": "= 1.8e9"})
     config = 'restart_backoff_s = 600.0\nstandby = "off"\n'
-    options = {"topology": topology, "steps": MANY_STEPS, "config": config, "cache": programs}
+    options = {"topology": topology, "steps": MANY_STEPS, "config": config}
     with launch(tmp_path, "--no-compile-ahead", **options) as job:
         job.failpoints.set_order(
             FailPointOrder(
@@ -277,7 +270,7 @@ def wait_estimated(job, generation, hosts):
 @pytest.mark.parametrize("victim", ["host-0", "host-1", "host-2", "host-3"])
 def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
     survivors = {f"host-{index}" for index in range(4)} - {victim}
-    with launch(tmp_path) as job:
+    with launch(tmp_path, cold=True) as job:
         job.hold(FailPoint.BEFORE_REDUCE, [victim], 3)
         job.wait_held([victim], DEADLINE_S)
         # After any loss the plan is the same: compiled for the first loss that each host thinks of. Then the sums.
@@ -298,7 +291,7 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
 def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
     """One of them was so slow that it has no microbatch in the first step with the new host: its total is empty."""
     stay = ["host-0", "host-1", "host-2"]
-    with launch(tmp_path, hosts=3, steps=JOINED_STEPS) as job, contextlib.ExitStack() as ending:
+    with launch(tmp_path, hosts=3, steps=JOINED_STEPS, cold=True) as job, contextlib.ExitStack() as ending:
         with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 3, DEADLINE_S):
             wait_compiled_ahead(job, stay, ["with host-3", "reductions of 'train' over 4 hosts"], DEADLINE_S)
             report = job.wait_report("the records", lambda _: True, DEADLINE_S)
@@ -329,7 +322,7 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
 
 
 def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change_on(tmp_path):
-    with launch(tmp_path, "--calibrate", steps=MANY_STEPS) as job:
+    with launch(tmp_path, "--calibrate", steps=MANY_STEPS, cold=True) as job:
 
         def wait_calibrated(what: str, before: str = "") -> Event:
             return job.wait_event(
@@ -420,7 +413,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     stay = ["host-0", "host-1", "host-2"]
     command = [str(JOB), str(topology), str(JOINED_STEPS), "--no-compile-ahead"]
     with (
-        launch(tmp_path, *command[3:], hosts=3, topology=topology, steps=JOINED_STEPS) as job,
+        launch(tmp_path, *command[3:], hosts=3, topology=topology, steps=JOINED_STEPS, cold=True) as job,
         contextlib.ExitStack() as ending,
     ):
         last = FailPointOrder(
@@ -457,8 +450,8 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert len(set(ended.values())) == 1, "the host that joined has these axes, too"
 
 
-def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path, programs):
-    with launch(tmp_path, steps=MANY_STEPS, cache=programs) as job:
+def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
+    with launch(tmp_path, steps=MANY_STEPS) as job:
         for name in ("host-0", "host-2"):
             job.wait_event(
                 f"{name} has compiled ahead",
@@ -488,8 +481,8 @@ def test_a_host_that_is_not_in_the_topology_ends_the_job_with_a_remedy(tmp_path)
     )
 
 
-def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path, programs):
-    with launch(tmp_path, hosts=2, steps=MANY_STEPS, cache=programs) as job:
+def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
+    with launch(tmp_path, hosts=2, steps=MANY_STEPS) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
         job.wait_held(["host-0"], DEADLINE_S)
         code, said = run_command(["hosts", str(tmp_path / "run"), "drain", "host-1:1"])
@@ -529,14 +522,11 @@ NARROW = {
 """Hosts with four devices that are too small for the model alone."""
 
 
-def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(
-    tmp_path, programs
-):
+def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(tmp_path):
     topology = write_topology(tmp_path / "narrow.toml", NARROW)
     words = ["--clip", "--rows", "12", "--width", "240", "--axes-by-host"]
     config = 'min_hosts = 2\nrestart_backoff_s = 0.0\nstandby = "off"\ndevices_after_loss = "all"\n'
     options = {"hosts": 2, "devices": 4, "topology": topology, "steps": LATER_STEPS, "config": config}
-    options |= {"cache": programs}
     with launch(tmp_path / "job", *words, **options) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)
         late = FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=20, hosts=("host-0",), name="late")

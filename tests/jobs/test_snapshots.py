@@ -1,7 +1,6 @@
 """Sharded state: after the loss of any hosts that parity covers, at any phase of a snapshot, every bit is restored."""
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder
 from resilient_jax.protocol.records import GenerationPhase
+from tests.jobs.launched import make_environment
 from tests.support.paths import SCRIPTS
 from tests.support.patient_job import PatientJob
 from tests.support.sharded_job import ShardedJob
@@ -116,7 +116,7 @@ def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_
         num_hosts=3,
         run_directory=tmp_path / "run",
         options=["--config", str(tmp_path / "job.toml"), "--devices-per-host", "2"],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment=make_environment(),
     )
     with job:
         job.wait_report("training", lambda now: is_training(now, 3, 0), RECOVERY_S)
@@ -168,7 +168,7 @@ def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_surviv
     assert min(went_on) >= promised
 
 
-@pytest.mark.parametrize("victim", ["host-3", "host-0"])
+@pytest.mark.parametrize("victim", ["host-3", pytest.param("host-0", marks=pytest.mark.full)])
 def test_a_worker_that_returns_during_a_snapshot_and_a_death_then_lose_no_snapshot(
     victim: str, twice_protected: ShardedJob
 ) -> None:

@@ -1,7 +1,6 @@
 """The trainer in a real job whose first host is killed: the same bits as on one undisturbed machine."""
 
 import collections
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
-from tests.jobs.launched import run_alone
+from tests.jobs.launched import make_environment, run_alone
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
@@ -23,7 +22,7 @@ DEADLINE_S = patience(15)
 CONFIG = "max_restarts = 10\nrestart_backoff_s = 0.0\n"
 
 
-def launch(work, *words, hosts, config=CONFIG):
+def launch(work, *words, hosts, cold=False, config=CONFIG):
     work.mkdir(exist_ok=True)
     (work / "job.toml").write_text(config)
     return PatientJob(
@@ -31,7 +30,7 @@ def launch(work, *words, hosts, config=CONFIG):
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", "2"],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment=make_environment(cold=cold),
     )
 
 
@@ -46,7 +45,7 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     place, undisturbed, tmp_path
 ):
     survivors = ("host-1", "host-2")
-    with launch(tmp_path, hosts=3, config=CONFIG + "digest_interval_steps = 1\n") as job:
+    with launch(tmp_path, hosts=3, cold=True, config=CONFIG + "digest_interval_steps = 1\n") as job:
         job.hold(place, ["host-0"], 6)
         job.wait_held(["host-0"], DEADLINE_S)
         for name in survivors:
@@ -125,7 +124,7 @@ def assert_compiled_once(events: Sequence[Event], hosts: Sequence[str]) -> None:
 
 def test_a_host_does_not_wait_for_the_compiler_of_a_host_that_was_killed(undisturbed, tmp_path):
     hosts = ("host-0", "host-1")
-    with launch(tmp_path, hosts=2) as job:
+    with launch(tmp_path, hosts=2, cold=True) as job:
         job.hold(FailPoint.BEFORE_COMPILE, hosts)
         held = job.wait_for("a host compiles", lambda: job.failpoints.list_held_hosts() or None, DEADLINE_S)
         compiles, waits = sorted(hosts, key=lambda host: host not in held)

@@ -1,7 +1,6 @@
 """The trainer with its state sharded over real hosts: the bits of a replicated state, and no host has all of it."""
 
 import contextlib
-import os
 import re
 
 import pytest
@@ -15,7 +14,7 @@ from tests.jobs.compiled_programs import (
     wait_compiled_ahead,
     wait_joining,
 )
-from tests.jobs.launched import run_alone
+from tests.jobs.launched import make_environment, run_alone
 from tests.support.agents import run_command
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
@@ -42,31 +41,21 @@ def complete(tmp_path_factory):
     return said_in(run_alone([str(JOB), str(work), "replicated"], DEADLINE_S))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Return a compilation cache for the tests that do not count what is compiled."""
-    return tmp_path_factory.mktemp("compile-cache")
-
-
-def launch(work, hosts, options=(), words=("sharded",), cache=None):
+def launch(work, hosts, options=(), words=("sharded",), cold=False):
     return PatientJob(
         [str(JOB), str(work), *words],
         num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "2", *options],
-        environment={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            **({"JAX_COMPILATION_CACHE_DIR": str(cache)} if cache is not None else {}),
-        },
+        environment=make_environment(cold=cold),
     )
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_shards(
-    hosts, complete, cache, tmp_path
+    hosts, complete, tmp_path
 ):
-    with launch(tmp_path, hosts, cache=cache) as job:
+    with launch(tmp_path, hosts) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = said_in(job.read_output())
     assert len(complete) == REPORTS + 1
@@ -81,10 +70,10 @@ def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT])
 def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(
-    place, complete, cache, tmp_path
+    place, complete, tmp_path
 ):
     (tmp_path / "job.toml").write_text(LEASE)
-    with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")], cache=cache) as job:
+    with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
         job.hold(place, ["host-1"], 5)
         job.wait_held(["host-1"], DEADLINE_S)
         job.kill(JobComponent.HOST, "host-1")
@@ -124,7 +113,7 @@ def worlds_of(num_hosts: int) -> list[str]:
 def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
     """Two hosts are joined by a third: a world of three is new."""
     stay = ["host-0", "host-1"]
-    with launch(tmp_path, 2) as job, contextlib.ExitStack() as ending:
+    with launch(tmp_path, 2, cold=True) as job, contextlib.ExitStack() as ending:
         with job.holding(FailPoint.BEFORE_REDUCE, ["host-0"], 5, DEADLINE_S):
             wait_compiled_ahead(job, stay, worlds_of(3), DEADLINE_S)
             command = [str(JOB), str(tmp_path), "sharded"]
@@ -140,7 +129,7 @@ def test_after_a_loss_nothing_is_compiled_by_the_others_and_no_devices_are_kept_
     complete, tmp_path
 ):
     stay = ["host-0", "host-2"]
-    with launch(tmp_path, 3) as job:
+    with launch(tmp_path, 3, cold=True) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 5)
         job.wait_held(["host-1"], DEADLINE_S)
         wait_compiled_ahead(job, stay, worlds_of(2), DEADLINE_S)
