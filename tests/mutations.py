@@ -23,7 +23,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from resilient_jax.cluster.child_process import bind_to_this_process
-from tests.conftest import CACHE
+from tests.support.compile_cache import CACHE
 from tests.support.paths import ROOT
 from tests.support.patience import patience
 
