@@ -11,7 +11,14 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.reference_runs import share_run
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, digest_leaves, is_training, read_final
+from tests.support.tiny_job import (
+    CONFIG_WITHOUT_STANDBYS,
+    TinyJob,
+    digest_leaves,
+    is_training,
+    read_final,
+    read_logs,
+)
 
 SCRIPT = SCRIPTS / "sharded.py"
 ALONE_TIMEOUT_S = patience(20)
@@ -65,33 +72,43 @@ class ShardedJob(TinyJob):
         return sorted(rows, key=lambda row: (row["generation"], row["step"]))
 
     def check_steps(self) -> None:
-        """Check that every step has the bits of an undisturbed run, and occurs once in a generation."""
-        by_step: dict[int, set[str]] = {}
-        for process, rows in self.logs().items():
-            for number in {row["generation"] for row in rows}:
-                steps = [row["step"] for row in rows if row["generation"] == number and not row["restored"]]
-                assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, (
-                    process,
-                    steps,
-                )
-            for row in rows:
-                by_step.setdefault(row["step"], set()).add(row["digest"])
-        total = max(by_step) + 1
-        assert sorted(set(by_step) - {-1}) == list(range(total)), "a step is missing"
-        alone = read_alone(total)
-        expected = {row["step"]: row["digest"] for row in alone}
-        for step, digests in by_step.items():
-            assert digests == {expected[step]}, f"step {step}: other bits"
-        for path in self.work.glob("final-*.npz"):
-            assert digest_leaves(read_final(path)) == expected[total - 1], (
-                f"{path}: other bits than after the last step"
+        check_shared_steps(self.work)
+
+
+def check_shared_steps(work: Path, devices: int = 2) -> None:
+    """Check that every step has the bits of an undisturbed run, occurs once in a generation, and was shared.
+
+    Args:
+        work: the folder where the hosts of the job wrote what they computed.
+        devices: of each host; they share a microbatch, so their number decides bits.
+    """
+    logs = read_logs(work)
+    by_step: dict[int, set[str]] = {}
+    for process, rows in logs.items():
+        for number in {row["generation"] for row in rows}:
+            steps = [row["step"] for row in rows if row["generation"] == number and not row["restored"]]
+            assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, (
+                process,
+                steps,
             )
-        shares = [row["bytes_here"] for rows in self.logs().values() for row in rows if "bytes_here" in row]
-        whole = next(row["bytes_here"] for row in alone if "bytes_here" in row) / 2
-        assert min(shares) < whole, "some host had less than everything"
+        for row in rows:
+            by_step.setdefault(row["step"], set()).add(row["digest"])
+    total = max(by_step) + 1
+    assert sorted(set(by_step) - {-1}) == list(range(total)), "a step is missing"
+    alone = read_alone(total, devices)
+    expected = {row["step"]: row["digest"] for row in alone}
+    for step, digests in by_step.items():
+        assert digests == {expected[step]}, f"step {step}: other bits"
+    for path in work.glob("final-*.npz"):
+        assert digest_leaves(read_final(path)) == expected[total - 1], (
+            f"{path}: other bits than after the last step"
+        )
+    shares = [row["bytes_here"] for rows in logs.values() for row in rows if "bytes_here" in row]
+    whole = next(row["bytes_here"] for row in alone if "bytes_here" in row) / 2
+    assert min(shares) < whole, "some host had less than everything"
 
 
-def read_alone(total: int) -> list[dict]:
+def read_alone(total: int, devices: int = 2) -> list[dict]:
     """Return the log of the same job on one undisturbed host, of at least so many steps."""
 
     def run(alone: Path, steps: int) -> None:
@@ -103,11 +120,11 @@ def read_alone(total: int) -> list[dict]:
             text=True,
             env={
                 **os.environ,
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
                 "JAX_PLATFORMS": "cpu",
             },
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-    (log,) = share_run((SCRIPT,), total, run).glob("steps-*.jsonl")
+    (log,) = share_run((SCRIPT, devices), total, run).glob("steps-*.jsonl")
     return [json.loads(line) for line in log.read_text().splitlines()]
