@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = find_tier(item.path)
         if tier is not None:
             item.add_marker(pytest.mark.timeout(patience(tier.longest_s)))
-    order_by_duration(items)
+    order_by_duration(items, is_one_process="PYTEST_XDIST_WORKER" not in os.environ)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -717,7 +717,7 @@ def try_mutation(copy: Path, mutation: Mutation) -> Verdict:
 
 
 def run_tests(copy: Path, tests: Sequence[str]) -> Verdict:
-    """Run tests of a copy until one fails."""
+    """Run tests of a copy until one fails, in one process: the shortest files begin."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, **CACHE, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     began_s = time.monotonic()

@@ -24,7 +24,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
 
 
 def lose_host(job: PipelinedJob, *, with_service: bool) -> tuple[Generation, Generation, list[Event]]:
-    """Kill a worker in a step, and wait until it is back.
+    """Kill a worker when both have done their tasks of a step but for its sum, and wait until it is back.
 
     Args:
         job: that runs.
@@ -36,7 +36,7 @@ def lose_host(job: PipelinedJob, *, with_service: bool) -> tuple[Generation, Gen
     job.wait_protected(HOSTS)
     before = job.wait_training(HOSTS).generation
     assert before is not None
-    job.hold(FailPoint.BEFORE_INPUT_GRADIENT, ["host-1"])
+    job.hold(FailPoint.BEFORE_REDUCE, ["host-0", "host-1"])
     job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
     if with_service:
         job.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)

@@ -24,6 +24,7 @@ HOSTS, STAGES = 4, 2
 STAGE = "host-1"
 HANGS_ARE_FOUND = f"""{CONFIG_WITHOUT_STANDBYS}
 hang_timeout_s = 5.0
+user_code_timeout_s = 10.0
 heartbeat_timeout_s = 8.0
 quiesce_timeout_s = 3.0
 """

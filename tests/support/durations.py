@@ -1,4 +1,4 @@
-"""What each file of tests took last, so that the longest begin first and all cores end together."""
+"""What each file of tests took last: over several processes the longest begin first, so that all cores end together."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,14 @@ def write_durations(seconds: Mapping[str, float]) -> None:
     FILE.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def order_by_duration(items: list[pytest.Item]) -> None:
-    """Sort tests by what their file takes; those of a file stay in their order."""
+def order_by_duration(items: list[pytest.Item], *, is_one_process: bool) -> None:
+    """Sort tests by what their file takes; those of a file stay in their order.
+
+    Args:
+        items: the tests.
+        is_one_process: the shortest begin, then, so that what fails is soon seen.
+    """
     seconds = read_durations()
-    items.sort(key=lambda item: -seconds.get(str(item.path.relative_to(ROOT)), 0.0))
+    items.sort(
+        key=lambda item: seconds.get(str(item.path.relative_to(ROOT)), 0.0), reverse=not is_one_process
+    )
