@@ -281,3 +281,17 @@ def test_a_lease_ends_exactly_at_its_deadline():
 def test_a_compare_with_the_wrong_type_is_refused(target, value):
     with pytest.raises(ValueError, match=f"a comparison of {target}"):
         Compare("a", target, CompareOperator.EQUAL, value)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_a_transaction_is_done_if_all_of_its_conditions_hold(first, second):
+    machine = new_machine()
+    machine.transaction([], [PutOp("a", b"1", NO_LEASE), PutOp("b", b"1", NO_LEASE)])
+    compares = [
+        Compare(key, CompareTarget.VERSION, CompareOperator.EQUAL, version)
+        for key, version in (("a", first), ("b", second))
+    ]
+    result = machine.transaction(compares, [PutOp("c", b"done", NO_LEASE)])
+    assert result.succeeded is (first == second == 1)
+    found = machine.range("c")
+    assert bool(found) is result.succeeded
