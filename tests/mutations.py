@@ -734,13 +734,12 @@ def run_tests(copy: Path, tests: Sequence[str]) -> Verdict:
     except subprocess.TimeoutExpired:
         return Verdict(True, "they hang", time.monotonic() - began_s)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    by = (
-        failed[0]
-        if failed
-        else "nothing"
-        if done.returncode == 0
-        else done.stdout[-300:] + done.stderr[-300:]
-    )
+    if failed:
+        by = failed[0]
+    elif done.returncode == 0:
+        by = "nothing"
+    else:  # the mutation ended pytest itself
+        by = f"pytest ended with code {done.returncode}: {(done.stdout + done.stderr)[-300:].strip()}"
     return Verdict(done.returncode != 0, by, time.monotonic() - began_s)
 
 
