@@ -521,10 +521,10 @@ MUTATIONS: Final = (
     # The order of a commit, and what begins a generation.
     Mutation(
         "commit",
-        "worker/session.py",
-        "        self._restored = None\n        self.committed.contributions.clear()\n",
-        "        self._restored = None\n",
-        "sums of a step that is committed are added to the next",
+        "step/reducer.py",
+        "if kept is None or kept.spec != spec:",
+        "if kept is None:",
+        "what is done of one step counts for another",
     ),
     Mutation(
         "commit",

@@ -185,6 +185,10 @@ def test_the_norm_does_not_depend_on_which_host_has_which_unit():
     ]
     assert tables[0] == tables[1]
     assert tables[0].loss == 3.0
+    # Next to the first unit each of the others is too small to be added alone; together they are not.
+    large, *small = units = [(0, 2.0**30, b"x"), *((number, 60.0, b"y") for number in range(1, 9))]
+    norms = [make_table(found).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
+    assert norms[0] == norms[1]
     assert make_table({A: rows(), B: rows(misfits=(4,))}).misfits == (4,)
 
 

@@ -83,6 +83,40 @@ def test_an_accumulation_that_failed_may_be_repeated_in_the_same_step(reduction)
         accumulate()
 
 
+def test_what_was_accumulated_of_a_step_counts_for_that_step_alone():
+    """The job may go back: its state is lost, and the newest checkpoint is of an earlier step."""
+    committed, computed = CommittedState(), []
+
+    def compute(microbatch):
+        if microbatch.step == 5 and microbatch.index == 2:
+            raise OSError("the storage is away")
+        computed.append((microbatch.step, microbatch.index))
+        return jnp.float32(microbatch.step)
+
+    def accumulate(first_step):
+        world = make_world(committed=committed)
+        world.resume_at(first_step)
+        next(world.steps(8))
+        return world.accumulate_microbatches(4, compute, jnp.zeros(()))
+
+    with pytest.raises(OSError, match="away"):
+        accumulate(5)
+    assert accumulate(4) == 4 * 4.0
+    assert computed == [(5, 0), (5, 1), (4, 0), (4, 1), (4, 2), (4, 3)]
+
+
+def test_only_a_state_that_has_just_been_committed_is_snapshotted():
+    alone = make_world()
+    state = alone.restore_or_init(lambda: {"w": jnp.zeros(())})
+    with pytest.raises(StateError, match="no step had been committed just before"):
+        alone.snapshot(state)
+    for _ in alone.steps(2):
+        with pytest.raises(StateError, match=r"call it after world\.commit"):
+            alone.snapshot(state)
+        alone.commit(state)
+        alone.snapshot(state)
+
+
 def test_an_accumulation_outside_of_a_step_is_refused():
     with pytest.raises(CallerError, match=r"found a call outside of `for step in world\.steps"):
         make_world().accumulate_microbatches(1, lambda _: jnp.zeros(()), jnp.zeros(()))
