@@ -51,7 +51,7 @@ def launch(work, hosts, options=(), words=("sharded",), cold=False):
     )
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_shards(
     hosts, complete, tmp_path
 ):
