@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 FOLDER = "REFERENCE_RUNS_DIR"
-"""The environment variable that names the folder of these runs; the conftest.py of the e2e tests sets it."""
+"""The environment variable that names the folder of these runs; `conftest.py` sets it."""
 SHARED_STEPS = 200
 """A run has a multiple of so many steps, so that later tests can share it."""
 FEW_STEPS = 40

@@ -58,8 +58,8 @@ store_timeout_s = 30.0
 WITHOUT_STANDBYS = 'standby = "off"\n'
 CONFIG_WITHOUT_STANDBYS = f"{CONFIG}{WITHOUT_STANDBYS}"
 """For most jobs, whose workers are forked: to import everything in each process is most of what a test of some seconds
-costs. With standbys, and workers that are processes of their own as on a pod, run test_standby_e2e, test_rejoin_e2e,
-test_replace_e2e and SIGKILL in the kill matrix."""
+costs. With standbys, and workers that are processes of their own as on a pod, run test_standby, test_rejoin,
+test_replace and SIGKILL in the kill matrix."""
 
 
 def protect(config: str, interval_steps: int) -> str:
