@@ -79,6 +79,7 @@ def main() -> int:
     )
     parser.add_argument("--said-by", default="", help="the command that a person typed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pytest and its processes end, too
     REPORTS.mkdir(parents=True, exist_ok=True)
     drop_old_programs()
     seed = arguments.seed if arguments.seed is not None else random.randrange(2**31)
@@ -98,10 +99,15 @@ def main() -> int:
     if arguments.full and failed:
         with SEEDS.open("a") as file:
             print(f"{time.strftime('%Y-%m-%d %H:%M')} --seed {seed}: {', '.join(failed)}", file=file)
-    return int(any(outcome.code not in (0, NOTHING_COLLECTED) for outcome in outcomes))
+    return int(not all(map(is_green, outcomes)))
 
 
-NOTHING_COLLECTED: Final = 5
+TESTS_FAILED: Final = 1
+
+
+def is_green(outcome: Outcome) -> bool:
+    """Return whether all tests of a tier passed, and there were some."""
+    return outcome.code == 0
 
 
 def count_workers(tier: Tier) -> int:
@@ -149,9 +155,9 @@ def run_watched(command: Sequence[str]) -> int:
             time.sleep(0.1)
         sys.stdout.buffer.write(process.stdout.read() or b"")
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        end_group(process)
-        raise
+    finally:
+        if process.poll() is None:
+            end_group(process)
     return process.returncode
 
 
@@ -204,17 +210,19 @@ def report(outcomes: Sequence[Outcome], took_s: float, slow: float, said_by: str
     for outcome in outcomes:
         for name in outcome.failed:
             print(f"FAILED {name}")
-    is_green = all(outcome.code in (0, NOTHING_COLLECTED) for outcome in outcomes)
     cores = len(os.sched_getaffinity(0))
+    result = "all green" if all(map(is_green, outcomes)) else "NOT GREEN"
     print(
-        f"\n{'all green' if is_green else 'NOT GREEN'}: {took_s / 60:.1f} minutes on {cores} cores, "
+        f"\n{result}: {took_s / 60:.1f} minutes on {cores} cores, "
         f"{slow:.1f} times as slow as an idle machine when it began"
     )
     if said_by in NEXT:
         print(f"next: {NEXT[said_by]}")
     # As pytest ends: what reads logs looks for such a line.
     total = sum((outcome.cases for outcome in outcomes), Counter())
-    order = ("failed", "passed", "skipped")
+    # Of a tier that was ended, or could not begin, no case has failed.
+    total["error"] = sum(not is_green(outcome) and outcome.code != TESTS_FAILED for outcome in outcomes)
+    order = ("failed", "error", "passed", "skipped")
     counts = ", ".join(f"{total[kind]} {kind}" for kind in order if total[kind])
     print(f"===== {counts or 'no tests ran'} in {took_s:.2f}s =====", flush=True)
 

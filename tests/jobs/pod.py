@@ -47,6 +47,7 @@ class Pod:
         script: Path = SCRIPT,
         words: Sequence[str] = (),
         config: str = CONFIG_WITHOUT_STANDBYS,
+        patience_s: float = RECOVERY_S,
     ) -> None:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
@@ -56,6 +57,7 @@ class Pod:
         self._num_hosts = num_hosts or len(sites)
         self._script = script
         self._words = tuple(words)
+        self.patience_s = patience_s
         (work / "job.toml").write_text(config)
 
     def __enter__(self) -> "Pod":
@@ -98,7 +100,7 @@ class Pod:
 
     def wait_training(self, hosts: int, after_generation: int = 0) -> JobReport:
         """Wait until so many hosts train together and have finished a step; return the job's report."""
-        deadline = Deadline(RECOVERY_S)
+        deadline = Deadline(self.patience_s)
         while True:
             report = self.report()
             if report is not None and is_training(report, hosts, after_generation):
@@ -129,7 +131,7 @@ class Pod:
     def end(self) -> None:
         """Let the job end."""
         (self.work / "stop").write_text(str(self.step() + 20))
-        codes = {host: agent.wait(RECOVERY_S) for host, agent in self.agents.items()}
+        codes = {host: agent.wait(self.patience_s) for host, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self.output()}"
 
 
@@ -148,4 +150,4 @@ def may_build_networks() -> str | None:
 def wait_steps(pod: Pod, count: int) -> None:
     """Wait until so many more steps are committed."""
     goal = pod.step() + count
-    wait_until(f"step {goal}", lambda: pod.step() >= goal, RECOVERY_S)
+    wait_until(f"step {goal}", lambda: pod.step() >= goal, pod.patience_s)

@@ -16,15 +16,9 @@ from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAct
 from resilient_jax.telemetry.event_log import read_events
 from tests.support.agents import run_command
 from tests.support.patience import wait_until
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
+from tests.support.tiny_job import HANGS_ARE_NAMED, ONE_DEVICE, RECOVERY_S, TinyJob
 
 HOSTS = 3
-QUICK = f"""{CONFIG_WITHOUT_STANDBYS}
-hang_timeout_s = 5.0
-user_code_timeout_s = 10.0
-heartbeat_timeout_s = 8.0
-quiesce_timeout_s = 3.0
-"""
 AHEAD = 30
 """Steps from now at which a worker is to hang: it has read some of them ahead."""
 
@@ -32,7 +26,7 @@ AHEAD = 30
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
     """Yield the job that the tests below break, one after the other; check its invariants after them."""
-    with TinyJob(tmp_path_factory.mktemp("hangs"), HOSTS, QUICK, ONE_DEVICE) as job:
+    with TinyJob(tmp_path_factory.mktemp("hangs"), HOSTS, HANGS_ARE_NAMED, ONE_DEVICE) as job:
         yield job
         job.finish()
 

@@ -13,7 +13,7 @@ from tests.jobs.pod import Pod, loopback_sites, wait_steps
 from tests.support import pipelined_job, sharded_job
 from tests.support.agents import served_store
 from tests.support.kills import generation_of
-from tests.support.pipelined_job import check_units
+from tests.support.pipelined_job import PATIENCE_S, check_units
 from tests.support.sharded_job import check_shared_steps
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
 
@@ -44,7 +44,15 @@ def test_a_state_fits_on_the_last_device_and_is_shared_again(
     config = f"{CONFIG_WITHOUT_STANDBYS}snapshot_parity = 1\n"
     with (
         served_store() as store,
-        Pod(tmp_path, store, loopback_sites(HOSTS), script=script, words=words, config=config) as pod,
+        Pod(
+            tmp_path,
+            store,
+            loopback_sites(HOSTS),
+            script=script,
+            words=words,
+            config=config,
+            patience_s=PATIENCE_S,
+        ) as pod,
     ):
         report = pod.wait_training(HOSTS)
         left = [host for host in pod.agents if host != report.leader]

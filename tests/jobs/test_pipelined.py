@@ -147,6 +147,7 @@ def test_an_update_waits_for_a_snapshot_of_the_arrays_that_it_deletes(broken: Pi
         lambda e: e.kind in kinds and e.host == "host-1" and e.detail.get("step") == step,
         broken.patience_s,
     )
+    assert "host-1" in broken.job.failpoints.list_held_hosts("slow copy"), "the order came too late"
     broken.job.failpoints.release("slow copy")
     assert "donated" not in str(found.detail.get("reason", ""))
 
@@ -191,7 +192,7 @@ def test_what_survivors_had_done_of_the_step_is_kept(broken: PipelinedJob) -> No
 
 
 def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage_or_a_world(
-    broken: PipelinedJob,
+    broken: PipelinedJob, request: pytest.FixtureRequest
 ) -> None:
     for process, rows in broken.logs().items():
         steps = [row["step"] for row in rows]
@@ -199,7 +200,8 @@ def test_no_step_is_done_again_and_no_snapshot_is_read_after_the_loss_of_a_stage
     kinds = [e.kind for e in broken.job.read_events()]
     assert EventKind.SNAPSHOT_RESTORED not in kinds
     # Of the three that are left, and when the fourth is back; a worker that dies has recorded it, too.
-    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(PLACES) + 2) * (HOSTS - 1)
+    killed_at = PLACES if request.config.getoption("--full") else IN_MAKE_TEST_JOBS
+    assert kinds.count(EventKind.PIPELINE_STATE_KEPT) >= (len(killed_at) + 1) * (HOSTS - 1)
 
 
 def test_hosts_that_came_back_had_their_blocks_before_and_nothing_moved(broken: PipelinedJob) -> None:

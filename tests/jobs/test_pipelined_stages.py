@@ -1,4 +1,4 @@
-"""A stage that does not die but stands still: it is stopped, hangs, or is cut off. The others finish the step.
+"""A stage that does not die but stands still: it is stopped, hangs, or is cut off. Training goes on with the same bits.
 
 That a stage is starved of its processor is in test_pipelined.py.
 """
@@ -17,24 +17,18 @@ from tests.jobs.pod import Pod, may_build_networks, wait_steps
 from tests.support.agents import served_store
 from tests.support.kills import generation_of
 from tests.support.patience import NEVER_S
-from tests.support.pipelined_job import SCRIPT, PipelinedJob, check_units
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
+from tests.support.pipelined_job import PATIENCE_S, SCRIPT, PipelinedJob, check_units
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, HANGS_ARE_NAMED
 
 HOSTS, STAGES = 4, 2
 STAGE = "host-1"
-HANGS_ARE_FOUND = f"""{CONFIG_WITHOUT_STANDBYS}
-hang_timeout_s = 5.0
-user_code_timeout_s = 10.0
-heartbeat_timeout_s = 8.0
-quiesce_timeout_s = 3.0
-"""
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
     """Yield a running job; compare its bits with those of an undisturbed run when all tests are done."""
     work = tmp_path_factory.mktemp("stages")
-    with PipelinedJob(work, HOSTS, STAGES, parity=2, config=HANGS_ARE_FOUND) as pipelined:
+    with PipelinedJob(work, HOSTS, STAGES, parity=2, config=HANGS_ARE_NAMED) as pipelined:
         yield pipelined
         pipelined.finish(more_steps=5)
 
@@ -80,7 +74,15 @@ def test_a_stage_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     with (
         build_network(HOSTS) as network,
         served_store(f"{network.gateway}:0") as store,
-        Pod(tmp_path, store, network.sites(), script=SCRIPT, words=[str(STAGES)], config=config) as pod,
+        Pod(
+            tmp_path,
+            store,
+            network.sites(),
+            script=SCRIPT,
+            words=[str(STAGES)],
+            config=config,
+            patience_s=PATIENCE_S,
+        ) as pod,
     ):
         before = generation_of(pod.wait_training(HOSTS)).number
         mend = network.cut_link(STAGE)

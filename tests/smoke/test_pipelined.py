@@ -29,9 +29,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
     ],
     ids=["a stage", "both holders of its blocks"],
 )
-def test_the_step_is_finished(
-    part: JobComponent, hosts: list[str], place: FailPoint, job: PipelinedJob
-) -> None:
+def test_no_bit_is_lost(part: JobComponent, hosts: list[str], place: FailPoint, job: PipelinedJob) -> None:
     job.wait_protected(HOSTS)
     before = generation_of(job.wait_training(HOSTS)).number
     job.hold(place, hosts)

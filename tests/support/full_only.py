@@ -1,4 +1,4 @@
-"""Cases that only `make test-all` runs, of a product whose every member has a few representatives in `make test`."""
+"""Cases that only `make test-all` runs, of a product of which `make test` or `make test-jobs` run a choice."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -13,7 +13,7 @@ def full_but(cases: Iterable[Case], quick: Callable[[Case], bool]) -> list[objec
 
     Args:
         cases: all of them; a tuple has the values of several parameters.
-        quick: whether a case is in `make test`, too.
+        quick: whether a case is in the other commands, too.
     """
     return [case if quick(case) else _mark(case) for case in cases]
 

@@ -54,13 +54,18 @@ class _Slowness:
     """The largest slowness that this process has measured so far: what was slow once may be so again."""
 
     def __init__(self) -> None:
-        self._largest = 0.0
+        self._largest = self._first = 0.0
 
     def read(self) -> float:
         return self._largest or self.measure()
 
+    def read_first(self) -> float:
+        self.read()
+        return self._first
+
     def measure(self) -> float:
         self._largest = max(self._largest, measure_slowness())
+        self._first = self._first or self._largest
         return self._largest
 
 
@@ -78,16 +83,18 @@ def patience(idle_s: float) -> float:
 
 
 class Deadline:
-    """The end of a wait; it moves on when the machine turns out to be slower than when the wait began.
+    """The end of a wait; it moves on when the machine turns out to be slower than it was found to be at first.
 
     Args:
-        timeout_s: of the wait, by `patience`; None: what is waited for takes `USUAL_S`.
+        timeout_s: of the wait, by `patience`; None: what is waited for takes `USUAL_S`. Most are constants of modules,
+            made when the process had measured once: so it counts from that measurement, also if a wait before this
+            one has found the machine slower.
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._began_s = time.monotonic()
         self._timeout_s = patience(USUAL_S) if timeout_s is None else timeout_s
-        self._slowness = slowness()
+        self._slowness = slowness() if timeout_s is None else _slowness.read_first()
 
     @property
     def waited_s(self) -> float:

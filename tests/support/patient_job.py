@@ -1,6 +1,6 @@
 """A real job that tests observe and break: its waits end later where the machine turns out to be slow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from resilient_jax.chaos.local_job import LocalJob
@@ -28,6 +28,16 @@ class PatientJob(LocalJob):
             except JobTimeout:
                 if deadline.find_rest_s() == 0:
                     raise
+
+    def arrives(self, hosts: Sequence[str], seconds: float) -> bool:
+        """Return whether all of these hosts are held within so many seconds, which nothing makes longer."""
+        try:
+            super().wait_for(
+                "hosts", lambda: self.failpoints.list_held_hosts() >= set(hosts) or None, seconds
+            )
+        except JobTimeout:
+            return False
+        return True
 
     def wait(self, timeout_s: float = 0.0) -> int:
         """Wait for the end of the job, and return its exit code."""

@@ -162,7 +162,7 @@ def test_a_child_that_cannot_be_watched_is_ended() -> None:
             patch.setattr(os, "pidfd_open", refuse)
             with pytest.raises(OSError, match="Too many open files"):
                 SpawnedProcess([sys.executable, "-c", "import time; time.sleep(60)"])
-        wait_until("the child's end", lambda: children() == [], 10.0)
+        wait_until("the child's end", lambda: children() == [])
 
     asyncio.run(start())
 

@@ -1,7 +1,9 @@
 """What `launch` and `agent` refuse before they start anything: with what was found, what was expected, and where."""
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +28,21 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+look_up = socket.getaddrinfo
+
+
+def find_no_name(host: str, *arguments: Any, **options: Any) -> Any:
+    """Find addresses that are written in numbers alone, as a resolver does that knows no name; ask none."""
+    if host and not host[0].isdigit():
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return look_up(host, *arguments, **options)
+
+
 @pytest.fixture
 def refusal(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Return what runs a command that must refuse, and returns its output."""
     monkeypatch.setenv(TOKEN_VARIABLE, "a token")
+    monkeypatch.setattr(socket, "getaddrinfo", find_no_name)
 
     def run(arguments: Sequence[str]) -> str:
         monkeypatch.setattr("sys.argv", ["resilient-jax", *arguments])
@@ -150,7 +163,6 @@ def test_an_invalid_address_is_refused(store: str, refusal: Refusal) -> None:
 def test_an_agent_refuses(
     option: str, value: str, words: str, work: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "a token")
     output = refusal(["agent", *AGENT, "--address", "127.0.0.1", option, value, IDLE])
     assert output.startswith(f"resilient-jax: {words}"), output
     assert not (work / "host-a").exists(), "refused before anything is made"

@@ -1,4 +1,4 @@
-"""The rules of the suite, of which `tests/README.md` says why: what no test may do."""
+"""The rules of the suite, that `tests/README.md` lists: what no test may do."""
 
 import ast
 import importlib
@@ -19,11 +19,11 @@ CLOCKS = frozenset({"monotonic", "perf_counter", "time"})
 WAITS = frozenset({"wait", "join", "result", "communicate", "timeout", "wait_for", "run", "check_output"})
 """Functions whose first argument, or `timeout`, is how long they wait."""
 FIRST_IS_A_TIMEOUT = frozenset({"wait", "join", "result", "timeout"})
+LAST_IS_A_TIMEOUT = frozenset(
+    {"wait_until", "wait_event", "wait_report", "wait_held", "wait_said", "wait_for"}
+)
 LONGEST_LITERAL_S = 1.0
 """A shorter wait shows that something does not happen; what is waited for gets `patience`."""
-COMMAND_LINE = TESTS / "run.py"
-"""Measures what the tiers take."""
-FIXTURES = frozenset({"conftest.py", "run.py", "mutations.py"})
 
 SOURCES = {
     path: ast.parse(path.read_text())
@@ -103,7 +103,10 @@ def waits_for_a_fixed_time(tree: ast.Module) -> Iterator[ast.expr]:
                 if name in WAITS
                 else []
             )
+            if name in LAST_IS_A_TIMEOUT:
+                given += [keyword.value for keyword in node.keywords if keyword.arg == "timeout_s"]
             given += node.args[:1] if name in FIRST_IS_A_TIMEOUT else []
+            given += node.args[1:][-1:] if name in LAST_IS_A_TIMEOUT else []
             if any(map(is_fixed, given)):
                 yield node
 
@@ -165,6 +168,9 @@ def test_no_test_breaks_a_rule(rule) -> None:
         ("patience is the only source of deadlines", "LONG_S = 20\nprocess.wait(timeout=LONG_S)"),
         ("patience is the only source of deadlines", "thread.join(10.0)"),
         ("patience is the only source of deadlines", "asyncio.timeout(5)"),
+        ("patience is the only source of deadlines", "asyncio.wait_for(end, 30)"),
+        ("patience is the only source of deadlines", "wait_until('it ends', has_ended, 10.0)"),
+        ("patience is the only source of deadlines", "job.wait_event('it ends', is_end, timeout_s=10.0)"),
         ("no sleep in place of a wait", "time.sleep(3)"),
         ("profiles say how many examples", "settings(max_examples=500)"),
         ("tiers say how long a test may take", "pytestmark = pytest.mark.timeout(30)"),
