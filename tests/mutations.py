@@ -181,6 +181,13 @@ MUTATIONS: Final = (
     ),
     # The leader's fence.
     Mutation(
+        "membership",
+        "membership/recovery_decision.py",
+        "        and is_wait_over(state, now)\n",
+        "",
+        "axes are kept for no time at all",
+    ),
+    Mutation(
         "leader",
         "cluster/leader.py",
         "                Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token),\n",

@@ -359,6 +359,17 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
     assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
 
 
+def test_axes_are_kept_for_as_long_as_was_decided_and_no_longer():
+    job = lose(30.0)
+    job.form()
+    job.train(7)
+    wait_s = decided(job).wait_s
+    job.pass_time(0.99 * wait_s)
+    assert job.generation.phase is GenerationPhase.ACTIVE
+    job.pass_time(0.02 * wait_s)
+    assert job.generation.phase is GenerationPhase.PAUSE
+
+
 FITTED = (("matrix_efficiency", 0.3),)
 
 
