@@ -1,9 +1,10 @@
-"""However a job ends, it leaves nothing behind: no process, no contact file."""
+"""However a job ends, it leaves nothing behind: no process, no contact file, no shared memory."""
 
 import contextlib
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ FORMING_S = 8.0
 SHORT_FORMING = CONFIG.replace("forming_timeout_s = 20.0", f"forming_timeout_s = {FORMING_S}")
 """For tests that wait until an agent no longer listens for the workers of a world that was left."""
 assert SHORT_FORMING != CONFIG
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_memory_stays() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    wait_until("the end of shared memory", lambda: set(os.listdir("/dev/shm")) <= before)
 
 
 def last_steps(tiny: TinyJob) -> set[int]:
