@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory):
     return run_alone([str(JOB), str(tmp_path_factory.mktemp("alone"))], DEADLINE_S).strip()
 
 
-@pytest.mark.parametrize("abort", ["interrupt", "replace"])
+@pytest.mark.parametrize("abort", ["interrupt", pytest.param("replace", marks=pytest.mark.full)])
 def test_a_host_that_computes_wrongly_is_taken_out_and_the_job_goes_back_to_what_it_has_not_touched(
     undisturbed, tmp_path, abort
 ):

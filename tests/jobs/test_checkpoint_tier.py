@@ -75,7 +75,9 @@ def kill_at_once(job, victims):
 
 
 @pytest.mark.parametrize(
-    "victims", [("host-1", "host-2"), ("host-0", "host-1", "host-2")], ids=["two of three", "all"]
+    "victims",
+    [pytest.param(("host-1", "host-2"), marks=pytest.mark.full), ("host-0", "host-1", "host-2")],
+    ids=["two of three", "all"],
 )
 def test_after_more_lost_hosts_than_parity_training_resumes_from_the_checkpoint_bit_for_bit(
     victims, undisturbed, tmp_path

@@ -71,6 +71,7 @@ def test_a_stage_is_kept_for_a_worker_that_comes_back_and_no_block_moves_between
     assert got == {host}, "the one that is back, and it alone"
 
 
+@pytest.mark.full
 def test_the_blocks_of_three_hosts_that_are_gone_are_copied_while_the_others_train(tmp_path: Path) -> None:
     hosts = HOSTS + STAGES
     with PipelinedJob(

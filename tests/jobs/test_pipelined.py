@@ -19,8 +19,9 @@ from tests.support.full_only import full_but
 from tests.support.pipelined_job import UNITS, PipelinedJob, read_restored, read_steps
 
 HOSTS, STAGES = 4, 2
-SLOW_SHARE = 0.05
-"""Of a core. With more of it, the few microbatches that are left to the host would fit into its quota again."""
+SLOW_SHARE, NAMED_SHARE = 0.1, 0.05
+"""Of a core. A host that is to be named needs less: the few microbatches that are left to it would fit into its quota
+again."""
 LEARNED_STEPS = 66
 """Twenty steps to learn from, and the rest to be wrong about a healthy host."""
 SLOW_COPY_S = 1.5
@@ -66,7 +67,7 @@ def test_a_slow_stage_is_named_and_its_replica_gets_fewer_microbatches(broken: P
     Where other tests need the processor, too, the few microbatches that are left to the host may take it no longer
     than those of the others take them: then it is no slow host any more.
     """
-    with starved(broken, named_before=set()):
+    with starved(broken, NAMED_SHARE, named_before=set()):
         named = broken.job.wait_event(
             "a slow host", lambda e: e.kind is EventKind.HOST_SLOW, broken.patience_s
         )
@@ -78,14 +79,15 @@ def test_a_slow_stage_is_named_and_its_replica_gets_fewer_microbatches(broken: P
 def test_the_replica_of_a_starved_stage_gets_fewer_microbatches(
     broken: PipelinedJob, request: pytest.FixtureRequest
 ) -> None:
-    with starved(broken, named_before={"host-1"} if request.config.getoption("--full") else set()):
+    named_before = {"host-1"} if request.config.getoption("--full") else set()
+    with starved(broken, SLOW_SHARE, named_before=named_before):
         shares = broken.job.wait_event("other shares", is_less_for_the_first_replica, broken.patience_s)
     assert float(shares.detail["after_s"]) < float(shares.detail["before_s"])
     assert find_named(broken) <= {"host-1"}
 
 
 @contextlib.contextmanager
-def starved(broken: PipelinedJob, named_before: set[str]) -> Iterator[None]:
+def starved(broken: PipelinedJob, share: float, named_before: set[str]) -> Iterator[None]:
     """Give the worker of a stage little of a processor, after steps in which nobody was slow."""
     hurry = broken.work / "hurry"
     hurry.touch()  # steps with pauses would need less of a processor than the quota allows
@@ -94,7 +96,7 @@ def starved(broken: PipelinedJob, named_before: set[str]) -> Iterator[None]:
     )
     assert find_named(broken) == named_before
     (pid,) = find_pids(broken.read_report(), JobComponent.WORKER, "host-1")
-    lift = limit_cpu(pid, SLOW_SHARE)
+    lift = limit_cpu(pid, share)
     try:
         yield
     finally:
@@ -264,7 +266,8 @@ def test_a_host_that_is_drained_leaves_when_others_have_copies_of_its_blocks(bro
     broken.wait_protected(HOSTS, after_generation=after.number)
 
 
-@pytest.mark.parametrize("victim", ["host-0", pytest.param("host-3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["host-0", "host-3"])
 def test_any_host_may_die_while_blocks_are_copied_before_another_leaves(
     victim: str, broken: PipelinedJob
 ) -> None:

@@ -162,6 +162,7 @@ def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
     assert os.sched_getscheduler(standby.pid) == os.SCHED_OTHER
 
 
+@pytest.mark.full
 def test_a_worker_whose_standby_is_gone_leaves_its_place_to_the_spare_and_spares_when_it_is_back(
     shared: TinyJob,
 ) -> None:

@@ -40,7 +40,9 @@ def undisturbed(tmp_path_factory):
     return run_alone([str(JOB), str(tmp_path_factory.mktemp("alone"))], DEADLINE_S).strip()
 
 
-@pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.AFTER_COMMIT])
+@pytest.mark.parametrize(
+    "place", [pytest.param(FailPoint.BEFORE_REDUCE, marks=pytest.mark.full), FailPoint.AFTER_COMMIT]
+)
 def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_compiled(
     place, undisturbed, tmp_path
 ):

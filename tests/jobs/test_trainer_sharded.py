@@ -84,6 +84,7 @@ def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_
     assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)
 
 
+@pytest.mark.full
 def test_a_host_that_loses_a_device_goes_on_with_equal_bits(tmp_path):
     (tmp_path / "alone").mkdir()
     expected = said_in(run_alone([str(JOB), str(tmp_path / "alone"), "replicated", "each"], DEADLINE_S))
