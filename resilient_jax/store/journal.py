@@ -2,11 +2,16 @@
 
 A file of frames. The first one has all keys and leases as of a revision, each other one what changed in one group of
 changes, which is read completely or not at all. A frame is on the disk (fdatasync) before its changes are confirmed to
-the client that made them, and before a watcher sees them. A last frame that is incomplete was not confirmed, and is
-dropped; damage anywhere else is an error.
+the client that made them, and before a watcher sees them. So only the last frame can be torn by the end of a process
+or a machine: it was not confirmed, and is overwritten by the next one. All else that does not fit is damage, and an
+error: a shorter history would be another one.
 """
 
 import asyncio
+import contextlib
+import errno
+import fcntl
+import itertools
 import os
 import struct
 import zlib
@@ -21,12 +26,19 @@ from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.store.interface import KeyValue, WatchEvent
 
-MAGIC: Final = b"resilient_jax store journal 1\n"
+MAGIC: Final = b"resilient_jax store journal 2\n"
 REWRITE_FACTOR: Final = 8
 MIN_REWRITE_BYTES: Final = 4 * 1024 * 1024
 """The journal is written anew when it is so large, and so many times as large as the keys and leases in it."""
-_HEADER: Final = struct.Struct("<II")
-"""Of a frame: length and CRC-32 of what follows."""
+_LENGTH: Final = struct.Struct("<II")
+"""Of a frame's body: its length, and CRC-32."""
+_CHECKSUM: Final = struct.Struct("<I")
+"""CRC-32 of what stands before it: a wrong length leads nowhere."""
+_HEADER_BYTES: Final = _LENGTH.size + _CHECKSUM.size
+SECTOR_BYTES: Final = 512
+"""A disk writes so much or nothing. What was not written of a file that had become longer is read as zeros."""
+WITHOUT_LOCKS: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""Some network file systems have no locks of files."""
 
 
 class StoreImage(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
@@ -73,13 +85,13 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[JournalRecord])
 
 
 class StoreJournal:
-    """The file; one process at a time writes it."""
+    """The file, locked for as long as it is open: one process at a time reads and writes it."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path = path
         self._descriptor = descriptor
         self._size = size
-        """Of the frames that are complete; what a failed write has left behind them is overwritten."""
+        """Of the frames that are complete; what a torn write has left behind them is cut off by the next one."""
         self._image_bytes = 0
         self._pending: list[JournalRecord] = []
         self._appended = 0
@@ -99,18 +111,25 @@ class StoreJournal:
 
         Raises:
             LogUnwritable: the file cannot be created or written.
-            OperatorError: it is damaged, or no journal.
+            OperatorError: it is damaged, no journal, or another process has it.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            content = path.read_bytes()
+            descriptor = _open_locked(path)
+        except BlockingIOError as error:
+            raise OperatorError(
+                f"the journal {path} of the store belongs to another process that runs; expected one process that "
+                "serves this store. Start this agent without --serve-store, or choose another folder with --run-dir"
+            ) from error
         except OSError as error:
             raise LogUnwritable(
                 f"the journal {path} of the store cannot be opened: {error.strerror}; expected a file that this user "
                 "may write. Choose another folder with --run-dir"
             ) from error
-        records, size = _read_frames(content, path)
-        os.ftruncate(descriptor, size)
+        try:
+            records, size = _read_frames(_read_all(descriptor), path)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(path, descriptor, size), records
 
     def begin(self, image: StoreImage) -> None:
@@ -175,6 +194,8 @@ class StoreJournal:
 
     def _write(self, records: list[JournalRecord]) -> None:
         frame = _encode_frame(records)
+        # What a torn write has left would follow a shorter frame as one that is damaged.
+        os.ftruncate(self._descriptor, self._size)
         _write_all(self._descriptor, frame, self._size)
         os.fdatasync(self._descriptor)
         self._size += len(frame)
@@ -185,6 +206,7 @@ class StoreJournal:
         content = MAGIC + _encode_frame([image])
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
+            _lock(descriptor)
             _write_all(descriptor, content, 0)
             os.fsync(descriptor)
             unfinished.replace(self.path)
@@ -205,16 +227,22 @@ def _read_frames(content: bytes, path: Path) -> tuple[list[JournalRecord], int]:
     records: list[JournalRecord] = []
     position = len(MAGIC)
     while position < len(content):
-        if position + _HEADER.size > len(content) or not any(content[position:]):
+        begin = position + _HEADER_BYTES
+        header = content[position:begin]
+        if begin > len(content) or not any(content[position:]):
             break
-        length, expected = _HEADER.unpack_from(content, position)
-        end = position + _HEADER.size + length
+        if not _is_header(header):
+            if _is_torn(content, position, begin) and not _has_frame(content, position + 1):
+                break
+            raise _damaged(path, position, "a wrong checksum of a length")
+        length, expected = _LENGTH.unpack_from(header)
+        end = begin + length
         if end > len(content):
             break
-        body = content[position + _HEADER.size : end]
+        body = content[begin:end]
         if zlib.crc32(body) != expected:
-            if end == len(content):
-                break  # its pages were not all written
+            if end == len(content) and _is_torn(content, begin, end):
+                break
             raise _damaged(path, position, "a wrong checksum")
         try:
             records += decode_message(_DECODER, body, "a frame")
@@ -222,6 +250,29 @@ def _read_frames(content: bytes, path: Path) -> tuple[list[JournalRecord], int]:
             raise _damaged(path, position, str(error)) from error
         position = end
     return records, position
+
+
+def _is_header(header: bytes) -> bool:
+    """Return whether a frame's header is as it was written."""
+    (expected,) = _CHECKSUM.unpack_from(header, _LENGTH.size)
+    return zlib.crc32(header[: _LENGTH.size]) == expected
+
+
+def _is_torn(content: bytes, begin: int, end: int) -> bool:
+    """Return whether a sector of these bytes was never written."""
+    cuts = [begin, *range(begin - begin % SECTOR_BYTES + SECTOR_BYTES, end, SECTOR_BYTES), end]
+    return any(not any(content[first:last]) for first, last in itertools.pairwise(cuts))
+
+
+def _has_frame(content: bytes, begin: int) -> bool:
+    """Return whether a complete frame stands somewhere in what follows: then it was confirmed, as was all before it."""
+    for position in range(begin, len(content) - _HEADER_BYTES + 1):
+        if _is_header(content[position : position + _HEADER_BYTES]):
+            length, expected = _LENGTH.unpack_from(content, position)
+            body = content[position + _HEADER_BYTES : position + _HEADER_BYTES + length]
+            if length > 0 and len(body) == length and zlib.crc32(body) == expected:
+                return True
+    return False
 
 
 def _damaged(path: Path, position: int, found: str) -> OperatorError:
@@ -233,7 +284,42 @@ def _damaged(path: Path, position: int, found: str) -> OperatorError:
 
 def _encode_frame(records: list[JournalRecord]) -> bytes:
     body = _ENCODER.encode(records)
-    return _HEADER.pack(len(body), zlib.crc32(body)) + body
+    header = _LENGTH.pack(len(body), zlib.crc32(body))
+    return header + _CHECKSUM.pack(zlib.crc32(header)) + body
+
+
+def _open_locked(path: Path) -> int:
+    """Open a journal, or make an empty one, and lock it.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: it cannot be opened.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(descriptor)
+            # A writer that replaces the file, or removes it at the end, has locked what it replaces.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+
+
+def _read_all(descriptor: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read()
 
 
 def _write_all(descriptor: int, data: bytes, position: int) -> None:

@@ -107,9 +107,9 @@ def test_a_frame_whose_pages_were_not_written_is_dropped(tmp_path):
             await store.put("a", b"1")
             before = await read_all(store)
             size = path.stat().st_size
-            await store.put("a", b"2" * 100)
+            await store.put("a", b"2" * 2000)
         whole = bytearray(path.read_bytes())
-        for lost in (slice(size, None), slice(len(whole) - 50, None)):
+        for lost in (slice(size, None), slice(len(whole) // 512 * 512, None), slice(1024, 1536)):
             torn = whole.copy()
             torn[lost] = bytes(len(torn[lost]))
             path.write_bytes(torn)
@@ -118,6 +118,77 @@ def test_a_frame_whose_pages_were_not_written_is_dropped(tmp_path):
                 await store.put("b", b"")
             async with MemoryStore.from_journal(path) as store:
                 assert await store.get("b") is not None
+
+    asyncio.run(main())
+
+
+def test_a_bit_that_flips_anywhere_is_an_error_and_never_a_shorter_history(tmp_path):
+    path = tmp_path / "journal"
+
+    async def main():
+        async with MemoryStore.from_journal(path) as store:
+            for number in range(4):
+                await store.put("a", bytes([number]))
+
+    asyncio.run(main())
+    whole = path.read_bytes()
+    for position in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[position // 8] ^= 1 << position % 8
+        path.write_bytes(content)
+        with pytest.raises(OperatorError, match=r"is damaged: found .* at byte \d+, expected a frame"):
+            MemoryStore.from_journal(path)
+        assert path.read_bytes() == content, "nothing was cut"
+
+
+def test_a_header_that_was_not_written_is_torn_only_at_the_end(tmp_path):
+    """It begins in the last bytes of a sector."""
+    path = tmp_path / "journal"
+
+    async def write(room):
+        """Return where the second frame begins, and the last one's."""
+        path.unlink(missing_ok=True)
+        async with MemoryStore.from_journal(path) as store:
+            await store.put("a", b"1" * room)
+            first = path.stat().st_size
+            await store.put("b", b"2" * 700)
+            second = path.stat().st_size
+            await store.put("c", b"3")
+            return first, second
+
+    first, _ = asyncio.run(write(300))
+    first, second = asyncio.run(write(300 + (508 - first) % 512))
+    assert first % 512 == 508
+    whole = bytearray(path.read_bytes())
+    whole[first + 4 : first + 4 + 512] = bytes(512)
+    path.write_bytes(whole)
+    with pytest.raises(OperatorError, match=f"a wrong checksum of a length at byte {first},"):
+        MemoryStore.from_journal(path)
+    path.write_bytes(whole[:second])
+
+    async def read():
+        async with MemoryStore.from_journal(path) as store:
+            return await store.get("a") is not None, await store.get("b")
+
+    assert asyncio.run(read()) == (True, None)
+
+
+def test_one_process_at_a_time_has_a_journal(tmp_path):
+    """The second one changes nothing, whatever it finds; the file may be replaced meanwhile."""
+    path = tmp_path / "journal"
+
+    async def main():
+        async with MemoryStore.from_journal(path) as store:
+            with pytest.raises(OperatorError, match=r"belongs to another process .* without --serve-store"):
+                MemoryStore.from_journal(path)
+            await store.put("a", b"1")
+            store._journal.begin(store._make_image())
+            with pytest.raises(OperatorError, match="belongs to another process"):
+                MemoryStore.from_journal(path)
+            await store.put("a", b"2")
+            content = await read_all(store)
+        async with MemoryStore.from_journal(path) as store:
+            assert await read_all(store) == content
 
     asyncio.run(main())
 
