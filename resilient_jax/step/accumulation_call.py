@@ -17,6 +17,7 @@ from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
 from resilient_jax.step.auditor import DESCRIPTION_WORDS
 from resilient_jax.step.claims import pad_claims_size
+from resilient_jax.step.fixed_point_sum import FIT_WORDS
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.step.reduction import AllReduce, ExactReduce
@@ -85,7 +86,8 @@ class AccumulationCall:
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)
         else:
-            ExactReduce(grid).compile(self.spec, (self.like, np.zeros(num_limits, np.int32)), check)
+            fit = np.zeros(FIT_WORDS * num_limits, np.int32)
+            ExactReduce(grid).compile(self.spec, (self.like, fit), check)
         return True
 
     def _compile_totals(self, check: CancellationCheck) -> bool:

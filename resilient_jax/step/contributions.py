@@ -1,6 +1,8 @@
 """What this host has accumulated for the step in flight: kept when a peer dies, until the step is committed."""
 
 import dataclasses
+import zlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
-from resilient_jax.step.fixed_point_sum import count_shares
+from resilient_jax.step.fixed_point_sum import FixedPointFormat, measure_fit
 from resilient_jax.step.running_total import reshard_total, start_total
 
 Tree = Any
@@ -58,6 +60,11 @@ class Contributions:
         self.parts.clear()
         self.limits = None
 
+    def drop_totals(self) -> None:
+        """Drop totals, and the limits that they were made with; single microbatches stay."""
+        if self.limits is not None:
+            self.clear()
+
     def drop_unusable(self) -> None:
         """Drop totals that were donated to a program that failed, or never computed because a collective broke."""
         self._replace(
@@ -83,11 +90,17 @@ class Contributions:
                 total = start_total(self.spec, part.total, limits)
                 self.parts[number] = dataclasses.replace(part, total=total, is_started=True)
 
-    def count_shares(self) -> np.ndarray:
-        """Return int32[leaves in fixed point], what the parts that count take of the limits."""
+    def measure_fit(self, formats: Sequence[FixedPointFormat]) -> np.ndarray:
+        """Return how the microbatches of the parts that count fit the limits; see `fixed_point_sum.measure_fit`."""
         assert self.limits is not None
         found = [np.asarray(one) for part in self.parts.values() if part.is_counted for one in part.exponents]
-        return count_shares(np.array(found, np.int32).reshape(len(found), self.limits.size), self.limits)
+        exponents = np.array(found, np.int32).reshape(len(found), self.limits.size)
+        return measure_fit(exponents, self.limits, formats)
+
+    @property
+    def limits_digest(self) -> int:
+        """A number of 32 bits that tells limits apart; 0: there are none."""
+        return 0 if self.limits is None else (zlib.crc32(self.limits.astype("<i4").tobytes()) or 1)
 
     def move_to_host(self) -> None:
         """Copy every total to host memory, before the devices' backend is destroyed."""

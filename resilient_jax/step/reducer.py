@@ -240,7 +240,7 @@ class Reducer:
         data: BatchSource | None,
         replica_shape: ReplicaShape,
     ) -> tuple[Tree, list[str]]:
-        """Return the sum, and the paths of leaves whose sum is wrong because the microbatches were beyond the limit."""
+        """Return the sum, and the paths of leaves whose sum is wrong, because its limit was too low or too high."""
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._meet_partners(replica_shape)
         # On other numbers of devices, or other axes, a program has other shapes.
@@ -256,7 +256,7 @@ class Reducer:
         found = self._exchange_claims(contributions, digest_read)
         if self.watch is not None:
             self.watch.look(spec, found.watched, self._collectives, self._prepare_links)
-        claims, has_limits = found.microbatches > 0, found.has_limits
+        claims, has_limits = found.microbatches > 0, found.limits_digest != 0
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
         if not formats:
@@ -362,7 +362,7 @@ class Reducer:
         if is_first or is_compared or spec.step % EXCHANGE_INTERVAL_STEPS == 0:
             own = Claims(
                 microbatches=contributions.list_claims(),
-                has_limits=np.array(contributions.limits is not None),
+                limits_digest=np.array(contributions.limits_digest, np.uint32),
                 seconds=np.array(self._speeds.estimate(spec), np.float32),
                 watched=self.watch.take_row(spec) if self.watch is not None else make_empty_row(),
             )
@@ -376,6 +376,9 @@ class Reducer:
             claims = Claims.make_empty(num_hosts, spec.num_microbatches)
         # All hosts decide this from the same table, so a host whose
         # claim is refused drops it without being told to.
+        claims = claims.drop_other_limits()
+        if not claims.limits_digest[host]:
+            contributions.drop_totals()
         accepted = accept_disjoint_claims(claims.microbatches)
         contributions.keep_accepted(accepted[host])
         return dataclasses.replace(claims, microbatches=accepted)
@@ -459,6 +462,7 @@ class Reducer:
         """Return the sum, and bool[leaves in fixed point]: which are wrong."""
         spec, limits, grid = contributions.spec, contributions.limits, self._live.grid
         assert limits is not None
+        formats = list_formats(spec, zeros)
         totals = [
             reshard_total(part.total, zeros) for part in contributions.parts.values() if part.is_counted
         ]
@@ -466,8 +470,9 @@ class Reducer:
         total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
         if spec.reduction == "fast":
             return AllReduce(grid)(total), np.zeros(0, bool)
-        found, shares = ExactReduce(grid)((total, contributions.count_shares()), (zeros, limits), limits)
-        return found, find_misfits(np.asarray(shares))
+        fit = contributions.measure_fit(formats)
+        found, fit = ExactReduce(grid)((total, fit), (zeros, fit), limits)
+        return found, find_misfits(np.asarray(fit))
 
 
 def _announce_reads(

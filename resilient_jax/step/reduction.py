@@ -3,7 +3,8 @@
 For G bytes of float32 on H hosts, a host sends
 
 - `AllReduce`: 2 G (H - 1) / H, by one all-reduce.
-- `ExactReduce` of sums in fixed point: the same, by one all-reduce of integers, with all other integers of the tree.
+- `ExactReduce` of sums in fixed point: twice that, as they have two limbs (three times, of more than 256 addends), by one
+  all-reduce of integers, with all other integers of the tree.
 - `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
   slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts
   gather these. A few numbers, such as the loss, go with the integers (`step.binned_table`).
@@ -103,7 +104,7 @@ class ExactReduce:
         found, tables = AllReduce(self._grid)(([_get_integers(parts[i]) for i in integers], tables))
         for position, one in zip(integers, found, strict=True):
             part = parts[position]
-            parts[position] = dataclasses.replace(part, units=one) if is_exact(part) else one
+            parts[position] = dataclasses.replace(part, limbs=one) if is_exact(part) else one
         merged = [
             read_table(table, [parts[i] for i in positions], self._grid)
             for positions, table in zip(small, tables, strict=True)
@@ -166,7 +167,7 @@ def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[
 
 
 def _get_integers(part: Any) -> Any:  # noqa: ANN401 - a sum in fixed point or an array
-    return part.units if isinstance(part, FixedPointSum) else part
+    return part.limbs if isinstance(part, FixedPointSum) else part
 
 
 def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
@@ -176,7 +177,7 @@ def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 -
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
     integers = jax.ShapeDtypeStruct((*leaf.shape, 2) if is_complex else leaf.shape, format.integer_dtype)
     if isinstance(format, FixedPointFormat):
-        return FixedPointSum(integers, format)  # pyright: ignore[reportArgumentType]
+        return FixedPointSum((integers,) * format.num_limbs, format)  # pyright: ignore[reportArgumentType]
     top = jax.ShapeDtypeStruct(integers.shape, jnp.int8)
     return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
 

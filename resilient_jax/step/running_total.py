@@ -89,7 +89,7 @@ def _find_format(
         return None
     real = jnp.finfo(dtype).dtype
     if reduction == "exact" and is_large:
-        return FixedPointFormat.for_addends(real)
+        return FixedPointFormat.for_addends(real, max_addends)
     return BinnedFormat.for_addends(real, max_addends)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.fixed_point_sum import (
     HEADROOM_BITS,
+    HEADROOM_OF_ZEROS_BITS,
     MAX_ADDENDS,
     NOT_FINITE,
     OF_ZEROS,
@@ -20,9 +21,9 @@ from resilient_jax.step.fixed_point_sum import (
     FixedPointSum,
     add_fixed_point,
     choose_limits,
-    count_shares,
     find_exponent,
     find_misfits,
+    measure_fit,
     read_fixed_point,
     to_fixed_point,
 )
@@ -48,18 +49,26 @@ def make_all(rows, format, limit):
 
 def sum_of(rows, format, limit):
     """Return the total of all rows, which are added one after the other."""
-    units = np.asarray(make_all(rows, format, limit).units)
-    totals = [FixedPointSum(row, format) for row in units]
+    limbs = np.stack([np.asarray(limb) for limb in make_all(rows, format, limit).limbs], axis=1)
+    totals = [FixedPointSum(tuple(row), format) for row in limbs]
     return functools.reduce(add_fixed_point, totals)
+
+
+def bytes_of(total):
+    return b"".join(np.asarray(limb).tobytes() for limb in total.limbs)
 
 
 def limit_of(rows, format, count):
     return np.int32(choose_limits(np.asarray(find(rows[0]))[None], [format], count)[0])
 
 
-def do_fit(rows, limit):
+def fit_of(rows, limit, format):
     exponents = np.array([find(row) for row in rows])[:, None]
-    return not find_misfits(count_shares(exponents, np.array([limit])))[0]
+    return measure_fit(exponents, np.array([limit]), [format])
+
+
+def do_fit(rows, limit, format):
+    return not find_misfits(fit_of(rows, limit, format))[0]
 
 
 def draw_addends(random, count, kind):
@@ -91,15 +100,15 @@ KINDS = ["normal", "wide", "cancelling", "tiny", "huge", "as large as fits", "ze
 def test_the_sum_is_within_its_bound_in_any_order_and_grouping(kind, count):
     random = np.random.default_rng(count)
     rows = draw_addends(random, count, kind)
-    format = FixedPointFormat.for_addends(jnp.float32)
+    format = FixedPointFormat.for_addends(jnp.float32, count)
     limit = limit_of(rows, format, count)
-    assert do_fit(rows, limit)
+    assert do_fit(rows, limit, format)
     total = sum_of(rows, format, limit)
     for _ in range(3):
         cut, shuffled = random.integers(0, count), random.permutation(rows)
         halves = [sum_of(half, format, limit) for half in (shuffled[:cut], shuffled[cut:]) if len(half)]
         other = functools.reduce(add_fixed_point, halves)
-        assert np.asarray(other.units).tobytes() == np.asarray(total.units).tobytes()
+        assert bytes_of(other) == bytes_of(total)
     exact = np.array([math.fsum(column) for column in rows.astype(np.float64).T])
     # Half a unit for each addend, and one rounding of the sum. What is below 2**-126 counts as nothing.
     power = (count - 1).bit_length() + HEADROOM_BITS - format.limit_bits
@@ -112,35 +121,33 @@ def test_the_sum_is_within_its_bound_in_any_order_and_grouping(kind, count):
 def test_whatever_fits_does_not_overflow(data):
     """Addends of any sizes, all of one sign: their integers are at most what they were counted for."""
     count = data.draw(st.integers(1, MAX_ADDENDS))
-    format = FixedPointFormat.for_addends(jnp.float32)
+    format = FixedPointFormat.for_addends(jnp.float32, count)
     first = data.draw(st.integers(-120, 120))
     (limit,) = choose_limits(np.array([first]), [format], count)
     sizes = data.draw(st.lists(st.integers(-126, 128), min_size=1, max_size=8))
     times = data.draw(st.lists(st.integers(1, count), min_size=len(sizes), max_size=len(sizes)))
     exponents = np.repeat(sizes, times)[:count]
-    if find_misfits(count_shares(exponents[:, None], np.array([limit])))[0]:
+    if find_misfits(measure_fit(exponents[:, None], np.array([limit]), [format]))[0]:
         return
-    scale = format.limit_bits - int(limit)
+    scale = format.high_bits - int(limit)
     largest = [1 if e + scale <= 0 else 2 ** (int(e) + scale) for e in exponents]
     assert sum(largest) < 2**31
+    assert count * 2 ** (format.low_bits - 1) <= 2**30, "and room for the carry"
 
 
 def test_what_does_not_fit_is_found_wherever_it_is_counted():
-    format, count = FixedPointFormat.for_addends(jnp.float32), 16
+    format, count = FixedPointFormat.for_addends(jnp.float32, 16), 16
     limit = limit_of(np.array([[1.0, -0.5]]), format, count)
     fitting = [np.array([0.0, -2.0 * 2.0**HEADROOM_BITS * (1 - 2.0**-24)])] * count
-    assert do_fit(fitting, limit)
+    assert do_fit(fitting, limit, format)
     for value in (2.0 * 2.0**HEADROOM_BITS, 1e30, np.inf, -np.inf, np.nan):
         rows = [*fitting[1:], np.array([0.0, value])]
-        assert not do_fit(rows, limit)
-        parts = [
-            count_shares(np.array([[find(row)] for row in part]), np.array([limit]))
-            for part in (rows[:3], rows[3:])
-        ]
+        assert not do_fit(rows, limit, format)
+        parts = [fit_of(part, limit, format) for part in (rows[:3], rows[3:])]
         assert find_misfits(np.sum(parts, axis=0))[0]
     # One addend may be far larger than all others.
-    assert do_fit([np.array([1.0])] * (count - 1) + [np.array([100.0])], limit)
-    assert count_shares(np.zeros((0, 2), np.int32), np.zeros(2, np.int32)).tolist() == [0, 0]
+    assert do_fit([np.array([1.0])] * (count - 1) + [np.array([100.0])], limit, format)
+    assert not measure_fit(np.zeros((0, 2), np.int32), np.zeros(2, np.int32), [format] * 2).any()
 
 
 @pytest.mark.parametrize(
@@ -161,22 +168,81 @@ def test_the_exponent_of_an_array_is_the_least_power_of_two_above_it(values, exp
     assert find(np.array(values, np.float32)) == exponent
 
 
-def test_a_leaf_of_zeros_in_microbatch_0_gets_the_limit_of_the_largest():
-    formats = [FixedPointFormat.for_addends(jnp.float32)] * 3
-    found = choose_limits(np.array([OF_ZEROS, -3, 5]), formats, 16)
-    assert (found - HEADROOM_BITS - 4).tolist() == [5, -3, 5]
-    assert choose_limits(np.array([OF_ZEROS] * 3), formats, 16).tolist() == [30 - 126] * 3
+@pytest.mark.parametrize("count", [4, 16, 256, 512, 4096])
+def test_a_limit_that_is_too_high_is_found_as_one_that_is_too_low(count):
+    """Of a leaf that is zero in microbatch 0, and within the slack where the sum must be no worse than one of floats."""
+    format = FixedPointFormat.for_addends(jnp.float32, count)
+    first = np.array([OF_ZEROS, -3, 5])
+    limits = choose_limits(first, [format] * 3, count)
+    power = (count - 1).bit_length()
+    assert (limits - power).tolist() == [5 + HEADROOM_OF_ZEROS_BITS, -3 + HEADROOM_BITS, 5 + HEADROOM_BITS]
+
+    def find_wrong(exponent):
+        addends = np.full((count, 3), OF_ZEROS)
+        addends[0], addends[-1, 0] = first, exponent
+        halves = [measure_fit(half, limits, [format] * 3) for half in (addends[:1], addends[1:])]
+        return find_misfits(np.sum(halves, axis=0)).tolist()
+
+    lowest, highest = int(limits[0]) - format.slack, int(limits[0])
+    assert find_wrong(OF_ZEROS) == [False] * 3, "of zeros the sum is zero"
+    assert highest - lowest >= 9
+    for exponent, is_wrong in ((lowest - 1, True), (lowest, False), (highest, False), (highest + 1, True)):
+        assert find_wrong(exponent) == [is_wrong, False, False]
+
+
+def test_numbers_below_the_lowest_limit_count_as_nothing_and_are_no_misfit():
+    formats = [FixedPointFormat.for_addends(jnp.float32, 16)] * 3
+    limits = choose_limits(np.array([OF_ZEROS] * 3), formats, 16)
+    assert limits.tolist() == [30 - 126] * 3
+    assert not find_misfits(measure_fit(np.array([[-120, -110, OF_ZEROS]]), limits, formats)).any()
+
+
+def ratio_of_errors(parts, is_zero_at_first):
+    """Return the error of an exact sum over that of a float32 sum in order, both of all elements of each size."""
+    count = len(parts)
+    spec = AccumulationSpec(name="", step=0, num_microbatches=count, reduction="exact")
+    other = np.full(parts.shape[1], 2.0**6, np.float32)
+    addends = [
+        {"largest": other, "this": np.where(is_zero_at_first and index == 0, 0, part).astype(np.float32)}
+        for index, part in enumerate(parts)
+    ]
+    formats = list_formats(spec, addends[0])
+    found = [np.asarray(find_exponents(spec, addend)) for addend in addends]
+    limits = choose_limits(found[0], formats, count)
+    assert not find_misfits(measure_fit(np.array(found), limits, formats)).any()
+    total, ordered = start_total(spec, addends[0], limits), np.asarray(addends[0]["this"])
+    for addend in addends[1:]:
+        total, _ = add_to_total(total, addend, limits, donate=True)
+        ordered = ordered + addend["this"]
+    true = np.sum([addend["this"].astype(np.longdouble) for addend in addends], axis=0)
+
+    def error_of(sums):
+        """By the size of elements, which grows along the array."""
+        wrong = np.asarray(sums, np.longdouble) - true
+        return np.sqrt(np.mean(np.square(wrong).reshape(8, -1), axis=1))
+
+    return error_of(read_total(total, limits)["this"]) / error_of(ordered)
+
+
+@pytest.mark.parametrize("is_zero_at_first", [False, True])
+@pytest.mark.parametrize("count", [4, 16, 256, 512, pytest.param(4096, marks=pytest.mark.full)])
+def test_elements_of_any_size_are_as_precise_as_a_float32_sum_in_order(count, is_zero_at_first):
+    """Six orders of magnitude within an array; an array that is zero in microbatch 0 and far below the largest one."""
+    random = np.random.default_rng(count)
+    sizes = np.repeat(10.0 ** np.linspace(-6, 0, 8), 256)
+    parts = (random.standard_normal((count, sizes.size)) * sizes).astype(np.float32)
+    assert np.all(ratio_of_errors(parts, is_zero_at_first) <= 1.0)
 
 
 def test_float64_is_kept_in_64_bits():
     with jax.enable_x64(True):
         rows = np.random.default_rng(0).standard_normal((50, SIZE)) * 1e-200
         rows[0, 0] = 1e-199
-        format = FixedPointFormat.for_addends(jnp.float64)
+        format = FixedPointFormat.for_addends(jnp.float64, len(rows))
         limit = limit_of(rows, format, len(rows))
-        assert do_fit(rows, limit)
+        assert do_fit(rows, limit, format)
         total = sum_of(rows, format, limit)
-        assert total.units.dtype == jnp.int64
+        assert {limb.dtype for limb in total.limbs} == {jnp.dtype("int64")}
         exact = np.array([math.fsum(column) for column in rows.T])
         np.testing.assert_allclose(np.asarray(read_fixed_point(total, limit)), exact, rtol=0, atol=1e-212)
         assert find(np.array([1e-320])) == OF_ZEROS
@@ -227,9 +293,9 @@ def test_a_tree_of_all_kinds_has_the_same_bits_wherever_its_microbatches_are():
 @pytest.mark.parametrize(
     ("reduction", "dtype", "expected"),
     [
-        ("exact", "float32", 4),
+        ("exact", "float32", 8),
         ("exact_wide", "float32", 9),
-        ("exact", "float64", 8),
+        ("exact", "float64", 16),
         ("exact_wide", "float64", 17),
     ],
 )
