@@ -43,6 +43,7 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "sums": (
         "tests/jax/step/test_fixed_point_sum.py",
         "tests/jax/step/test_binned_sum.py",
+        "tests/jax/step/test_claims.py",
         "tests/jax/step/test_exact_accumulation.py",
     ),
     "audits": ("tests/jax/step/test_audit.py",),
@@ -443,22 +444,36 @@ MUTATIONS: Final = (
     Mutation(
         "sums",
         "step/fixed_point_sum.py",
-        "shares = np.where(exponents == OF_ZEROS, 0, 1 << relative).sum(axis=0, dtype=np.int64)",
-        "shares = np.where(exponents == OF_ZEROS, 0, 1 << relative).max(axis=0)",
+        "shares = np.where(is_something, 1 << relative, 0).sum(axis=0, dtype=np.int64)",
+        "shares = np.where(is_something, 1 << relative, 0).max(axis=0)",
         "many addends overflow without a word",
     ),
     Mutation(
         "sums",
         "step/fixed_point_sum.py",
-        "return shares > 1 << SHARE_BITS",
-        "return shares > 4 << SHARE_BITS",
+        "(shares > 1 << SHARE_BITS)",
+        "(shares > 4 << SHARE_BITS)",
         "a sum beyond its limit counts",
     ),
     Mutation(
         "sums",
         "step/fixed_point_sum.py",
-        "HEADROOM_BITS + (num_addends - 1).bit_length()",
-        "HEADROOM_BITS",
+        " | ((num_near == 0) & (num_not_zero > 0))",
+        "",
+        "a limit that is too high loses digits without a word",
+    ),
+    Mutation(
+        "sums",
+        "step/claims.py",
+        "microbatches=np.where(is_refused[:, None], 0, self.microbatches),",
+        "microbatches=self.microbatches,",
+        "totals of different units are added",
+    ),
+    Mutation(
+        "sums",
+        "step/fixed_point_sum.py",
+        "    wanted += (num_addends - 1).bit_length()\n",
+        "",
         "limits do not grow with the number of addends",
     ),
     Mutation(
@@ -471,8 +486,8 @@ MUTATIONS: Final = (
     Mutation(
         "sums",
         "step/fixed_point_sum.py",
-        "jnp.rint(scaled)",
-        "jnp.floor(scaled)",
+        "jnp.rint(rest)",
+        "jnp.floor(rest)",
         "addends are rounded downwards",
     ),
     Mutation(
@@ -611,13 +626,6 @@ MUTATIONS: Final = (
         "    for number in sorted(first):\n        total",
         "    for number in first:\n        total",
         "the norm depends on who holds what",
-    ),
-    Mutation(
-        "pipeline commit",
-        "pipeline/commit_table.py",
-        "misfits=tuple(sorted({block for found in rows.values() for block in found.misfits})),",
-        "misfits=next(iter(rows.values())).misfits,",
-        "a sum beyond its limit is known to one host alone",
     ),
 )
 

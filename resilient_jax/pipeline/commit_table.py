@@ -46,14 +46,12 @@ class HostRows(msgspec.Struct, frozen=True):
 
     Attributes:
         units: that it holds.
-        misfits: blocks whose sums were beyond their limits.
         results: means of results that it has.
         report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
         axes: sizes of those of its devices, on which the bits of norms depend.
     """
 
     units: tuple[UnitRow, ...]
-    misfits: tuple[int, ...]
     results: Mapping[str, float]
     report: StageReport | None = None
     axes: tuple[int, ...] = ()
@@ -65,13 +63,11 @@ class CommitTable(msgspec.Struct, frozen=True):
     Attributes:
         norm: of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
         loss: mean over the microbatches, a float32.
-        misfits: blocks whose sums were beyond their limits: nothing is updated, and the step ends with an error.
         results: means of the loss and of other scalar results, by path.
     """
 
     norm: float
     loss: float
-    misfits: tuple[int, ...]
     results: Mapping[str, float]
 
 
@@ -104,8 +100,7 @@ def make_rows(
         for name, value in sums.list_results().items()
         if np.shape(value) == ()
     }
-    misfits = tuple(sums.list_misfits())
-    return HostRows(units=tuple(units), misfits=misfits, results=results, report=report, axes=axes)
+    return HostRows(units=tuple(units), results=results, report=report, axes=axes)
 
 
 def exchange_rows(
@@ -148,7 +143,6 @@ def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:
     return CommitTable(
         norm=float(np.sqrt(total)),
         loss=results.get(LOSS, float("nan")),
-        misfits=tuple(sorted({block for found in rows.values() for block in found.misfits})),
         results=results,
     )
 

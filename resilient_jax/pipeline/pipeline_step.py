@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
-from resilient_jax.errors import InternalError, PeerUnreachable
+from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
@@ -35,7 +35,6 @@ from resilient_jax.pipeline.step_progress import (
     catch_up,
     drop_late_copies,
     exchange_progress,
-    find_limits,
     find_newest_routing,
     plan_continuation,
 )
@@ -281,7 +280,6 @@ class PipelineWorker:
             done=tuple(sorted(self._runner.done)),
             forgotten=tuple(sorted(self._log.forgotten)),
             has_copies=self._has_copies,
-            limits=self._sums.known_limits if self.routed_in else (),
         )
         found = exchange_progress(self.make_mail(), self._require_generation().hosts, self.host, mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
@@ -338,7 +336,6 @@ class PipelineWorker:
         found = plan_continuation(self._progress, len(self.cut.blocks), self.config.schedule)
         self._routes, self.routed_in = found.routes, self._require_generation().number
         self._runner.forget(found.redone)
-        self._sums.take_limits(find_limits(self._progress))
         mail = self.make_mail()
         for resend in found.resends:
             if resend.sender == self.host:
@@ -408,11 +405,6 @@ class PipelineWorker:
         found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
         table = make_table(found)
         before_update(table)  # first: of numbers that are not finite it says so
-        if table.misfits:
-            raise InternalError(
-                f"blocks {list(table.misfits)}: found gradients beyond the limits that follow from microbatch 0, "
-                "expected sums in fixed point. Use reduction='exact_wide': pipelines cannot make a sum again yet"
-            )
         self._commit(table, gradients)
         self.reports = {host: one.report for host, one in found.items() if one.report is not None}
         return table
@@ -440,9 +432,6 @@ class PipelineWorker:
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()
-        self._sums.begin_generation(
-            mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
-        )
         order = self._find_order(frozenset(done))
         blocks = {block for task in order for block in task.hop.blocks}
         weights = {block: self.state.list_weights(block) for block in blocks}

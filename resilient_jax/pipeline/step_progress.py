@@ -13,7 +13,6 @@ import msgspec
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import find_complete_blocks
-from resilient_jax.pipeline.block_sums import Limits
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline.step_mail import StepMail
@@ -45,7 +44,6 @@ class TaskProgress(msgspec.Struct, frozen=True):
         done: finished tasks of the step.
         forgotten: values of the step that it has sent, and no longer has.
         has_copies: it has not trained yet, and what it has was copied while the others did.
-        limits: of the sums of the step, as far as it knows them.
     """
 
     step: int
@@ -58,7 +56,6 @@ class TaskProgress(msgspec.Struct, frozen=True):
     done: tuple[Task, ...] = ()
     forgotten: tuple[Boundary, ...] = ()
     has_copies: bool = False
-    limits: Limits = ()
 
 
 class Continuation(msgspec.Struct, frozen=True):
@@ -105,13 +102,6 @@ def drop_late_copies(progress: Mapping[HostName, TaskProgress], step: int) -> di
     """
     nothing = TaskProgress(step=step, table=None, units_here=(), units_after=(), blocks=())
     return {host: nothing if one.has_copies and one.step < step else one for host, one in progress.items()}
-
-
-def find_limits(progress: Mapping[HostName, TaskProgress]) -> Limits:
-    """Return the limits of the sums of the step that any host knows, of those that have the newest routes of it."""
-    newest = find_newest_routing(progress)
-    current = (host for host in progress.values() if host.routed_in == newest)
-    return tuple(sorted({number: limits for host in current for number, limits in host.limits}.items()))
 
 
 def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:

@@ -14,12 +14,10 @@ class PieceSum:
     Attributes:
         piece: of what.
         values: in the order of the piece's shapes, of float32 at least where they are floats.
-        is_beyond_limits: whether the values are wrong, because addends were beyond the limits.
     """
 
     piece: SumPiece
     values: tuple[Any, ...]
-    is_beyond_limits: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,10 +29,6 @@ class StepSums:
     """
 
     by_piece: Mapping[int, PieceSum]
-
-    def list_misfits(self) -> list[int]:
-        """Return the blocks whose sums are wrong, because they were beyond their limits."""
-        return sorted({found.piece.block for found in self.by_piece.values() if found.is_beyond_limits})
 
     def add_up_unit(self, unit: int) -> dict[str, Any]:
         """Return the sums of a unit by name: gradients, and what microbatches make of variables.

@@ -63,7 +63,9 @@ class Claims:
         rows = exchange_rows(row, host_index, num_hosts, all_reduce)
         # Where the parts begin and end, but for the last one.
         ends = np.cumsum([part.size for part in parts])[:-1]
-        microbatches, limits_digest, seconds, watched, state_digest, data_digest = np.split(rows, ends, axis=1)
+        microbatches, limits_digest, seconds, watched, state_digest, data_digest = np.split(
+            rows, ends, axis=1
+        )
         return Claims(
             microbatches=microbatches,
             limits_digest=np.ascontiguousarray(limits_digest[:, 0]).view(np.uint32),

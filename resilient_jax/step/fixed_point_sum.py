@@ -96,9 +96,9 @@ class FixedPointFormat:
     def slack(self) -> int:
         """The largest |element| of all addends may be 2**-slack of the limit.
 
-        In units an element 2**-RANGE_BITS as large is then 2**(P - A/2), of floats of P bits and 2**A addends. The
-        roundings of so many addends make an error of 2**(A/2) / sqrt(12) units; those of a sum of floats in order one of
-        2**A 2**-P / sqrt(12 * 2) times the element, sqrt(2) times as large.
+        An element 2**-RANGE_BITS as large is then 2**(P - A/2) units, of floats of P bits and 2**A addends. Rounding so
+        many addends makes an error of 2**(A/2) / sqrt(12) units. A sum of floats in order has one of 2**(A - P) /
+        sqrt(12 * 2) times the element: of 2**(A/2) / sqrt(24) units, less by sqrt(2), for which RANGE_BITS has room.
         """
         precision = int(jnp.finfo(self.float_dtype).nmant) + 1
         return self.limit_bits - precision - RANGE_BITS + self.max_addends_bits // 2

@@ -3,8 +3,8 @@
 For G bytes of float32 on H hosts, a host sends
 
 - `AllReduce`: 2 G (H - 1) / H, by one all-reduce.
-- `ExactReduce` of sums in fixed point: twice that, as they have two limbs (three times, of more than 256 addends), by one
-  all-reduce of integers, with all other integers of the tree.
+- `ExactReduce` of sums in fixed point: as much for each limb, of which there are two (three for more than 256 addends),
+  by one all-reduce of integers, with all other integers of the tree.
 - `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
   slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts
   gather these. A few numbers, such as the loss, go with the integers (`step.binned_table`).

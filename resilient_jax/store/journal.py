@@ -226,30 +226,38 @@ def _read_frames(content: bytes, path: Path) -> tuple[list[JournalRecord], int]:
         raise _damaged(path, 0, "another beginning than that of a journal")
     records: list[JournalRecord] = []
     position = len(MAGIC)
-    while position < len(content):
-        begin = position + _HEADER_BYTES
-        header = content[position:begin]
-        if begin > len(content) or not any(content[position:]):
-            break
-        if not _is_header(header):
-            if _is_torn(content, position, begin) and not _has_frame(content, position + 1):
-                break
-            raise _damaged(path, position, "a wrong checksum of a length")
-        length, expected = _LENGTH.unpack_from(header)
-        end = begin + length
-        if end > len(content):
-            break
-        body = content[begin:end]
-        if zlib.crc32(body) != expected:
-            if end == len(content) and _is_torn(content, begin, end):
-                break
-            raise _damaged(path, position, "a wrong checksum")
+    while (end := _find_frame_end(content, position, path)) is not None:
         try:
-            records += decode_message(_DECODER, body, "a frame")
+            records += decode_message(_DECODER, content[position + _HEADER_BYTES : end], "a frame")
         except MessageError as error:
             raise _damaged(path, position, str(error)) from error
         position = end
     return records, position
+
+
+def _find_frame_end(content: bytes, position: int, path: Path) -> int | None:
+    """Return where the frame at a position ends; None if there is none, or it is torn.
+
+    Raises:
+        OperatorError: it is damaged.
+    """
+    begin = position + _HEADER_BYTES
+    header = content[position:begin]
+    if len(header) < _HEADER_BYTES or not any(content[position:]):
+        return None
+    if not _is_header(header):
+        if _is_torn(content, position, begin) and not _has_frame(content, position + 1):
+            return None
+        raise _damaged(path, position, "a wrong checksum of a length")
+    length, expected = _LENGTH.unpack_from(header)
+    end = begin + length
+    if end > len(content):
+        return None
+    if zlib.crc32(content[begin:end]) != expected:
+        if end == len(content) and _is_torn(content, begin, end):
+            return None
+        raise _damaged(path, position, "a wrong checksum")
+    return end
 
 
 def _is_header(header: bytes) -> bool:

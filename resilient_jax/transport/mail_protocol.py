@@ -53,8 +53,6 @@ class MailKind(enum.StrEnum):
     """The input of a block, in a forward task."""
     GRADIENT = "g"
     """The gradient of the loss by the input of a block, in a backward task."""
-    LIMITS = "limits"
-    """The limits of a block's gradient sums in fixed point."""
     TOTAL = "total"
     """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
     ROWS = "rows"
@@ -106,7 +104,7 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
             of rows, numbers, progress, results and digests, the number of the host that says it; of state, the number
             of the exchange in the generation; of readiness, that of the program; of copies, the step of their state, or
             of their sums.
-        block: the block that the value enters; of limits and sums, the number of what is summed; of a host's numbers,
+        block: the block that the value enters; of sums, the number of what is summed; of a host's numbers,
             that of the exchange in the generation; of state, the number of the unit; of readiness, the number of the
             host that says it.
     """

@@ -1,6 +1,5 @@
 """Stages of a pipeline whose hosts have unequal numbers of devices: their axes, and the bits that all agree on."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums, place_unit
-from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_progress import TaskProgress, find_limits
-from resilient_jax.pipeline.sum_pieces import list_sum_pieces
 from resilient_jax.pipeline_schedule.teams import find_device_speeds, make_teams, share_microbatches
 from resilient_jax.sharding.holder_sharding import (
     find_holders_of,
@@ -41,7 +37,6 @@ from resilient_jax.sharding.stage_sharding import (
 )
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
-from resilient_jax.step import running_total
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.trainer.arrangement import Arranger
@@ -194,7 +189,6 @@ def test_an_update_has_the_same_bits_on_any_number_of_devices(decoder):
 def make_rows(*units, axes):
     return HostRows(
         units=tuple(UnitRow(number, norm, digest) for number, norm, digest in units),
-        misfits=(),
         results={},
         axes=axes,
     )
@@ -208,38 +202,6 @@ def test_norms_are_compared_among_hosts_with_the_same_axes_and_sums_among_all():
         make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.1, b"x"), axes=wide)})
     with pytest.raises(SumsDiffer):
         make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.0, b"y"), axes=narrow)})
-
-
-def test_limits_that_a_living_host_knows_stay_when_microbatch_0_is_computed_again(decoder, monkeypatch):
-    """By a host with other axes, whose gradients may be on the other side of a power of two."""
-    monkeypatch.setattr(running_total, "MIN_FIXED_POINT_SIZE", 64)  # the decoder is small
-    _, cut = decoder
-    pieces = [piece for piece in list_sum_pieces(cut, list_state_units(cut)) if piece.block == 1]
-    pieces = [dataclasses.replace(piece, number=number) for number, piece in enumerate(pieces)]
-
-    def add(sums, scale):
-        gradients = {
-            name: jnp.full(shape.shape, scale, shape.dtype)
-            for piece in pieces
-            for name, shape in zip(piece.names, piece.shapes, strict=False)
-        }
-        sums.add(1, 0, gradients, {name: jnp.zeros(()) for piece in pieces for name in piece.result_names})
-        return sums.known_limits
-
-    def make_progress(routed_in, limits):
-        return TaskProgress(
-            step=0, table=None, units_here=(), units_after=(), blocks=(), routed_in=routed_in, limits=limits
-        )
-
-    # Of 11 microbatches, as in no other test: jitted functions that were traced with the other size are kept.
-    lost, again, alone = (BlockSums(host, pieces, 11) for host in (A, B, B))
-    known = add(lost, 0.999)
-    assert known
-    older = tuple((number, tuple(limit + 9 for limit in limits)) for number, limits in known)
-    progress = {A: make_progress(2, known), B: make_progress(2, ()), C: make_progress(1, older)}
-    again.take_limits(find_limits(progress))
-    assert add(again, 1.001) == known
-    assert add(alone, 1.001) != known
 
 
 # The state over hosts.

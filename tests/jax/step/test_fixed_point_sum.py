@@ -170,7 +170,7 @@ def test_the_exponent_of_an_array_is_the_least_power_of_two_above_it(values, exp
 
 @pytest.mark.parametrize("count", [4, 16, 256, 512, 4096])
 def test_a_limit_that_is_too_high_is_found_as_one_that_is_too_low(count):
-    """Of a leaf that is zero in microbatch 0, and within the slack where the sum must be no worse than one of floats."""
+    """Of a leaf that is zero in microbatch 0. Within the slack the sum is no worse than one of floats."""
     format = FixedPointFormat.for_addends(jnp.float32, count)
     first = np.array([OF_ZEROS, -3, 5])
     limits = choose_limits(first, [format] * 3, count)

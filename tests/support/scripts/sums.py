@@ -17,7 +17,7 @@ from resilient_jax.state.state_digest import make_no_state_digest
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.contributions import Contribution, Contributions
 from resilient_jax.step.data_sample import DataSample
-from resilient_jax.step.fixed_point_sum import choose_limits, count_shares, find_misfits
+from resilient_jax.step.fixed_point_sum import choose_limits, find_misfits, measure_fit
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.step.reduction import AllReduce, ExactReduce
@@ -93,11 +93,12 @@ def total_of(
     spec: AccumulationSpec, microbatches: Iterable[int], like: dict[str, jax.Array], limits: np.ndarray
 ) -> Any:
     """Return the total of these microbatches, placed as `like`."""
-    total = start_total(spec, jax.tree.map(jnp.zeros_like, like), limits)
+    total, fits = start_total(spec, jax.tree.map(jnp.zeros_like, like), limits), []
     for index in microbatches:
         part = {name: jax.device_put(leaf, like[name].sharding) for name, leaf in part_of(index).items()}
         total, exponents = add_to_total(total, part, limits, donate=True)
-        assert not find_misfits(count_shares(np.asarray(exponents)[None], limits)).any()
+        fits.append(measure_fit(np.asarray(exponents)[None], limits, list_formats(spec, like)))
+    assert not fits or not find_misfits(np.sum(fits, axis=0)).any()
     return total
 
 
