@@ -23,7 +23,7 @@ from resilient_jax.blocks.model_weights import list_leaf_specs
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
-from resilient_jax.sharding.exact_reductions import apply_exactly
+from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding
 
@@ -62,7 +62,6 @@ class BlockState:
         reduce_variable: ReduceVariable | None = None,
         *,
         donate: bool = False,
-        is_mesh_free: bool = False,
     ) -> None:
         """Have no unit.
 
@@ -72,11 +71,9 @@ class BlockState:
             sharding: over the devices of a host, without devices; None: they are on a single one.
             reduce_variable: what becomes of variables that the loss changes; None: it changes none.
             donate: whether an update takes the memory of the state before: there is never more than one unit twice.
-            is_mesh_free: whether an update has the same bits on any number of devices (`sharding.exact_reductions`).
         """
         self.units = units
         self._donate = donate
-        self._is_mesh_free = is_mesh_free
         self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
@@ -224,7 +221,7 @@ class BlockState:
                 shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
             kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
             donated = range(1, 1 + len(jax.tree.leaves(arguments[0]))) if self._donate else ()
-            run = functools.partial(_run, closed, shardings, self._is_mesh_free)
+            run = functools.partial(_run, closed, shardings, find_inexact(closed) is None)
             program = self._programs.setdefault(kind, jax.jit(run, donate_argnums=tuple(donated)))
             self._updates[number] = program, jax.tree.structure(after)
         program, structure = self._updates[number]
@@ -297,12 +294,12 @@ def describe_sums(
 def _run(
     closed: core.ClosedJaxpr,
     shardings: Sequence[NamedSharding],
-    is_mesh_free: bool,
+    is_exact: bool,
     zero: jax.Array,
     *arguments: Any,  # noqa: ANN401 - arrays
 ) -> list[Any]:
     """Run a traced update; without shardings on a single device. `zero` is 0, and the compiler cannot know that."""
-    found = apply_exactly(closed, arguments, zero) if is_mesh_free else core.jaxpr_as_fun(closed)(*arguments)
+    found = apply_exactly(closed, arguments, zero) if is_exact else core.jaxpr_as_fun(closed)(*arguments)
     if not shardings:
         return found
     return [

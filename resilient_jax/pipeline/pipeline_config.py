@@ -24,7 +24,6 @@ class PipelineConfig:
         reduce_variable: what becomes of variables that the loss changes; None: it changes none.
         step_mail: the mail of a step, of the kind of the host's service.
         donate_state: whether an update takes the memory of the state before.
-        is_mesh_free: whether updates have the same bits on hosts with other axes, as they must where hosts differ.
     """
 
     num_microbatches: int
@@ -37,4 +36,3 @@ class PipelineConfig:
     reduce_variable: ReduceVariable | None = None
     step_mail: type[StepMail] = StepMail
     donate_state: bool = True
-    is_mesh_free: bool = False

@@ -137,7 +137,6 @@ class PipelineWorker:
             cut.sharding,
             config.reduce_variable,
             donate=config.donate_state,
-            is_mesh_free=config.is_mesh_free,
         )
         self.host = host
         self.config = config

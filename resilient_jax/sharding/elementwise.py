@@ -19,7 +19,8 @@ from jax.extend import core
 from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, walk
 from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
 
-_NAMES: Final = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
+_NAMES: Final = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
+    complex conj
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
     integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt

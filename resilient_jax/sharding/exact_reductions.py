@@ -14,7 +14,7 @@ is found by `find_inexact`.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -127,6 +127,20 @@ def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.
         value if isinstance(value, jax.Array) else jnp.asarray(value, atom.aval.dtype)
         for value, atom in zip(found, closed.jaxpr.outvars, strict=True)
     ]
+
+
+def make_exact(
+    closed: core.ClosedJaxpr, find_zero: Callable[[Sequence[jax.Array]], jax.Array]
+) -> core.ClosedJaxpr:
+    """Return the program that `apply_exactly` applies.
+
+    Args:
+        closed: the program; `find_inexact` finds nothing in it.
+        find_zero: returns `zero` from the program's arguments.
+    """
+    return jax.make_jaxpr(lambda *arguments: apply_exactly(closed, arguments, find_zero(arguments)))(
+        *closed.in_avals
+    )
 
 
 def _evaluate(

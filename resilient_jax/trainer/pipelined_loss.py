@@ -25,7 +25,7 @@ from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
-from resilient_jax.trainer.stage_axes import explain_equal_axes, find_stage_sharding
+from resilient_jax.trainer.stage_axes import find_stage_sharding
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.variable_tree import VariableTree
@@ -136,7 +136,6 @@ def make_pipeline_config(config: FitConfig, programs: TrainStep, cut: CutModel) 
         log_bytes=parallelism.pipeline.log_bytes,
         params=programs.abstract_state.variables.params,
         reduce_variable=reduce_variable,
-        is_mesh_free=not explain_equal_axes(parallelism.pipeline, programs.why_mesh_bound),
     )
 
 

@@ -3,7 +3,8 @@
 - *compute* gives what is summed of one microbatch, on the mesh of one replica.
 - *summarize* computes the count, norm and means of the sums, on the devices of one host.
 - *update* divides the sums by the count, clips, and makes the next state with the sharding of the state: on the devices
-  of one host, or, of a sharded state, each device its shards.
+  of one host, or, of a sharded state, each device its shards. It is rounded at the same places wherever it runs
+  (`sharding.exact_reductions`), so that the next state has the same bits replicated or sharded, on one device or many.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
 device or mesh is in them. The shape of the mesh is a static argument; the step and the microbatch's index are
@@ -13,8 +14,8 @@ the same places.
 Of a sharded state *update* computes raveled what it treats element by element (`sharding.elementwise`); optimizer and
 rules are traced with the shapes of the parameters.
 
-With a planner hosts may compute on meshes with other axes. Then *summarize* and *update* add up floats exactly
-(`sharding.exact_reductions`), so that norms, and with them the next state, have the same bits on every mesh.
+With a planner hosts may compute on meshes with other axes, over which sums are sharded. Then *summarize* adds up floats
+exactly, too, so that norms have the same bits on every mesh.
 
 Totals are not donated to the reduction: after a failure it falls back to them. *update* donates the committed state.
 On this host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between:
@@ -37,7 +38,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
-from resilient_jax.sharding.exact_reductions import InexactOperation, apply_exactly, find_inexact
+from resilient_jax.sharding.exact_reductions import InexactOperation, apply_exactly, find_inexact, make_exact
 from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
@@ -74,7 +75,7 @@ class Recipe:
         early_stopping: the initial state of early stopping; () without.
         variable_rules: what becomes of variables that the loss changes, by collection or type; see `check_rules`.
         axis_names: of the mesh of a replica.
-        is_mesh_free: whether the update is to have the same bits on every mesh, if it can.
+        is_mesh_free: whether norms of sums that are sharded have the same bits on every mesh, if they can.
     """
 
     model: ModelAdapter
@@ -120,7 +121,7 @@ class TrainStep:
         abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
         why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that it is
-            computed from, in words; "": it has the same bits on every mesh if the recipe asks for it.
+            computed from, in words; "": it has the same bits on every mesh.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
@@ -176,12 +177,12 @@ class TrainStep:
             f"{', '.join(named[:MAX_NAMED]) or 'the gradients'}{more}"
         )
 
-    @property
-    def _is_exact(self) -> bool:
-        return self._recipe.is_mesh_free and not self.why_mesh_bound
-
     def _trace_update(self) -> core.ClosedJaxpr:
-        return jax.make_jaxpr(self._compute_next_state)(*self._update_arguments)
+        closed = jax.make_jaxpr(self._compute_next_state)(*self._update_arguments)
+        if self.why_mesh_bound:
+            return closed
+        # The number of the step is the first leaf of a state; the compiler does not know that it is not negative.
+        return make_exact(closed, lambda arguments: jnp.minimum(arguments[0], 0))
 
     def _init(self, given: GivenLeaves | None = None) -> TrainingState:
         recipe = self._recipe
@@ -268,7 +269,7 @@ class TrainStep:
         return constrain_sharding(new, placement)
 
     def _summarize(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
-        if not self._is_exact:
+        if self.why_mesh_bound or not self._recipe.is_mesh_free:
             return self._compute_summary(sums)
         closed, found = jax.make_jaxpr(self._compute_summary, return_shape=True)(sums)
         zero = jnp.minimum(sums.non_finite.max(), 0).astype(jnp.int32)
@@ -294,17 +295,11 @@ class TrainStep:
         placement: Placement,
     ) -> TrainingState:
         arguments = jax.tree.leaves((state, sums, summary), is_leaf=is_raveled)
-        if any(map(is_raveled, arguments)):
-            # Traced again, and not kept from `raveled_leaves`: constants in it would be arrays of a generation.
-            found = apply_elementwise(self._trace_update(), arguments)
-            new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
-                [ravel_like(leaf, before) for leaf, before in zip(found, arguments, strict=False)]
-            )
-        elif self._is_exact:
-            zero = jnp.minimum(state.step, 0)
-            new = jax.tree.structure(state).unflatten(apply_exactly(self._trace_update(), arguments, zero))
-        else:
-            new = self._compute_next_state(state, sums, summary)
+        # Traced again, and not kept from `raveled_leaves`: constants in it would be arrays of a generation.
+        found = apply_elementwise(self._trace_update(), arguments)
+        new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
+            [ravel_like(leaf, before) for leaf, before in zip(found, arguments, strict=False)]
+        )
         return constrain_sharding(new, placement)
 
     def _compute_next_state(

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +27,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
+from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 from resilient_jax.sharding.placements import Placement, RaveledPlacement, constrain_sharding
 from resilient_jax.sharding.raveled_array import (
     MAX_RAVELED_SIZE,
@@ -44,6 +47,8 @@ Tree = Any
 """A pytree of arrays."""
 Shapes = tuple[tuple[tuple[int, ...], Any], ...]
 """Shape and dtype of each leaf."""
+ZERO: Final = np.int32(0)
+"""An argument, so that the compiler does not know what it is."""
 MAX_UPDATES: Final = 16
 """Updates whose programs are kept: a script has one or two; one that makes a new function in each step drops old."""
 
@@ -136,7 +141,8 @@ class ShardedState:
         _replace(leaves, whole, lambda found: resharding.shard_tree(self.gather(found), self._placement))
         # The program donates the state, whose arrays the copy of a snapshot may still be reading.
         self._world.wait_until_finished()
-        new = program.run(treedef.unflatten(leaves), args, placement=self._placement.with_abstract_mesh())
+        placement = self._placement.with_abstract_mesh()
+        new = program.run(treedef.unflatten(leaves), args, ZERO, placement=placement)
         leaves = treedef.flatten_up_to(new)
         _replace(leaves, whole, self._ravel)
         self._num_updates += 1
@@ -172,7 +178,7 @@ class _Program(NamedTuple):
     """An update of a state and arguments of certain shapes.
 
     Attributes:
-        run: `run(state, args, placement=)` returns the next state; jitted, and donates the state.
+        run: `run(state, args, zero, placement=)` returns the next state; jitted, and donates the state.
         state: of each leaf of the state, whether it is updated as ranges.
         args: of each leaf of the arguments, whether it is used as ranges.
     """
@@ -215,6 +221,7 @@ class _Program(NamedTuple):
         self.run.lower(
             resharding.abstract_shards(state, placement, self.state),
             resharding.abstract_shards(args, placement, self.args),
+            ZERO,
             placement=placement.with_abstract_mesh(),
         ).compile()
         return True
@@ -223,24 +230,43 @@ class _Program(NamedTuple):
 @functools.lru_cache(MAX_UPDATES)
 def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes) -> _Program:  # noqa: ANN401 - a PyTreeDef
     state, args = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    closed, after = jax.make_jaxpr(update_fn, return_shape=True)(state, *args)
+    closed, after = _trace(update_fn, state, args)
     _check_result(state, after)
     count = len(jax.tree.leaves(state))
-    elementwise = find_elementwise(closed, [(place, place) for place in range(count)])
+    *elementwise, _ = find_elementwise(closed, [(place, place) for place in range(count)])  # and `zero`
     raveled = tuple(one and kept for one, kept in zip(elementwise, _list_raveled((state, args)), strict=True))
 
     @functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)
-    def run(state: Tree, args: Tree, *, placement: Placement) -> Tree:
+    def run(state: Tree, args: Tree, zero: jax.Array, *, placement: Placement) -> Tree:
         # Traced again, and not kept: constants in the trace would be arrays of a generation.
-        closed = jax.make_jaxpr(update_fn)(*_make_abstract((state, *args)))
+        closed, _ = _trace(update_fn, *_make_abstract((state, args)))
         arguments = jax.tree.leaves((state, args), is_leaf=is_raveled)
-        results = apply_elementwise(closed, arguments)
+        results = apply_elementwise(closed, [*arguments, zero])
         new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
             [ravel_like(leaf, before) for leaf, before in zip(results, arguments, strict=False)]
         )
         return constrain_sharding(new, placement)
 
     return _Program(run, raveled[:count], raveled[count:])
+
+
+def _trace(
+    update_fn: Callable[..., Tree], state: Tree, args: tuple[Tree, ...]
+) -> tuple[core.ClosedJaxpr, Tree]:
+    """Return the program of an update, with `zero` as its last argument, and its result in shapes.
+
+    It is rounded at the same places on any number of devices, where that is possible.
+    """
+    closed, after = jax.make_jaxpr(update_fn, return_shape=True)(state, *args)
+    leaves = jax.tree.leaves((state, args))
+
+    def update(*arguments: jax.Array) -> list[Any]:
+        *arguments, zero = arguments
+        if find_inexact(closed) is None:
+            return apply_exactly(closed, arguments, zero)
+        return core.jaxpr_as_fun(closed)(*arguments)
+
+    return jax.make_jaxpr(update)(*leaves, ZERO), after
 
 
 def _list_raveled(abstract: Tree) -> list[bool]:

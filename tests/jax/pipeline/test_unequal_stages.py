@@ -156,7 +156,7 @@ def decoder(eight_devices):  # noqa: F811 - that fixture
     return made.variables, cut_model(made.loss, made.variables, make_batch(), KEY)
 
 
-def update_on(decoder, devices, *, is_mesh_free):
+def update_on(decoder, devices):
     """Return the digests of all blocks after two updates on these devices."""
     optimizer = optax.adamw(1e-2)
     variables, cut = decoder
@@ -167,7 +167,7 @@ def update_on(decoder, devices, *, is_mesh_free):
     sharding = make_stage(devices, specs)
     abstract = sharding.with_mesh(sharding.mesh.abstract_mesh) if len(devices) > 1 else None
     units = list_state_units(cut)
-    state = BlockState(units, optimizer, abstract, is_mesh_free=is_mesh_free)
+    state = BlockState(units, optimizer, abstract)
     sums = {}
     for number, unit in enumerate(units):
         own = {weight.name: np.asarray(weights[weight.name]) for weight in unit.weights}
@@ -181,9 +181,8 @@ def update_on(decoder, devices, *, is_mesh_free):
 
 
 def test_an_update_has_the_same_bits_on_any_number_of_devices(decoder):
-    found = [update_on(decoder, jax.devices()[:count], is_mesh_free=True) for count in (1, 2, 3)]
+    found = [update_on(decoder, jax.devices()[:count]) for count in (1, 2, 3)]
     assert found[0] == found[1] == found[2]
-    assert update_on(decoder, jax.devices()[:2], is_mesh_free=False) != found[0]
 
 
 def make_rows(*units, axes):
