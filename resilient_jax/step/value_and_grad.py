@@ -23,6 +23,7 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.errors import CallerError
 from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.loss_gradient import differentiate_loss
 from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
 from resilient_jax.step.microbatch_program import MicrobatchProgram
 from resilient_jax.step.random_keys import (
@@ -215,7 +216,7 @@ class _Programs:
             found = call_with_key(self._loss_fn, self._key_name, key, params, batch, *args)
             return _check_result(found, self._has_aux)
 
-        return jax.value_and_grad(loss_of, has_aux=True)(params)
+        return differentiate_loss(loss_of, params)
 
     def _compute(
         self,

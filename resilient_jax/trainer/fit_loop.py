@@ -52,7 +52,7 @@ from resilient_jax.trainer.state_layout import (
     SumMicrobatches,
     make_state_layout,
 )
-from resilient_jax.trainer.step_report import JsonLog, StepReport
+from resilient_jax.trainer.step_report import JsonLog, StepReport, wants_to_stop
 from resilient_jax.trainer.train_step import TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
@@ -439,7 +439,7 @@ class FitLoop:
         if self._progress is not None:
             self._progress.show(report)
         for callback in self._config.callbacks if world.replay is None else ():
-            if callback(report) is True and self._stop is None:
+            if wants_to_stop(callback, report) and self._stop is None:
                 self._stop = (report.step, f"a callback returned True after step {report.step}")
 
 

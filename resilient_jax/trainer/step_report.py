@@ -5,8 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import jax
 import msgspec
+import numpy as np
 
+from resilient_jax.argument_checks import describe_value
+from resilient_jax.errors import CallerError
 from resilient_jax.telemetry.log_file import LogFile
 from resilient_jax.trainer.training_state import State
 
@@ -41,14 +45,32 @@ class StepReport:
 class Callback(Protocol):
     """A function that is called on every host after each committed step and each evaluation.
 
-    Returning True (and nothing else) stops training. Decide by the step and the metrics alone, so that all hosts decide
-    alike; a host that continues alone would wait for the others. A host that was behind, and fetches the state of a
-    step instead of computing it, does not call its callbacks for that step.
+    Returning True stops training, None or False goes on, anything else is refused. Decide by the step and the metrics
+    alone, so that all hosts decide alike; a host that continues alone would wait for the others. A host that was
+    behind, and fetches the state of a step instead of computing it, does not call its callbacks for that step.
     """
 
     def __call__(self, report: StepReport, /) -> object:
         """Look at the report, and return True to stop training."""
         ...
+
+
+def wants_to_stop(callback: Callback, report: StepReport) -> bool:
+    """Call a callback; return whether it stops training.
+
+    Raises:
+        CallerError: it returns something else than a truth value or None.
+    """
+    answer = callback(report)
+    if answer is None or isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    if isinstance(answer, jax.Array | np.ndarray) and answer.shape == () and answer.dtype == bool:
+        return bool(answer)
+    name = getattr(callback, "__qualname__", type(callback).__qualname__)
+    raise CallerError(
+        f"callback {name}: found {describe_value(answer)} as its result, expected True to stop training, or None or "
+        "False to go on"
+    )
 
 
 class JsonLog:

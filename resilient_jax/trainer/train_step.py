@@ -43,6 +43,7 @@ from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.assignment import DATA_AXIS
+from resilient_jax.step.loss_gradient import differentiate_loss
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
@@ -253,9 +254,7 @@ class TrainStep:
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
         with use_trace_mesh(placement.mesh):
-            (loss, (metrics, collections)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-                variables.params
-            )
+            (loss, (metrics, collections)), gradients = differentiate_loss(loss_of, variables.params)
         finite = is_all_finite((loss, gradients, collections))
         non_finite = jnp.zeros((self._recipe.num_microbatches,), jnp.float32)
         new = MicrobatchSums(gradients, collections, loss, metrics, non_finite)

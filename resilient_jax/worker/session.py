@@ -41,6 +41,8 @@ from resilient_jax.worker.observers import Observer
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 
 Tree = TypeVar("Tree")
+MANY_UNCOMMITTED = 10
+"""Steps in a row without a commit: the loop has none."""
 MAX_NAMED_LEAVES = 3
 """In the event of a sum that is made again."""
 
@@ -107,6 +109,7 @@ class Session:
         """See `World.steps`."""
         if self.committed.is_empty and not self._is_resumed:
             _refuse_restart_from_0(self._state_loss)
+        uncommitted = 0
         for step in range(self.committed.step, num_steps):
             self._control.begin_step(step)
             self._step = step
@@ -116,6 +119,10 @@ class Session:
             yield step
             # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
+            uncommitted = 0 if self.committed.step > step else uncommitted + 1
+            is_too_late = uncommitted == MANY_UNCOMMITTED or (uncommitted > 0 and step + 1 == num_steps)
+            if is_too_late and not self.is_rehearsal:
+                _refuse_uncommitted(uncommitted, step)
             # Not in `commit`: what an interrupted snapshot raises must not skip the user's code after it on all hosts.
             committed = self.committed.state
             if (
@@ -303,6 +310,14 @@ class Session:
         """See `World.wait_until_finished`."""
         if self._snapshotter is not None:
             self._snapshotter.wait_until_copied()
+
+
+def _refuse_uncommitted(count: int, step: int) -> NoReturn:
+    raise StateError(
+        f"steps: found {count} step{'s' if count > 1 else ''} up to step {step} without a commit, expected "
+        "world.commit(state) in each step: what is not committed is lost with the first failure, and is in no result. "
+        "Where a step changes nothing, commit the state as it is"
+    )
 
 
 def _refuse_restart_from_0(loss: StateLoss | None) -> None:

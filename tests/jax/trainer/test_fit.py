@@ -197,6 +197,18 @@ def test_a_callback_is_called_for_every_step_and_can_stop_training():
     assert (result.step, result.stop_reason) == (5, "a callback returned True after step 5")
 
 
+@pytest.mark.parametrize("answer", [np.True_, jnp.array(True), np.array(True)])
+def test_a_callback_stops_training_with_any_truth_value(answer):
+    result = make_trainer(callbacks=[lambda report: answer if report.step == 3 else None]).fit(6)
+    assert result.step == 3
+
+
+@pytest.mark.parametrize("answer", [1, 0.5, "stop", {"loss": 1}, np.array([True])])
+def test_a_callback_that_returns_something_else_is_refused(answer):
+    with pytest.raises(CallerError, match=r"callback .*expected True to stop training, or None or\s+False"):
+        make_trainer(callbacks=[lambda report: answer]).fit(2)
+
+
 def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_and_at_the_end():
     found = {}
 

@@ -40,7 +40,11 @@ def draw_number_of_nnx(params, rows, rngs):
 def call(loss_fn, data=draw, *args, steps=1, params=PARAMS, **options):
     world = make_world()
     value_and_grad = world.value_and_grad(loss_fn, data, MICROBATCHES, **options)
-    return [value_and_grad(params, *args) for _ in world.steps(steps)][-1]
+    found = None
+    for _ in world.steps(steps):
+        found = value_and_grad(params, *args)
+        world.commit(params)
+    return found
 
 
 def mean(trees):
@@ -167,3 +171,26 @@ def test_wrong_arguments_are_refused_in_words(loss_fn, options, words):
 def test_a_number_of_microbatches_is_an_integer():
     with pytest.raises(DataError, match=r"num_microbatches: found 4\.0 \(float\), expected an integer"):
         make_world().value_and_grad(compute_loss, draw, 4.0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda params, rows: jnp.mean(rows),
+        lambda params, rows: jnp.mean(rows @ jax.lax.stop_gradient(params["w"])),
+        lambda params, rows: jnp.mean(rows @ (params["w"] > 0)),
+    ],
+)
+def test_a_loss_that_depends_on_no_parameter_trains_nothing_and_is_refused(loss_fn):
+    with pytest.raises(CallerError, match="found a loss that depends on no parameter"):
+        call(loss_fn)
+
+
+def test_a_loop_that_makes_a_new_loss_in_each_step_is_told_that_it_compiles_each_time(caplog):
+    world = make_world()
+    for _ in world.steps(6):
+        world.value_and_grad(lambda params, rows: jnp.mean(rows @ params["w"]), draw, MICROBATCHES)(PARAMS)
+        world.commit(PARAMS)
+    (record,) = [record for record in caplog.records if "is compiled anew" in record.getMessage()]
+    assert "found 4 functions made by line" in record.getMessage()
+    assert "test_value_and_grad.py" in record.getMessage()

@@ -19,10 +19,19 @@ from tests.support.standalone_world import make_world
 LOST = StateLoss(step=9, is_lower_bound=False, reason="two hosts", checkpoint_step=5)
 
 
+def commit_steps(world, num_steps):
+    """Commit all steps that are left; return them."""
+    found = []
+    for step in world.steps(num_steps):
+        world.commit({"w": jnp.zeros(())})
+        found.append(step)
+    return found
+
+
 def test_steps_are_counted_from_the_step_of_the_checkpoint():
     resumed = make_world(loss=LOST)
     resumed.resume_at(5)
-    assert list(resumed.steps(8)) == [5, 6, 7]
+    assert commit_steps(resumed, 8) == [5, 6, 7]
 
 
 def test_a_loop_that_ignores_the_checkpoint_to_resume_from_is_refused():
@@ -34,7 +43,7 @@ def test_a_loop_that_ignores_the_checkpoint_to_resume_from_is_refused():
 
 def test_a_loop_may_restart_from_step_0_where_there_is_no_checkpoint():
     without_checkpoint = StateLoss(step=9, is_lower_bound=False, reason="two hosts")
-    assert list(make_world(loss=without_checkpoint).steps(2)) == [0, 1]
+    assert commit_steps(make_world(loss=without_checkpoint), 2) == [0, 1]
 
 
 def test_a_state_that_was_committed_since_the_loss_needs_no_checkpoint():
@@ -44,6 +53,27 @@ def test_a_state_that_was_committed_since_the_loss_needs_no_checkpoint():
     next(first.steps(8))
     first.commit({"a": jnp.zeros(3)})
     assert next(make_world(loss=LOST, committed=committed).steps(8)) == 6
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "found"), [(3, "3 steps up to step 2"), (1000, "10 steps up to step 9")]
+)
+def test_a_loop_that_never_commits_passes_for_no_training(num_steps, found):
+    with pytest.raises(StateError, match=rf"{found} without a commit, expected world\.commit\(state\)"):
+        for _ in make_world().steps(num_steps):
+            pass
+
+
+def test_a_loop_that_commits_some_steps_must_commit_the_last():
+    def train(committed):
+        world = make_world()
+        for step in world.steps(6):
+            if step in committed:
+                world.commit({"w": jnp.zeros(())})
+
+    train({1, 3, 5})
+    with pytest.raises(StateError, match="1 step up to step 5 without a commit"):
+        train({1, 3, 4})
 
 
 def test_resume_at_takes_any_integer_type_and_nothing_else():
