@@ -13,6 +13,7 @@ import jax
 import msgspec
 import numpy as np
 
+from resilient_jax.errors import StateError
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox
 
@@ -112,11 +113,33 @@ def format_orbax_path(path: Iterable[Any]) -> str:
 
 
 def flatten_tree(tree: Tree) -> list[tuple[str, OrbaxPath, Any]]:
-    """Return the arrays and the empty containers of a tree, with their paths as `keystr` writes them, and Orbax."""
+    """Return the arrays and the empty containers of a tree, with their paths as `keystr` writes them, and Orbax.
+
+    Raises:
+        StateError: as `check_stored_names`.
+    """
+    check_stored_names(tree)
     return [
         (jax.tree_util.keystr(path), make_orbax_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container)
     ]
+
+
+def check_stored_names(tree: Tree) -> None:
+    """Return if each leaf of a tree has a name of its own on storage, where Orbax joins the keys of its path by dots.
+
+    Raises:
+        StateError: two leaves would be stored as one; says which.
+    """
+    known: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container):
+        stored, name = ".".join(key.name for key in make_orbax_path(path)), jax.tree_util.keystr(path)
+        if stored in known:
+            raise StateError(
+                f"a checkpoint of the state: found the leaves {known[stored]} and {name}, which storage has as one, "
+                f"named {stored!r}, expected different names. Rename a key with a dot in it"
+            )
+        known[stored] = name
 
 
 def assign_offsets(parts: Iterable[LeafPart]) -> tuple[list[StoredLeaf], int]:

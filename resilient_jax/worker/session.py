@@ -32,6 +32,7 @@ from resilient_jax.state.state_placement import (
     place_placeholder_state,
     restore_state,
 )
+from resilient_jax.state.tree_match import match_tree
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.data_sample import DataSample
 from resilient_jax.telemetry.worker_activity import worker_activity
@@ -93,6 +94,8 @@ class Session:
         self._has_placeholders = rehearsed_state is RehearsedState.PLACEHOLDERS
         self._restored: FlatState | None = None
         """What the user's function began this generation with; until its first commit, which may have donated it."""
+        self._wanted: Any = None
+        """The tree of abstract arrays that the user's function asked for; until the first commit is like it."""
         self._step: int | None = None
         self._is_resumed = False
         self._reduced: set[str] = set()
@@ -156,6 +159,7 @@ class Session:
         with worker_activity.task(WorkerTask.COMMIT):
             jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
+        self._check_can_be_restored(committed)
         self.committed.set_state(committed)
         self._restored = None
         self.committed.contributions.clear()
@@ -167,6 +171,24 @@ class Session:
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
+
+    def _check_can_be_restored(self, state: FlatState) -> None:
+        """Compare a generation's first commit with what the next generation will ask for.
+
+        Raises:
+            StateError: it could not be restored; names the first leaves that differ.
+        """
+        if self._wanted is not None:
+            match_tree(
+                self._wanted,
+                [leaf.spec for leaf in state.leaves],
+                state.strings,
+                None,
+                source="commit",
+                expected="the tree that the init function makes, with the same shapes and dtypes: after a failure the "
+                "state is restored into it. Cast what the update has changed, or make it so in init",
+            )
+            self._wanted = None
 
     # Accumulations.
 
@@ -258,7 +280,7 @@ class Session:
     def _restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
         self._control.raise_if_ended()
         # Even where the shapes are not needed: an error of the user's in `init_fn` must not wait for a failure.
-        abstract = make_abstract_state(init_fn)
+        abstract = self._wanted = make_abstract_state(init_fn)
         if self.committed.snapshot_plan is not None:
             return self._restore_snapshot(self.committed.snapshot_plan, abstract, sharding)
         if self._has_placeholders:

@@ -12,8 +12,8 @@ import pytest
 from resilient_jax.checkpoint.directory_listing import find_tree_folder, list_directory
 from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
 from resilient_jax.checkpoint.orbax_writer import WholeTree, remove_old_checkpoints, write_checkpoint
-from resilient_jax.checkpoint.stored_tree import StoredBox
-from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
+from resilient_jax.checkpoint.stored_tree import StoredBox, flatten_tree
+from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.state.index_box import whole_box
 
 TREE = {
@@ -147,3 +147,20 @@ def test_the_remedy_for_a_tree_in_the_folder_itself_works(tmp_path):
         "opt_state/0",
         "half",
     }
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"a.b": 1, "a": {"b": 2}}, r"\['a'\]\['b'\] and \['a.b'\], which storage has as one, named 'a.b'"),
+        ({"x": [1, 2], "x.0": 3}, r"\['x'\]\[0\] and \['x.0'\]"),
+        ({"a.b": {}, "a": {"b": None}}, r"\['a'\]\['b'\] and \['a.b'\]"),
+    ],
+)
+def test_two_leaves_with_one_name_on_storage_are_refused_by_both_paths(tree, said):
+    with pytest.raises(StateError, match=rf"found the leaves {said}.*Rename a key with a dot"):
+        flatten_tree(tree)
+
+
+def test_leaves_whose_names_have_dots_are_stored_under_names_of_their_own():
+    assert len(flatten_tree({"a.b": 1, "a": {"c": 2}, "b": [3, {"0": 4}], "b/0": 5})) == 5

@@ -76,6 +76,30 @@ def test_a_loop_that_commits_some_steps_must_commit_the_last():
         train({1, 3, 4})
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda state: {"w": state["w"].astype(jnp.float16)},
+            r"float16\[2\] at \['w'\] instead of float32\[2\]",
+        ),
+        (lambda state: {"w": state["w"][:1]}, r"float32\[1\] at \['w'\] instead of float32\[2\]"),
+        (lambda state: {"w": state["w"], "mean": state["w"]}, r"\['mean'\], which is not in it"),
+        (lambda state: {"w": state["w"], "name": "adam"}, r"\['name'\], which is not in it"),
+        (lambda state: {}, r"no \['w'\]"),
+    ],
+)
+def test_a_commit_that_no_restore_would_take_is_refused_before_the_first_failure(change, said):
+    world = make_world()
+    state = world.restore_or_init(lambda: {"w": jnp.zeros(2)})
+    for _ in world.steps(1):
+        with pytest.raises(
+            StateError, match=rf"commit: found {said}.*expected the tree that the init function"
+        ):
+            world.commit(change(state))
+        world.commit(state)
+
+
 def test_resume_at_takes_any_integer_type_and_nothing_else():
     resumed = make_world()
     resumed.resume_at(jnp.int32(5))
