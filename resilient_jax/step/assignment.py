@@ -198,9 +198,9 @@ class AccumulationOptions:
 
     Attributes:
         reduction: "exact": the sum of each element is that of its addends, in whatever order and wherever they are
-            computed: the same bits, whichever hosts are alive; as much memory and traffic as floats (see
-            `step.fixed_point_sum` for its bound). "exact_wide": the same promise, finer than floats for every element,
-            of any range, with 9 bytes for an element (`step.binned_sum`). "fast": floats, equal within rounding.
+            computed: the same bits, whichever hosts are alive, as precise as floats added in order; twice the memory
+            and traffic of floats (`step.fixed_point_sum`). "exact_wide": the same of any range, so that no sum is ever
+            made again, with 9 bytes for an element (`step.binned_sum`). "fast": floats, equal within rounding.
         replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
         balance_by_speed: hosts that compute microbatches faster than others get more of them, where a step is then
             done at least a tenth sooner; looked at every 16 steps. Else microbatches are assigned evenly. Exact sums

@@ -9,11 +9,11 @@ slices would not have been kept either, had that addend come first. So a total i
 With M addends at most, a slice has W bits where M 2**(W - 1) < 2**31 (2**63 for float64): no sum overflows. To round
 an addend to the lowest bin kept costs at most 2**(-W (K - 1)) times the largest |addend| of this element, and an ulp of
 the total is added when it is read. With K = 2 and float32 that is 2**-25 for 64 addends (2**-24 is float32's own
-rounding), 2**-21 for 1,024. Less than 2**-126 (2**-1022) counts as nothing; where an addend is not finite, the
+rounding), 2**-21 for 1,024; of more addends K is 3. Less than 2**-126 (2**-1022) counts as nothing; where an addend is not finite, the
 total is NaN.
 
-Memory: K integers of the addend's size and a byte, for each element: 9 bytes for float32. Related: binned sums of
-Demmel and Nguyen (2013), fixed-point sums in molecular dynamics.
+Memory: K integers of the addend's size and a byte, for each element: 9 bytes for float32, 13 of more than 1,024
+addends. Related: binned sums of Demmel and Nguyen (2013), fixed-point sums in molecular dynamics.
 """
 
 import dataclasses
@@ -26,8 +26,10 @@ import numpy as np
 
 Tree = Any
 """A pytree of arrays."""
-NUM_SLOTS: Final = 2
-"""K, of the sums of a step."""
+NUM_SLOTS, MANY_SLOTS = 2, 3
+"""K, of the sums of a step, and of those of more than `MANY_ADDENDS`."""
+MANY_ADDENDS: Final = 2**10
+"""Of more the slices are so small that a float32 sum in order would be more precise."""
 SPARE_BITS: Final = 5
 """At least so many bits of a slot are above those of a single slice, so that carries fit when a total is read."""
 NOT_FINITE: Final = 127
@@ -49,8 +51,10 @@ class BinnedFormat:
     num_slots: int
 
     @classmethod
-    def for_addends(cls, dtype: Any, max_addends: int, num_slots: int = NUM_SLOTS) -> "BinnedFormat":  # noqa: ANN401
+    def for_addends(cls, dtype: Any, max_addends: int, num_slots: int | None = None) -> "BinnedFormat":  # noqa: ANN401
         """Return the grid for sums of up to `max_addends` numbers of a dtype, of which narrow ones become float32."""
+        if num_slots is None:
+            num_slots = NUM_SLOTS if max_addends <= MANY_ADDENDS else MANY_SLOTS
         wide = jnp.promote_types(dtype, jnp.float32)
         largest_sum = np.iinfo(f"int{8 * wide.itemsize}").max
         bin_bits = (int(largest_sum) // max_addends).bit_length()

@@ -17,7 +17,7 @@ any range.
 
 To round an addend costs at most half a unit. What fits has a smaller error, of each element down to 2**-`RANGE_BITS` of
 the largest of its array, than a float32 sum in order may be expected to have; see `slack`. Less than 2**-126 (2**-1022)
-counts as nothing. Memory: two integers for each float, three where there are more than 256 addends.
+counts as nothing. Memory: two integers for each float, three where there are more than 128 addends.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ training: of 400 steps 391 had less than 2**2 in every leaf, 400 less than 2**3.
 HEADROOM_OF_ZEROS_BITS: Final = -3
 """The same, of an array that is zero in microbatch 0, and the largest array of all. Most arrays have smaller elements
 than that, by some powers of two; between this and `FixedPointFormat.slack` there is room for most of them."""
-RANGE_BITS: Final = 22
+RANGE_BITS: Final = 23
 """Elements of one array may differ by six orders of magnitude, the largest of all and what is usual for the smallest:
 these are as precise as a float32 sum in order, too."""
 MAX_ADDENDS: Final = 2**12
-MAX_ADDENDS_OF_TWO_LIMBS: Final = 2**8
+MAX_ADDENDS_OF_TWO_LIMBS: Final = 2**7
 SHARE_BITS: Final = 14
 """A limit has 2**SHARE_BITS shares. The shares of 2**16 hosts are added as int32."""
 FIT_WORDS: Final = 3
@@ -97,8 +97,8 @@ class FixedPointFormat:
         """The largest |element| of all addends may be 2**-slack of the limit.
 
         An element 2**-RANGE_BITS as large is then 2**(P - A/2) units, of floats of P bits and 2**A addends. Rounding so
-        many addends makes an error of 2**(A/2) / sqrt(12) units. A sum of floats in order has one of 2**(A - P) /
-        sqrt(12 * 2) times the element: of 2**(A/2) / sqrt(24) units, less by sqrt(2), for which RANGE_BITS has room.
+        many addends makes an error of some 2**(A/2) / sqrt(12) units. A sum of floats in order has one of some
+        2**(A - P) / sqrt(12) times the element: of as many units.
         """
         precision = int(jnp.finfo(self.float_dtype).nmant) + 1
         return self.limit_bits - precision - RANGE_BITS + self.max_addends_bits // 2

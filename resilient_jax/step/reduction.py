@@ -3,7 +3,7 @@
 For G bytes of float32 on H hosts, a host sends
 
 - `AllReduce`: 2 G (H - 1) / H, by one all-reduce.
-- `ExactReduce` of sums in fixed point: as much for each limb, of which there are two (three for more than 256 addends),
+- `ExactReduce` of sums in fixed point: as much for each limb, of which there are two (three for more than 128 addends),
   by one all-reduce of integers, with all other integers of the tree.
 - `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
   slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts

@@ -37,8 +37,8 @@ class Parallelism:
     """How microbatches are assigned to hosts and reduced (see `AccumulationOptions`), and how the state is kept.
 
     Attributes:
-        reduction: "exact": sums that have the same bits, whichever hosts are alive; "exact_wide": the same, finer than
-            floats, at more than twice the memory and traffic; "fast": one all-reduce of floats.
+        reduction: "exact": sums that have the same bits, whichever hosts are alive, and are as precise as floats, at
+            twice their memory and traffic; "exact_wide": the same of any range; "fast": one all-reduce of floats.
         replica_shape: the hosts of a replica, or the replicas of a host.
         balance_by_speed: faster hosts get more microbatches, as measured; else all get as many.
         state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of

@@ -275,22 +275,27 @@ class ShardedLayout(StateLayout):
         if self._update is None:
             placement = self._placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
-            self._warn_of_collectives(self._update.as_text() or "")
+            self._warn_of_collectives(self._update.as_text() or "", programs.why_mesh_bound)
         # The update donates the state, whose arrays the copy of a snapshot may still be reading.
         self.world.wait_until_finished()
         return self._update(state, sums, summary)
 
-    def _warn_of_collectives(self, update: str) -> None:
+    def _warn_of_collectives(self, update: str, why_mesh_bound: str) -> None:
         if not (found := sorted(set(COLLECTIVE_PATTERN.findall(update)))):
             return
         self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
         if self.world.host_index == 0:
+            bits = (
+                f" The weights are equal within rounding only, whichever hosts are alive: {why_mesh_bound}."
+                if why_mesh_bound
+                else ""
+            )
             logger.warning(
-                "the optimizer's update of a sharded state communicates between devices (%s): it reduces in an "
-                "order that depends on the number of hosts, so the weights are equal within rounding only, and the "
-                "committed state is lost on all hosts if one dies in the update: they go back to the last snapshot. "
+                "the optimizer's update of a sharded state communicates between devices (%s): the committed state is "
+                "lost on all hosts if one dies in the update, and they go back to the last snapshot.%s "
                 "Element-wise optimizers, such as adamw, do not; clip with Numerics(clip_norm=)",
                 ", ".join(found),
+                bits,
             )
 
     def snapshot(self, state: TrainingState) -> None:

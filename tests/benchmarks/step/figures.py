@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from resilient_jax.step.assignment import Reduction
+
 MicrobatchId = tuple[int, int]
 """Step, and index in the step."""
 
@@ -24,8 +26,11 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
         exact_spread: the least and the largest of its windows.
         exact_overhead_one_microbatch: the same, of one microbatch of four sequences.
         exact_memory_ratio: peak memory of a worker, exact over fast.
-        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula: both send as much.
-        error_ratio: median relative error of an exact sum over that of a float32 sum in order.
+        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula.
+        error_ratio: error of an exact sum over that of a float32 sum in order: the largest of all arrays.
+        error_ratio_by_array: the same of each array.
+        error_ratio_sparse: the same of an array that is zero in microbatch 0.
+        sums_repeated: arrays and numbers of microbatches whose sum is made again in bins.
         wide_error_ratio: the same of a sum with `reduction="exact_wide"`.
         redone_microbatches: computed again, per kill.
         lost_microbatches: that the killed workers had computed, per kill; the least that must be redone.
@@ -41,6 +46,9 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     exact_memory_ratio: float
     exact_traffic_ratio: float
     error_ratio: float
+    error_ratio_by_array: dict[str, float]
+    error_ratio_sparse: float
+    sums_repeated: tuple[str, ...]
     wide_error_ratio: float
     redone_microbatches: float
     lost_microbatches: float
@@ -126,9 +134,10 @@ def find_missing(
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 
 
-def sent_bytes(tree_bytes: int, hosts: int, *, wide: bool) -> float:
-    """Return the bytes that a host sends in a sum of float32: 2 G (H - 1) / H, or 13 / 4 G (H - 1) / H if wide."""
-    return (9 / 4 + 1 if wide else 2) * tree_bytes * (hosts - 1) / hosts
+def sent_bytes(tree_bytes: int, hosts: int, reduction: Reduction) -> float:
+    """Return the bytes that a host sends in a sum of G bytes of float32 on H hosts: some G (H - 1) / H."""
+    times = {"fast": 2.0, "exact": 4.0, "exact_wide": 9 / 4 + 1}[reduction]
+    return times * tree_bytes * (hosts - 1) / hosts
 
 
 def are_equal(words: Iterable[str]) -> bool:
