@@ -9,8 +9,8 @@ slices would not have been kept either, had that addend come first. So a total i
 With M addends at most, a slice has W bits where M 2**(W - 1) < 2**31 (2**63 for float64): no sum overflows. To round
 an addend to the lowest bin kept costs at most 2**(-W (K - 1)) times the largest |addend| of this element, and an ulp of
 the total is added when it is read. With K = 2 and float32 that is 2**-25 for 64 addends (2**-24 is float32's own
-rounding), 2**-21 for 1,024; of more addends K is 3. Less than 2**-126 (2**-1022) counts as nothing; where an addend is not finite, the
-total is NaN.
+rounding), 2**-21 for 1,024; of more addends K is 3. Less than 2**-126 (2**-1022) counts as nothing; where an addend is
+not finite, the total is NaN.
 
 Memory: K integers of the addend's size and a byte, for each element: 9 bytes for float32, 13 of more than 1,024
 addends. Related: binned sums of Demmel and Nguyen (2013), fixed-point sums in molecular dynamics.

@@ -57,8 +57,8 @@ class ShardedState:
     """A state that is sharded in flat ranges: each host keeps its share, whatever the number of hosts.
 
     Make one in `train`, before the loop. With 4, 3 or 2 hosts each has a fourth, a third or half of the state in memory
-    between steps, with the same bits on any number of hosts. The trees have an `rj.RaveledArray` in place of most arrays. They are what `World.commit` and `World.snapshot`
-    take; such a state outlives a host by `snapshot` alone.
+    between steps, with the same bits on any number of hosts. The trees have an `rj.RaveledArray` in place of most
+    arrays. They are what `World.commit` and `World.snapshot` take; such a state outlives a host by `snapshot` alone.
 
     Args:
         world: of this generation.

@@ -90,7 +90,7 @@ def test_figures_compare_each_loop_with_its_counterpart() -> None:
         digest="a",
         undisturbed="a",
     )
-    figures = make_figures(times, campaign, measure_sum_errors((2,)))
+    figures = make_figures(times, campaign, measure_sum_errors((4,)))
     assert math.isclose(figures.fast_overhead, 0.25)
     assert math.isclose(figures.exact_overhead, 0.25)
     assert math.isclose(figures.exact_overhead_one_microbatch, -0.6)

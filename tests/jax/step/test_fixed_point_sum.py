@@ -185,7 +185,7 @@ def test_a_limit_that_is_too_high_is_found_as_one_that_is_too_low(count):
 
     lowest, highest = int(limits[0]) - format.slack, int(limits[0])
     assert find_wrong(OF_ZEROS) == [False] * 3, "of zeros the sum is zero"
-    assert highest - lowest >= 9
+    assert highest - lowest >= 8
     for exponent, is_wrong in ((lowest - 1, True), (lowest, False), (highest, False), (highest + 1, True)):
         assert find_wrong(exponent) == [is_wrong, False, False]
 
