@@ -121,6 +121,10 @@ class FitLoop:
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
         )
         self._metrics: dict[str, float] = {}
+        self._evaluated_step: int | None = None
+        """Of the newest evaluation that this host has reported."""
+        self._evaluated_in: int | None = None
+        """The generation of the last evaluation."""
         self._stop: tuple[int, str] | None = None
         """The step after which to stop, and the reason; None: continue."""
         self.result: FitResult | None = None
@@ -340,6 +344,7 @@ class FitLoop:
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
+        is_reported = self._is_reported(layout.world, step)
         metrics = self.evaluate(generation, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
@@ -354,8 +359,20 @@ class FitLoop:
             # After the last step training ends anyway, and for another reason.
             if is_over and step < config.num_steps:
                 self._stop = (step, f"early stop: {reason}")
-        self._report(layout.world, state, metrics, started_s, is_evaluation=True)
+        self._evaluated_step = step
+        if is_reported:
+            self._metrics.update(metrics)
+        else:
+            self._report(layout.world, state, metrics, started_s, is_evaluation=True)
         return state
+
+    def _is_reported(self, world: World, step: int) -> bool:
+        """Return whether some living host has reported this evaluation: a failure after it makes all evaluate again."""
+        if self._evaluated_in == world.generation:
+            return False
+        self._evaluated_in = world.generation
+        mine = np.array([self._evaluated_step == step], np.int32)
+        return bool(world.all_reduce(mine)[0])
 
     def _step(self, generation: FitGeneration, state: State, step: int) -> State:
         started_s = time.monotonic()

@@ -1,5 +1,7 @@
 """The trainer's loop on one machine: results, reports, checkpoints, and errors."""
 
+import contextlib
+import dataclasses
 import json
 import math
 
@@ -12,6 +14,11 @@ from flax import nnx
 
 import resilient_jax as rj
 from resilient_jax.errors import CallerError, NonFiniteError, StateError
+from resilient_jax.protocol.failpoints import Corruption
+from resilient_jax.trainer.fit_loop import FitLoop
+from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.training_control import GenerationEnded
+from tests.support.standalone_world import make_world
 
 ROWS = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 EXAMPLES = [{"x": row, "y": row.sum(keepdims=True)} for row in ROWS]
@@ -207,6 +214,36 @@ def test_a_callback_stops_training_with_any_truth_value(answer):
 def test_a_callback_that_returns_something_else_is_refused(answer):
     with pytest.raises(CallerError, match=r"callback .*expected True to stop training, or None or\s+False"):
         make_trainer(callbacks=[lambda report: answer]).fit(2)
+
+
+def test_an_evaluation_that_a_failure_repeats_is_reported_once():
+    """The first generation ends in the step after it."""
+    reports, committed = [], CommittedState()
+    evaluation = rj.Evaluation(data=EXAMPLES, interval_steps=2)
+    trainer = make_trainer(
+        evaluation=evaluation, callbacks=[lambda r: reports.append((r.step, r.is_evaluation))]
+    )
+    loop = FitLoop(dataclasses.replace(trainer._config, num_steps=4), None)
+
+    class EndsInStep2:
+        def on_reduce(self, call, owners, total):
+            if (call.spec.name, call.spec.step) == ("train", 2):
+                raise GenerationEnded
+
+        def on_failpoint(self, failpoint, step, index):
+            return Corruption.NONE
+
+        def __getattr__(self, name):
+            return lambda *arguments: None
+
+    with contextlib.closing(loop):
+        with pytest.raises(GenerationEnded):
+            loop.run_generation(make_world(committed=committed, observers=[EndsInStep2()], generation=1))
+        assert reports == [(1, False), (2, False), (2, True)]
+        loop.run_generation(make_world(committed=committed, generation=2))
+    assert reports == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    assert loop.result is not None
+    assert "eval_loss" in loop.result.metrics
 
 
 def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_and_at_the_end():
