@@ -2,7 +2,7 @@
 
 An addend is rounded to a multiple of a *unit*, a power of two, and what is added are integers: the order does not
 matter. The unit follows from the limit of the array: 2**limit is more than the largest |elements| of all addends
-together. Below the limit a float32 keeps some 52 bits, cut into *limbs*, integers of the size of a float: the first has
+together. Below the limit a float32 keeps 54 bits, cut into *limbs*, integers of the size of a float: the first has
 the highest 30 bits, with its sign, each other one `low_bits` more, rounded to nearest. Each limb is added up on its
 own, without carries: with M addends at most, low_bits + log2(M) is no more than an integer has. So a sum has the same
 bits in any order and any grouping, and hosts add up limbs as they add up any integers.

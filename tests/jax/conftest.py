@@ -1,0 +1,15 @@
+"""Tests with JAX in one process."""
+
+from typing import Final
+
+import pytest
+
+from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
+
+CACHE_BYTES: Final = 4 * 2**30
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache() -> None:
+    """Write entries of the compilation cache as workers do: whole. Two tests that run at a time may need the same."""
+    assert share_compilation_cache(NullCacheHooks(), CACHE_BYTES) is None
