@@ -30,7 +30,7 @@ CONDITIONAL: Final = "cond"
 _NAMES: Final = """argmax argmin bitcast_convert_type concatenate dynamic_slice dynamic_update_slice expand_dims
     gather iota optimization_barrier pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap
     reduce_and reduce_max reduce_min reduce_or reduce_xor reshape rev scatter sharding_constraint slice split squeeze
-    stop_gradient threefry2x32 transpose"""
+    stack stop_gradient threefry2x32 tile transpose unstack"""
 SHARD_DEPENDENT: Final = frozenset({"atan"})
 """Elementwise primitives whose bits depend on the place in a shard: a loop's last elements are computed otherwise."""
 ORDER_FREE: Final = (ELEMENTWISE | frozenset(_NAMES.split()) | {BROADCAST}) - SHARD_DEPENDENT
