@@ -232,7 +232,7 @@ def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes
     closed, after = _trace(update_fn, state, args)
     _check_result(state, after)
     count = len(jax.tree.leaves(state))
-    *elementwise, _ = find_elementwise(closed, [(place, place) for place in range(count)])  # and `zero`
+    _, *elementwise = find_elementwise(closed, [(1 + place, place) for place in range(count)])
     raveled = tuple(one and kept for one, kept in zip(elementwise, _list_raveled((state, args)), strict=True))
 
     @functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)
@@ -240,7 +240,7 @@ def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes
         # Traced again, and not kept: constants in the trace would be arrays of a generation.
         closed, _ = _trace(update_fn, *_make_abstract((state, args)))
         arguments = jax.tree.leaves((state, args), is_leaf=is_raveled)
-        results = apply_elementwise(closed, [*arguments, zero])
+        results = apply_elementwise(closed, [zero, *arguments])
         new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
             [ravel_like(leaf, before) for leaf, before in zip(results, arguments, strict=False)]
         )
@@ -252,20 +252,19 @@ def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes
 def _trace(
     update_fn: Callable[..., Tree], state: Tree, args: tuple[Tree, ...]
 ) -> tuple[core.ClosedJaxpr, Tree]:
-    """Return the program of an update, with `zero` as its last argument, and its result in shapes.
+    """Return the program of an update, with `zero` as its first argument, and its result in shapes.
 
     It is rounded at the same places on any number of devices, where that is possible.
     """
     closed, after = jax.make_jaxpr(update_fn, return_shape=True)(state, *args)
     leaves = jax.tree.leaves((state, args))
 
-    def update(*arguments: jax.Array) -> list[Any]:
-        *arguments, zero = arguments
+    def update(zero: jax.Array, *arguments: jax.Array) -> list[Any]:
         if find_inexact(closed) is None:
             return apply_exactly(closed, arguments, zero)
         return core.jaxpr_as_fun(closed)(*arguments)
 
-    return jax.make_jaxpr(update)(*leaves, ZERO), after
+    return jax.make_jaxpr(update)(ZERO, *leaves), after
 
 
 def _list_raveled(abstract: Tree) -> list[bool]:
