@@ -332,7 +332,7 @@ def test_a_block_is_summed_whatever_its_gradients_are_in_microbatch_0(first):
     cut = cut_model((decoder := MAKERS["nnx"]()).loss, decoder.variables, make_batch(), KEY)
     pieces = [piece for piece in list_sum_pieces(cut, list_state_units(cut)) if piece.block == 1]
     pieces = [dataclasses.replace(piece, number=number) for number, piece in enumerate(pieces)]
-    values = np.float32([first, 3e-7, 1e4, 2e-3])
+    values = np.array([first, 3e-7, 1e4, 2e-3], np.float32)
     sums = BlockSums(A, pieces, len(values))
     for microbatch, value in enumerate(values):
         gradients = {

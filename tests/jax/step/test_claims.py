@@ -15,7 +15,7 @@ def claim(limits, microbatches):
     return Claims(
         microbatches=np.array(microbatches, np.int32),
         limits_digest=np.array(own.limits_digest, np.uint32),
-        seconds=np.float32(0),
+        seconds=np.zeros((), np.float32),
         watched=make_empty_row(),
     )
 

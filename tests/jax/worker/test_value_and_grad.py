@@ -40,11 +40,11 @@ def draw_number_of_nnx(params, rows, rngs):
 def call(loss_fn, data=draw, *args, steps=1, params=PARAMS, **options):
     world = make_world()
     value_and_grad = world.value_and_grad(loss_fn, data, MICROBATCHES, **options)
-    found = None
+    found = []
     for _ in world.steps(steps):
-        found = value_and_grad(params, *args)
+        found.append(value_and_grad(params, *args))
         world.commit(params)
-    return found
+    return found[-1]
 
 
 def mean(trees):

@@ -182,6 +182,7 @@ def test_one_process_at_a_time_has_a_journal(tmp_path):
             with pytest.raises(OperatorError, match=r"belongs to another process .* without --serve-store"):
                 MemoryStore.from_journal(path)
             await store.put("a", b"1")
+            assert store._journal is not None
             store._journal.begin(store._make_image())
             with pytest.raises(OperatorError, match="belongs to another process"):
                 MemoryStore.from_journal(path)
