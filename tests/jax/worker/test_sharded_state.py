@@ -13,6 +13,7 @@ from resilient_jax.sharding.raveled_array import is_raveled
 from resilient_jax.worker.sharded_state import ShardedState
 from resilient_jax.worker.world import World
 from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.full_only import full_but
 from tests.support.standalone_world import make_world
 
 STEPS = 4
@@ -80,7 +81,7 @@ ELEMENTWISE = {"adamw": optax.adamw(0.1), "rmsprop": optax.rmsprop(0.1, momentum
 OTHERS = {"lamb": optax.lamb(0.1), "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))}
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+@pytest.mark.parametrize("name", full_but([*ELEMENTWISE, *OTHERS], {"adamw", "lamb"}.__contains__))
 def test_the_state_is_that_of_complete_arrays_within_rounding(name, eight_devices):
     """Not its bits: what the compiler makes of the same update rounds at other places."""
     init, update = make_update((ELEMENTWISE | OTHERS)[name])
@@ -92,7 +93,7 @@ def test_the_state_is_that_of_complete_arrays_within_rounding(name, eight_device
     )
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+@pytest.mark.parametrize("name", full_but([*ELEMENTWISE, *OTHERS], {"adamw", "lamb"}.__contains__))
 def test_the_bits_are_the_same_on_any_number_of_devices(name, eight_devices, monkeypatch):
     def train_on(count):
         with monkeypatch.context() as patch:
