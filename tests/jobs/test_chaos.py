@@ -93,6 +93,7 @@ def test_a_host_that_becomes_slow_is_named_and_no_other(
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (incidents, 0, 0), told
 
 
+@pytest.mark.full
 def test_a_host_that_loses_a_device_goes_on_without_it_and_bits_stay_equal(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "devices", "--run-dir", str(tmp_path))
     assert code == 0, told

@@ -42,6 +42,7 @@ def lose_device(job: UnequalPipelinedJob) -> int:
     return now.number
 
 
+@pytest.mark.full
 def test_a_stage_that_loses_a_device_goes_on_with_the_other_and_takes_it_back(tmp_path: Path) -> None:
     """In between the other host dies with all it had in memory: that comes from parity, of unequal hosts."""
     with UnequalPipelinedJob(tmp_path, 2, 2, axes={"fsdp": 2}, config=TOGETHER) as job:

@@ -128,6 +128,7 @@ def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     assert found == expected
 
 
+@pytest.mark.full
 def test_a_standby_in_its_seat_follows_the_plan_of_the_worker_that_it_replaces_with_the_same_bits(tmp_path):
     plan = "replica 2 x tensor 2"
     config = "restart_backoff_s = 0.0\nstandby = "
@@ -291,6 +292,7 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
     assert compiled == dict.fromkeys(survivors, 0)
 
 
+@pytest.mark.full
 def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
     """One of them was so slow that it has no microbatch in the first step with the new host: its total is empty."""
     stay = ["host-0", "host-1", "host-2"]
@@ -527,6 +529,7 @@ NARROW = {
 """Hosts with four devices that are too small for the model alone."""
 
 
+@pytest.mark.full
 def test_hosts_whose_replicas_differ_in_axes_have_the_same_bits_after_a_clip_by_the_global_norm(tmp_path):
     topology = write_topology(tmp_path / "narrow.toml", NARROW)
     words = ["--clip", "--rows", "12", "--width", "240", "--axes-by-host"]

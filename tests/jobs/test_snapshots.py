@@ -168,7 +168,8 @@ def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_surviv
     assert min(went_on) >= promised
 
 
-@pytest.mark.parametrize("victim", ["host-3", pytest.param("host-0", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["host-3", "host-0"])
 def test_a_worker_that_returns_during_a_snapshot_and_a_death_then_lose_no_snapshot(
     victim: str, twice_protected: ShardedJob
 ) -> None:

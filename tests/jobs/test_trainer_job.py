@@ -124,6 +124,7 @@ def assert_compiled_once(events: Sequence[Event], hosts: Sequence[str]) -> None:
     assert all(ready[host]["fetched"] for host in hosts), ready
 
 
+@pytest.mark.full
 def test_a_host_does_not_wait_for_the_compiler_of_a_host_that_was_killed(undisturbed, tmp_path):
     hosts = ("host-0", "host-1")
     with launch(tmp_path, hosts=2, cold=True) as job:

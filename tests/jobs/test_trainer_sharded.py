@@ -111,6 +111,7 @@ def worlds_of(num_hosts: int) -> list[str]:
     return [f"{part} over {num_hosts} hosts" for part in parts]
 
 
+@pytest.mark.full
 def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
     """Two hosts are joined by a third: a world of three is new."""
     stay = ["host-0", "host-1"]
