@@ -16,7 +16,6 @@ TASKS_OF_A_HOST = 3 * (LAST_MICROBATCH + 1)
 """Forward, input gradient and weight gradient of each microbatch, where all go through one replica."""
 
 
-@pytest.mark.full
 def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
     with PipelinedJob(tmp_path, HOSTS, STAGES, axes={"tensor": 2}) as job:
         job.wait_protected(HOSTS)

@@ -101,6 +101,7 @@ def start_agents(work: Path, devices: Sequence[int], words: Sequence[str]) -> li
     return agents
 
 
+@pytest.mark.full
 def test_hosts_with_four_and_three_devices_begin_together_and_have_the_same_bits(tmp_path: Path) -> None:
     """Of the hidden sizes none divides by three: weights are replicated along that axis, examples shared."""
     words = ["rows=12"]
