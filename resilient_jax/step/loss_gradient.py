@@ -1,7 +1,8 @@
-"""The value and gradient of a loss, which is refused where it depends on no parameter: nothing would be trained."""
+"""The value and gradient of a loss: refused where nothing would be trained, warned of where it is made anew."""
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -9,6 +10,10 @@ from resilient_jax.errors import CallerError
 
 Tree = Any
 """A pytree of arrays."""
+MANY: Final = 4
+"""Functions of the same lines in one generation: a few may differ in what they have captured."""
+
+logger = logging.getLogger(__name__)
 
 
 def differentiate_loss(
@@ -32,3 +37,27 @@ def differentiate_loss(
         return loss, aux
 
     return jax.value_and_grad(checked, has_aux=True)(params)
+
+
+class LossFunctions:
+    """The loss functions of one generation, by their code."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, list[Callable[..., Any]]] = {}
+
+    def warn_of_new(self, loss_fn: Callable[..., Any]) -> None:
+        """Warn of a loop that makes a new function of the same lines in each step."""
+        code = getattr(loss_fn, "__code__", None)
+        made = self._made.setdefault(code, [])
+        if code is None or any(loss_fn is one for one in made):
+            return
+        made.append(loss_fn)
+        if len(made) == MANY:
+            logger.warning(
+                "value_and_grad: found %d functions made by line %d of %s in one generation, expected one: each is "
+                "compiled anew. Define the loss outside of `train`, and call value_and_grad once, before the loop; "
+                "what changes from step to step is an argument of the function that it returns",
+                len(made),
+                code.co_firstlineno,
+                code.co_filename,
+            )

@@ -374,8 +374,7 @@ class Reducer:
             self._exchanged.add(spec.name)
         else:
             claims = Claims.make_empty(num_hosts, spec.num_microbatches)
-        # All hosts decide this from the same table, so a host whose
-        # claim is refused drops it without being told to.
+        # All hosts decide this from the same table: a host whose claim is refused drops it without being told to.
         claims = claims.drop_other_limits()
         if not claims.limits_digest[host]:
             contributions.drop_totals()
@@ -462,7 +461,6 @@ class Reducer:
         """Return the sum, and bool[leaves in fixed point]: which are wrong."""
         spec, limits, grid = contributions.spec, contributions.limits, self._live.grid
         assert limits is not None
-        formats = list_formats(spec, zeros)
         totals = [
             reshard_total(part.total, zeros) for part in contributions.parts.values() if part.is_counted
         ]
@@ -470,7 +468,7 @@ class Reducer:
         total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
         if spec.reduction == "fast":
             return AllReduce(grid)(total), np.zeros(0, bool)
-        fit = contributions.measure_fit(formats)
+        fit = contributions.measure_fit(list_formats(spec, zeros))
         found, fit = ExactReduce(grid)((total, fit), (zeros, fit), limits)
         return found, find_misfits(np.asarray(fit))
 

@@ -52,7 +52,7 @@ from resilient_jax.trainer.state_layout import (
     SumMicrobatches,
     make_state_layout,
 )
-from resilient_jax.trainer.step_report import JsonLog, StepReport, wants_to_stop
+from resilient_jax.trainer.step_report import JsonLog, ReportedEvaluations, StepReport, wants_to_stop
 from resilient_jax.trainer.train_step import TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
@@ -121,10 +121,7 @@ class FitLoop:
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
         )
         self._metrics: dict[str, float] = {}
-        self._evaluated_step: int | None = None
-        """Of the newest evaluation that this host has reported."""
-        self._evaluated_in: int | None = None
-        """The generation of the last evaluation."""
+        self._reported = ReportedEvaluations()
         self._stop: tuple[int, str] | None = None
         """The step after which to stop, and the reason; None: continue."""
         self.result: FitResult | None = None
@@ -344,7 +341,7 @@ class FitLoop:
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        is_reported = self._is_reported(layout.world, step)
+        is_reported = self._reported.was_reported(layout.world, step)
         metrics = self.evaluate(generation, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (
@@ -359,20 +356,12 @@ class FitLoop:
             # After the last step training ends anyway, and for another reason.
             if is_over and step < config.num_steps:
                 self._stop = (step, f"early stop: {reason}")
-        self._evaluated_step = step
+        self._reported.note(step)
         if is_reported:
             self._metrics.update(metrics)
         else:
             self._report(layout.world, state, metrics, started_s, is_evaluation=True)
         return state
-
-    def _is_reported(self, world: World, step: int) -> bool:
-        """Return whether some living host has reported this evaluation: a failure after it makes all evaluate again."""
-        if self._evaluated_in == world.generation:
-            return False
-        self._evaluated_in = world.generation
-        mine = np.array([self._evaluated_step == step], np.int32)
-        return bool(world.all_reduce(mine)[0])
 
     def _step(self, generation: FitGeneration, state: State, step: int) -> State:
         started_s = time.monotonic()

@@ -13,6 +13,7 @@ from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.telemetry.log_file import LogFile
 from resilient_jax.trainer.training_state import State
+from resilient_jax.worker.world import World
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,26 @@ def wants_to_stop(callback: Callback, report: StepReport) -> bool:
         f"callback {name}: found {describe_value(answer)} as its result, expected True to stop training, or None or "
         "False to go on"
     )
+
+
+class ReportedEvaluations:
+    """Which evaluation was reported last: a failure in the step after it makes all hosts evaluate again."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._generation: int | None = None
+
+    def was_reported(self, world: World, step: int) -> bool:
+        """Return whether some living host has reported the evaluation of this step.
+
+        Every host must call it before each evaluation.
+        """
+        is_first, self._generation = self._generation != world.generation, world.generation
+        return is_first and bool(world.all_reduce(np.array([self._step == step], np.int32))[0])
+
+    def note(self, step: int) -> None:
+        """Note that the evaluation of this step is done, and is reported if it was not."""
+        self._step = step
 
 
 class JsonLog:

@@ -159,7 +159,9 @@ class Session:
         with worker_activity.task(WorkerTask.COMMIT):
             jax.block_until_ready(state)
         committed = flatten_state(self._step + 1, state)
-        self._check_can_be_restored(committed)
+        if self._wanted is not None:
+            _check_can_be_restored(self._wanted, committed)
+            self._wanted = None
         self.committed.set_state(committed)
         self._restored = None
         self.committed.contributions.clear()
@@ -171,24 +173,6 @@ class Session:
         for observer in self._observers:
             observer.on_commit(committed)
         self.hit_failpoint(FailPoint.AFTER_COMMIT)
-
-    def _check_can_be_restored(self, state: FlatState) -> None:
-        """Compare a generation's first commit with what the next generation will ask for.
-
-        Raises:
-            StateError: it could not be restored; names the first leaves that differ.
-        """
-        if self._wanted is not None:
-            match_tree(
-                self._wanted,
-                [leaf.spec for leaf in state.leaves],
-                state.strings,
-                None,
-                source="commit",
-                expected="the tree that the init function makes, with the same shapes and dtypes: after a failure the "
-                "state is restored into it. Cast what the update has changed, or make it so in init",
-            )
-            self._wanted = None
 
     # Accumulations.
 
@@ -332,6 +316,23 @@ class Session:
         """See `World.wait_until_finished`."""
         if self._snapshotter is not None:
             self._snapshotter.wait_until_copied()
+
+
+def _check_can_be_restored(wanted: Any, state: FlatState) -> None:  # noqa: ANN401 - a tree of abstract arrays
+    """Compare a generation's first commit with what the next generation will ask for.
+
+    Raises:
+        StateError: it could not be restored; names the first leaves that differ.
+    """
+    match_tree(
+        wanted,
+        [leaf.spec for leaf in state.leaves],
+        state.strings,
+        None,
+        source="commit",
+        expected="the tree that the init function makes, with the same shapes and dtypes: after a failure the state is "
+        "restored into it. Cast what the update has changed, or make it so in init",
+    )
 
 
 def _refuse_uncommitted(count: int, step: int) -> NoReturn:

@@ -1,8 +1,7 @@
 """What the user's train function gets: the live hosts, their devices, the steps, the state and the reductions."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from resilient_jax.step.assignment import (
     ReplicaShape,
     count_devices_by_host,
 )
+from resilient_jax.step.loss_gradient import LossFunctions
 from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.audit_response import AuditResponse
@@ -37,9 +37,6 @@ from resilient_jax.worker.step_services import StepServices
 from resilient_jax.worker.training_control import GenerationEnded
 
 Tree = TypeVar("Tree")
-logger = logging.getLogger(__name__)
-MANY_LOSS_FUNCTIONS: Final = 4
-"""Of the same lines in one generation: a few may differ in what they have captured."""
 DEFAULT_OPTIONS = AccumulationOptions()
 ONE_REPLICA_PER_HOST = ReplicaShape()
 
@@ -100,8 +97,7 @@ class World:
         self.replay = replay
         self._info = info
         self._session = session
-        self._loss_functions: dict[Any, list[Callable[..., Any]]] = {}
-        """Those of `value_and_grad`, by their code."""
+        self._loss_functions = LossFunctions()
         self._control = control
         self._reducer = reducer
         self._compiler = compiler
@@ -379,7 +375,7 @@ class World:
         """
         check_integers(num_microbatches=num_microbatches, seed=seed)
         check_loss_function(loss_fn)
-        self._count_loss_functions(loss_fn)
+        self._loss_functions.warn_of_new(loss_fn)
         batches = open_batches(data)
 
         def accumulate(compute: ComputeFunction[Any], zeros: Any) -> Any:  # noqa: ANN401 - a user's tree
@@ -390,23 +386,6 @@ class World:
         return ValueAndGrad(
             loss_fn, batches, accumulate, num_microbatches=num_microbatches, has_aux=has_aux, seed=seed
         )
-
-    def _count_loss_functions(self, loss_fn: Callable[..., Any]) -> None:
-        """Warn of a loop that makes a new function of the same lines in each step."""
-        code = getattr(loss_fn, "__code__", None)
-        made = self._loss_functions.setdefault(code, [])
-        if code is None or any(loss_fn is one for one in made):
-            return
-        made.append(loss_fn)
-        if len(made) == MANY_LOSS_FUNCTIONS:
-            logger.warning(
-                "value_and_grad: found %d functions made by line %d of %s in one generation, expected one: each is "
-                "compiled anew. Define the loss outside of `train`, and call value_and_grad once, before the loop; "
-                "what changes from step to step is an argument of the function that it returns",
-                len(made),
-                code.co_firstlineno,
-                code.co_filename,
-            )
 
     def count_replicas(self, replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST) -> int:
         """Return how many replicas the live hosts form.
