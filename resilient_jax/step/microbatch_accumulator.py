@@ -71,7 +71,7 @@ class StepHooks(Protocol):
         ...
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
-        """Tell that leaves of an accumulation were beyond their limits, and the sum is made again."""
+        """Tell that limits of leaves were too low or too high for a sum, which is made again."""
         ...
 
     def leave_job(self, why: str) -> NoReturn:

@@ -219,7 +219,7 @@ class Session:
             self._comparison.compare_data(sample, digests)
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
-        """Record that leaves of an accumulation were beyond their limits, and the sum is made again."""
+        """Record that limits of leaves were too low or too high for a sum, which is made again."""
         assert self._step is not None
         more = len(leaves) - MAX_NAMED_LEAVES
         named = ", ".join(leaves[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")
