@@ -22,8 +22,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from resilient_jax.sharding.elementwise import BROADCAST, ELEMENTWISE
-from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_exactly
-from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, unwrap_jaxpr, walk
+from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_all_exactly
+from resilient_jax.sharding.jaxprs import (
+    CALLS,
+    InlinedEquation,
+    bind_equation,
+    get_body,
+    inline_calls,
+    unwrap_jaxpr,
+    walk,
+)
 
 SUM: Final = "reduce_sum"
 CONDITIONAL: Final = "cond"
@@ -146,30 +154,39 @@ def make_exact(
 def _evaluate(
     zero: jax.Array, jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
 ) -> list[Any]:
-    constants = dict(zip(jaxpr.constvars, consts, strict=True))
-    return walk(
-        jaxpr,
-        arguments,
-        functools.partial(_apply_equation, zero),
-        read_constant=constants.__getitem__,
-        read_literal=lambda literal: literal.val,
-    )
+    """Return the results of a program; sums that do not wait for each other are made together."""
+    program = inline_calls(jaxpr, consts)
+    values = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
+
+    def read(operand: Any) -> Any:  # noqa: ANN401 - a name or a literal
+        return operand.val if isinstance(operand, core.Literal) else values[operand]
+
+    waiting = program.equations
+    while waiting:
+        later, sums = list[InlinedEquation](), list[InlinedEquation]()
+        for one in waiting:
+            if not all(isinstance(operand, core.Literal) or operand in values for operand in one.operands):
+                later.append(one)
+            elif one.equation.primitive.name == SUM and _is_float(one.equation.invars[0]):
+                sums.append(one)
+            else:
+                results = _apply_equation(zero, one.equation, tuple(map(read, one.operands)))
+                values.update(zip(one.results, results, strict=True))
+        totals = sum_all_exactly([(read(one.operands[0]), one.equation.params["axes"]) for one in sums])
+        for one, total in zip(sums, totals, strict=True):
+            values[one.results[0]] = total.astype(_get_aval(one.equation.outvars[0]).dtype)
+        waiting = later
+    return list(map(read, program.outputs))
 
 
 def _apply_equation(zero: jax.Array, equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
     name = equation.primitive.name
-    if name in CALLS:
-        body = get_body(equation)
-        return _evaluate(zero, body.jaxpr, body.consts, operands)
     if name == CONDITIONAL:
         branches = [
             functools.partial(_evaluate_branch, zero, unwrap_jaxpr(branch), branch.consts)
             for branch in equation.params["branches"]
         ]
         return jax.lax.switch(operands[0], branches, *operands[1:])
-    if name == SUM and _is_float(equation.invars[0]):
-        total = sum_exactly(operands[0], equation.params["axes"])
-        return [total.astype(_get_aval(equation.outvars[0]).dtype)]
     if name == QUOTIENT and _is_float(equation.outvars[0]):
         return [_divide(operands[0], operands[1], zero).astype(_get_aval(equation.outvars[0]).dtype)]
     results = bind_equation(equation, operands)
@@ -187,8 +204,7 @@ def _divide(dividend: jax.Array, divisor: jax.Array, zero: jax.Array) -> jax.Arr
     dtype = jnp.promote_types(dividend.dtype, jnp.float32)
     dividend, divisor = dividend.astype(dtype), divisor.astype(dtype)
     scale = jnp.where(jnp.abs(divisor) < MIN_LARGE, dtype.type(1), dtype.type(DOWN))
-    reciprocal = _round(1 / (divisor * scale), zero)
-    return _round(_round(dividend * reciprocal, zero) * scale, zero)
+    return _round(dividend * scale * _round(1 / (divisor * scale), zero), zero)
 
 
 def _round(product: jax.Array, zero: jax.Array) -> jax.Array:

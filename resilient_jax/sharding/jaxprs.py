@@ -1,14 +1,17 @@
 """The one walk over jaxprs: `walk` carries a value per variable through the equations, `iterate_equations` lists them.
 
 Every analysis of a traced program (`program_cost.operations`, `program_cost.xla_cost`, `activation_constraints`) is a
-rule for one equation that is given to one of the two.
+rule for one equation that is given to one of the two. `inline_calls` lists the equations of a program as if it had no
+calls, for who takes them in another order.
 
 Only public parts of JAX are used (`jax.extend.core`, and what JAX documents for custom interpreters:
 https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html); tested on jax 0.10.2 and 0.12.0.1.
 What differs between the versions is handled here: the jaxpr of a call may be closed or not, and the arity of a scan.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from jax.extend import core
@@ -61,6 +64,74 @@ def walk(
         results = apply(equation, tuple(map(read, equation.invars)))
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InlinedEquation:
+    """An equation of a program whose calls are inlined.
+
+    Attributes:
+        equation: as it is in its own jaxpr.
+        operands: literals, and of the others the names of their values.
+        results: names.
+    """
+
+    equation: core.JaxprEqn
+    operands: tuple[Any, ...]
+    results: tuple[Hashable, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InlinedProgram:
+    """A program whose calls are inlined.
+
+    Attributes:
+        equations: in an order in which each value is computed before it is used.
+        constants: of each name the value.
+        inputs: names of the arguments.
+        outputs: literals, and of the others the names.
+    """
+
+    equations: list[InlinedEquation]
+    constants: dict[Hashable, Any]
+    inputs: tuple[Hashable, ...]
+    outputs: tuple[Any, ...]
+
+
+def inline_calls(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> InlinedProgram:
+    """Return the program without its calls."""
+    inputs = tuple((0, var) for var in jaxpr.invars)
+    program = InlinedProgram([], {}, inputs, ())
+    # A jaxpr may be called twice: its variables have the number of the call in their names.
+    outputs = _inline(jaxpr, consts, inputs, program, itertools.count())
+    return dataclasses.replace(program, outputs=tuple(outputs))
+
+
+def _inline(
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    operands: Sequence[Any],
+    program: InlinedProgram,
+    numbers: Iterator[int],
+) -> list[Any]:
+    number = next(numbers)
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    names |= {var: (number, var) for var in jaxpr.constvars}
+    program.constants.update({names[var]: value for var, value in zip(jaxpr.constvars, consts, strict=True)})
+
+    def read(atom: Any) -> Any:  # noqa: ANN401 - a variable or a literal
+        return atom if isinstance(atom, core.Literal) else names[atom]
+
+    for equation in jaxpr.eqns:
+        given = tuple(map(read, equation.invars))
+        if equation.primitive.name in CALLS:
+            body = get_body(equation)
+            results = _inline(body.jaxpr, body.consts, given, program, numbers)
+        else:
+            results = [(number, var) for var in equation.outvars]
+            program.equations.append(InlinedEquation(equation, given, tuple(results)))
+        names.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def bind_equation(

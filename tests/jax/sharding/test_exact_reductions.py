@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.sharding.exact_array_sum import sum_exactly
+from resilient_jax.sharding.exact_array_sum import sum_all_exactly, sum_exactly
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of this module
 from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
@@ -143,6 +143,37 @@ def test_a_sum_is_that_of_its_addends_in_any_order(shape, spread, scale, seed):
     assert abs(found - exact) <= 2.0**-26 * np.abs(x).max() + 2.0**-23 * abs(exact) + 2.0**-126
 
 
+@pytest.mark.parametrize(
+    "shape", [(1,), (257,), (512, 1024), (3, 3, 48, 64), (70_000, 3), (3, 70_000), (1, 5, 1)], ids=str
+)
+def test_a_sum_of_many_addends_is_as_close_and_takes_no_memory(shape):
+    x = draw(1, shape) * np.exp2(-np.random.default_rng(2).uniform(0, 20, size=shape)).astype(np.float32)
+    for addends in (
+        x,
+        np.abs(x),
+        np.full(shape, 2.0**20, np.float32),
+        np.full(shape, -(2.0**100), np.float32),
+    ):
+        exact = addends.astype(np.float64).sum()
+        found = sum_exactly(jnp.asarray(addends), tuple(range(len(shape))))
+        assert abs(found - exact) <= 2.0**-26 * np.abs(addends).max() + 2.0**-23 * abs(exact)
+    compiled = jax.jit(lambda x: sum_exactly(x * x, tuple(range(len(shape))))).lower(x).compile()
+    # Some integers of each row; XLA is not to write the words of all addends, or their squares.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 40 * x.size / shape[-1] + 4096
+
+
+def test_sums_are_the_same_alone_and_together():
+    arrays = [
+        draw(seed, shape) for seed, shape in enumerate([(8, 16), (16, 8), (8, 16), (5,), (), (2, 3, 4)])
+    ]
+    dims = [(0, 1), (0, 1), (1,), (0,), (), (2, 0)]
+    for one, x, axes in zip(
+        sum_all_exactly(list(zip(map(jnp.asarray, arrays), dims, strict=True))), arrays, dims, strict=True
+    ):
+        np.testing.assert_array_equal(one, sum_exactly(jnp.asarray(x), axes))
+        np.testing.assert_allclose(one, x.sum(axes), rtol=1e-5, atol=1e-6)
+
+
 def test_a_sum_along_some_dims_keeps_the_others_and_what_is_not_finite():
     x = jnp.asarray(draw(0, (3, 4, 5)))
     for count in range(4):
@@ -179,4 +210,6 @@ def test_a_quotient_by_a_large_divisor_is_not_zero(divisor):
     dividends, divisors = np.array([1e30, -3e38, 5.0], np.float32), np.full(3, divisor, np.float32)
     (found,) = apply(lambda x, y: x / y, jnp.asarray(dividends), jnp.asarray(divisors))
     # Numpy's: XLA's own division by an array of equal numbers gives 0 there.
+    np.testing.assert_allclose(found, dividends / divisors, rtol=3e-7, atol=2.0**-126)
+    (found,) = apply(lambda x, y: x / y, jnp.asarray(dividends), jnp.float32(divisor))
     np.testing.assert_allclose(found, dividends / divisors, rtol=3e-7, atol=2.0**-126)

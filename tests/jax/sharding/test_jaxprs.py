@@ -1,9 +1,10 @@
 """The walk over jaxprs: every equation once, in order, with the values of its operands."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 
-from resilient_jax.sharding.jaxprs import get_scan_arity, iterate_equations, walk
+from resilient_jax.sharding.jaxprs import bind_equation, get_scan_arity, inline_calls, iterate_equations, walk
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -38,3 +39,27 @@ def test_the_arity_of_a_scan_is_its_constants_and_carries():
     jaxpr = jax.make_jaxpr(program)(X, X, jax.ShapeDtypeStruct((2, 3), jnp.float32))
     (scan,) = (e for e in iterate_equations(jaxpr) if e.primitive.name == "scan")
     assert get_scan_arity(scan) == (1, 1)
+
+
+def test_a_program_is_the_same_with_its_calls_inlined():
+    table = jnp.arange(3.0)
+    square = jax.jit(lambda x: x * table)  # one jaxpr, called twice, with a constant
+    nested = jax.jit(lambda x, y: (square(x), square(square(y)), 2.0, y))
+    closed = jax.make_jaxpr(lambda x, y: (*nested(y, x), x))(X, X)
+    program = inline_calls(closed.jaxpr, closed.consts)
+    arguments = (jnp.array([1.0, 2, 3]), jnp.array([4.0, 5, 6]))
+    values = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
+
+    def read(operand):
+        return operand.val if isinstance(operand, jax.extend.core.Literal) else values[operand]
+
+    for one in program.equations:
+        assert one.equation.primitive.name == "mul"
+        results = bind_equation(one.equation, list(map(read, one.operands)))
+        values.update(zip(one.results, results, strict=True))
+    for found, expected in zip(
+        map(read, program.outputs),
+        jax.jit(lambda *xs: jax.extend.core.jaxpr_as_fun(closed)(*xs))(*arguments),
+        strict=True,
+    ):
+        assert jnp.array_equal(found, expected)
