@@ -22,6 +22,7 @@ from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.jax_runtime.worker_environment import Platform
 from tests.benchmarks.paths import IMPORT_PATHS
+from tests.benchmarks.run_end import order_stop
 
 HOSTS = 4
 MANY_STEPS = 100_000
@@ -30,6 +31,8 @@ AS_ON_A_POD = ("--no-fork-workers",)
 """An option of `launch`: each worker is a process of its own, and has a standby of its own."""
 HEALTHY_STEPS = 3
 """Steps that all hosts train together between two kills."""
+AHEAD_STEPS = 3
+"""An order must be for a step that no host has reached, and reports are slightly out of date."""
 REPORT_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 600.0
 """More than any undisturbed run takes."""
@@ -114,6 +117,18 @@ def wait_success(job: LocalJob, what: str) -> None:
     """
     if job.wait(RUN_TIMEOUT_S) != 0:
         raise InternalError(f"{what} failed:\n{job.read_tail()}")
+
+
+def end_job(job: LocalJob, folder: Path, what: str) -> int:
+    """Stop a job a few steps later, on all hosts at the same step, and return the number of steps.
+
+    Raises:
+        InternalError: the job failed, or is still running after `RUN_TIMEOUT_S`.
+    """
+    steps = max(status.step for status in wait_healthy(job).hosts) + AHEAD_STEPS
+    order_stop(folder, steps)
+    wait_success(job, what)
+    return steps
 
 
 def run_bare(command: Sequence[str], work: Path) -> None:

@@ -27,12 +27,15 @@ from resilient_jax.protocol.failpoints import FailPoint
 from tests.benchmarks.hybrid.restart import RestartStalls, run_restarts
 from tests.benchmarks.paths import JOBS, REPOSITORY
 from tests.benchmarks.report import describe_machine, open_console, print_json_line
+from tests.benchmarks.run_end import are_equal, read_digest
 from tests.benchmarks.runs import (
     ERROR_CHARACTERS,
     HOSTS,
     MANY_STEPS,
     REPORT_TIMEOUT_S,
     RUN_TIMEOUT_S,
+    end_job,
+    run_alone,
     run_job,
     script_environment,
     wait_healthy,
@@ -44,6 +47,8 @@ SCRIPT = JOBS / "timed_lm.py"
 TIMING, TIMED_STEPS = JOBS / "pipeline_timing.py", 7
 SETTINGS = REPOSITORY / "configs/lm_tiny_pipelined.toml"
 AHEAD_STEPS = 4
+ALONE_TIMEOUT_S = 3600.0
+"""One host takes the steps of four."""
 CHECKPOINT_EVERY = 10
 """Steps between two checkpoints of the job that is restarted, as often as Orbax usually."""
 
@@ -72,6 +77,7 @@ class HybridFigures(msgspec.Struct, frozen=True, kw_only=True):
     reroute_ratio: float
     kills: int
     steps_lost: int
+    bitwise_equal: bool
     tasks_kept: float
     pipeline_efficiency_sleeps: float
     pipeline_efficiency: float
@@ -106,7 +112,8 @@ def hybrid(
     healthy step. `service_stall_s` is the same as `reroute_stall_s`, of kills that end JAX's coordination service, too,
     and `new_world_stall_s` the longest time between two steps where a new world follows. `reroute_ratio` is the time of
     a step of the three hosts over that of all four. `move_blocks_stall_s` is how long a host waited for the state of
-    blocks that another cut gives it.
+    blocks that another cut gives it. `bitwise_equal`: whether the weights after all kills are those of as many
+    undisturbed steps on one host.
 
     `restart_stall_s` is the same as `reroute_stall_s`, less its own step, for as many kills of the same model and hosts
     with JAX and Orbax alone: sharded over all hosts (FSDP by `jax.jit`), and a supervisor that ends all processes and
@@ -129,14 +136,18 @@ def hybrid(
                 found = kill_stage(job, hosts[number % HOSTS], ends_service=number >= kills)
                 (with_service if found.ends_service else stalls).append(found)
                 console.print(f"  {number + 1}: {found}")
-            wait_healthy(job)
+            trained = end_job(job, times, "the job with kills")
             events = job.read_events()
         steps = read_step_times(times)
+        console.print(f"  the same {trained} steps undisturbed, on one host")
+        alone = Path(folder) / "alone"
+        run_alone([str(SCRIPT), str(SETTINGS), str(trained), str(alone)], alone, timeout_s=ALONE_TIMEOUT_S)
+        is_equal = are_equal([read_digest(times), read_digest(alone)])
         console.print("  the same kills, restarted from checkpoints")
         restarts = run_restarts(SETTINGS, kills, checkpoint_every, hosts, Path(folder))
     sleeps, example = time_pipeline("sleeps", 4, 16), time_pipeline("example", 2, 12)
     stalls_s, service_stalls_s = ([one.stall_s for one in found] for found in (stalls, with_service))
-    healthy, alone = (statistics.median(list_step_times(steps, count)) for count in (HOSTS, HOSTS - 1))
+    healthy, fewer = (statistics.median(list_step_times(steps, count)) for count in (HOSTS, HOSTS - 1))
     joins = list_join_gaps(steps, HOSTS)
     figures = HybridFigures(
         reroute_stall_s=round(statistics.median(stalls_s) - healthy, 3),
@@ -151,9 +162,10 @@ def hybrid(
         rejoin_blocks_stall_max_s=round(max(joins) - healthy, 3),
         move_blocks_stall_s=round(statistics.median(list_moves(events)), 3),
         healthy_step_s=round(healthy, 3),
-        reroute_ratio=round(alone / healthy, 2),
+        reroute_ratio=round(fewer / healthy, 2),
         kills=len(stalls) + len(with_service),
         steps_lost=sum(one.steps_lost for one in [*stalls, *with_service]),
+        bitwise_equal=is_equal,
         tasks_kept=statistics.median(
             [int(e.detail["kept"]) for e in events if e.kind is EventKind.PIPELINE_STEP_RESUMED] or [0]
         ),
@@ -245,6 +257,7 @@ def make_table(figures: HybridFigures) -> Table:
     table.add_row(
         "steps done again, of all kills", f"{figures.steps_lost}", "", "0", f"{figures.restart_steps_redone}"
     )
+    table.add_row("weights bit for bit those of an undisturbed run", str(figures.bitwise_equal), "", "True")
     table.add_row(
         "healthy step", f"{figures.healthy_step_s:.3f} s", "", "", f"{figures.restart_step_s:.3f} s"
     )

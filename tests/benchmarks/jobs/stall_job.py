@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
+from resilient_jax.jax_runtime.gloo import lower_gloo_thread_priority
+from resilient_jax.jax_runtime.jaxlib_types import jaxlib_runtime
 from tests.benchmarks.jobs.transformer import (
     MICROBATCHES,
     Params,
@@ -83,6 +85,14 @@ def train_bare(steps: int, times: list[float]) -> None:
 
 
 def connect_bare() -> None:
+    """Connect as one does without a framework; gloo's thread gets the priority that ours gets, so that loops differ."""
+    make = jaxlib_runtime.make_gloo_tcp_collectives
+
+    def make_alike(**arguments: Any) -> Any:
+        with lower_gloo_thread_priority():
+            return make(**arguments)
+
+    jaxlib_runtime.make_gloo_tcp_collectives = make_alike
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         os.environ["BARE_COORDINATOR"], int(os.environ["BARE_COUNT"]), int(os.environ["BARE_INDEX"])

@@ -7,7 +7,7 @@
 A step is 16 sequences for any `microbatch` (sequences per microbatch, by default 1) and any number of hosts. In the
 folder of OUT each process writes:
 - `OUT-<pid>.json`: step times in seconds, from the end of a step to the end of the next;
-- `memory-<pid>.json`: peak resident memory, and the bytes of the parameters;
+- `usage-<pid>.json`: peak resident memory, and what all processes together sent in a step;
 - `digest-<pid>.txt`: from the trainer, the SHA-256 of the final weights;
 - `computed-<pid>.jsonl`: with `log`, a line for each microbatch, written by the program that computes it.
 With `log` all processes stop after the step whose number is in the file `stop`, which must be written ahead of time.
@@ -41,9 +41,10 @@ from tests.benchmarks.jobs.transformer import (
     loss_of,
     tokens_of,
 )
+from tests.benchmarks.run_end import read_stop, write_digest
+from tests.benchmarks.runs import COMPILING_STEPS
 
 SEQUENCES = 16
-NEVER = 10**9
 SMALL_WIDTH, SMALL_LAYERS = 96, 3
 SMALL_OPTIMIZER = optax.adam(3e-3)
 TEXT_BYTES = 2_000_000
@@ -55,16 +56,32 @@ def draw(step: int, index: int, size: int) -> np.ndarray:
 
 
 class Clock:
-    """Measures the times between the ends of steps."""
+    """Measures the times between the ends of steps, and what is sent meanwhile."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self._last_s = time.monotonic()
+        self._sent_bytes: list[int] = []
 
     def tick(self) -> None:
         now_s = time.monotonic()
         self.times.append(now_s - self._last_s)
         self._last_s = now_s
+        self._sent_bytes.append(read_loopback_bytes())
+
+    def find_sent_bytes(self) -> float:
+        """Return the bytes that were sent in a step, without the first steps, in which programs are exchanged."""
+        steady = self._sent_bytes[COMPILING_STEPS - 1 :]
+        return (steady[-1] - steady[0]) / (len(steady) - 1) if len(steady) > 1 else 0.0
+
+
+def read_loopback_bytes() -> int:
+    """Return the bytes that all processes of this machine have sent to each other."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    return 0
 
 
 class ComputedLog:
@@ -81,13 +98,6 @@ class ComputedLog:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def read_stop(folder: Path) -> int:
-    try:
-        return int((folder / "stop").read_text())
-    except OSError:
-        return NEVER
 
 
 def reduction_of(words: list[str]) -> Literal["exact", "exact_wide", "fast"]:
@@ -145,7 +155,7 @@ def fit_curve(steps: int, folder: Path) -> rj.FitResult:
     ).fit(steps)
 
 
-def train_bare(steps: int, clock: Clock) -> Params:
+def train_bare(steps: int, clock: Clock) -> None:
     """Train as one would without a framework: one program, batch sharded over the devices, donated state."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     cut, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -164,16 +174,12 @@ def train_bare(steps: int, clock: Clock) -> Params:
         state, loss = train_step(state, tokens)
         float(loss)
         clock.tick()
-    return state[0]
 
 
-def write_memory(folder: Path, params: Params) -> None:
+def write_usage(folder: Path, clock: Clock) -> None:
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {
-        "peak_rss_mib": peak_kib / 1024,
-        "tree_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-    }
-    (folder / f"memory-{os.getpid()}.json").write_text(json.dumps(found))
+    found = {"peak_rss_mib": peak_kib / 1024, "sent_bytes": clock.find_sent_bytes()}
+    (folder / f"usage-{os.getpid()}.json").write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -181,11 +187,11 @@ def main() -> None:
     folder, clock = out.parent, Clock()
     if mode == "bare":
         connect_bare()
-        write_memory(folder, train_bare(steps, clock))
+        train_bare(steps, clock)
     else:
         result = fit_curve(steps, folder) if mode == "curve" else fit_trainer(steps, folder, words, clock)
-        write_memory(folder, result.params)
-        (folder / f"digest-{os.getpid()}.txt").write_text(result.params_sha256)
+        write_digest(folder, result.params_sha256)
+    write_usage(folder, clock)
     write_times(out, clock.times)
 
 

@@ -1,16 +1,11 @@
-"""Figures of the step benchmark from its measurements. Pure.
-
-What a sum sends is a formula, of G bytes of gradients on H hosts; see `resilient_jax/step/reduction.py`.
-"""
+"""Figures of the step benchmark from its measurements. Pure."""
 
 import collections
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
-
-from resilient_jax.step.assignment import Reduction
 
 MicrobatchId = tuple[int, int]
 """Step, and index in the step."""
@@ -26,7 +21,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
         exact_spread: the least and the largest of its windows.
         exact_overhead_one_microbatch: the same, of one microbatch of four sequences.
         exact_memory_ratio: peak memory of a worker, exact over fast.
-        exact_traffic_ratio: bytes that a host sends in a sum, exact over fast, by formula.
+        exact_traffic_ratio: bytes that a host sends in a step, exact over fast.
         error_ratio: error of an exact sum over that of a float32 sum in order: the largest of all arrays.
         error_ratio_by_array: the same of each array.
         error_ratio_sparse: the same of an array that is zero in microbatch 0.
@@ -132,14 +127,3 @@ def find_missing(
     """Return the microbatches of committed steps that no process computed; there are none, unless there is a bug."""
     done = {m for mine in computed.values() for m in mine}
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
-
-
-def sent_bytes(tree_bytes: int, hosts: int, reduction: Reduction) -> float:
-    """Return the bytes that a host sends in a sum of G bytes of float32 on H hosts: some G (H - 1) / H."""
-    times = {"fast": 2.0, "exact": 4.0, "exact_wide": 9 / 4 + 1}[reduction]
-    return times * tree_bytes * (hosts - 1) / hosts
-
-
-def are_equal(words: Iterable[str]) -> bool:
-    """Return whether there is at least one string, and all are equal."""
-    return len(set(words)) == 1

@@ -8,13 +8,13 @@ import msgspec
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.run_end import read_digest
 from tests.benchmarks.runs import (
     REPORT_TIMEOUT_S,
     run_alone,
     run_job,
     wait_success,
 )
-from tests.benchmarks.step.redone_work import read_digest
 
 STEPS: Final = 160
 DEATH_STEP: Final = 30

@@ -12,28 +12,27 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.benchmarks.run_end import read_digest
 from tests.benchmarks.runs import (
+    AHEAD_STEPS,
     HOSTS,
     MANY_STEPS,
     REPORT_TIMEOUT_S,
+    end_job,
     run_alone,
     run_job,
     wait_healthy,
-    wait_success,
 )
 from tests.benchmarks.step.figures import (
     MicrobatchId,
     RedoneWork,
     WorkerKill,
-    are_equal,
     count_redone,
     count_work,
     find_missing,
 )
 
 MICROBATCHES = 16
-AHEAD_STEPS = 3
-"""An order must be for a step that no host has reached, and reports are slightly out of date."""
 JOB_ARGUMENTS = ("microbatch=1", "log")
 
 
@@ -83,7 +82,7 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
         [str(script), "trainer", str(MANY_STEPS), str(disturbed / "times"), *JOB_ARGUMENTS], disturbed
     ) as job:
         killed = tuple(_kill_one(job, number, console) for number in range(kills))
-        steps = _end(job, disturbed)
+        steps = end_job(job, disturbed, "the job with kills")
         rehearsed = find_rehearsals(job.read_events())
     console.print(f"  the same {steps} steps undisturbed, on one host")
     run_alone([str(script), "trainer", str(steps), str(alone / "times"), *JOB_ARGUMENTS], alone)
@@ -106,12 +105,6 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
     )
 
 
-def read_digest(work: Path) -> str:
-    """Return the SHA-256 of the weights of the processes that finished; several, joined by spaces, if they differ."""
-    found = sorted(path.read_text() for path in work.glob("digest-*.txt"))
-    return found[0] if are_equal(found) else " ".join(found)
-
-
 def _kill_one(job: LocalJob, number: int, console: Console) -> WorkerKill:
     report = wait_healthy(job)
     assert report.generation is not None, "all train"
@@ -130,17 +123,6 @@ def _wait_change(job: LocalJob, before: int) -> None:
         return report.generation is not None and report.generation.number > before
 
     job.wait_report("the death to be noticed", has_changed, REPORT_TIMEOUT_S)
-
-
-def _end(job: LocalJob, work: Path) -> int:
-    """Stop the job a few steps later, on all hosts at the same step, and return the number of steps."""
-    report = wait_healthy(job)
-    steps = max(status.step for status in report.hosts) + AHEAD_STEPS
-    order = work / "stop.tmp"
-    order.write_text(str(steps))
-    order.replace(work / "stop")
-    wait_success(job, "the job with kills")
-    return steps
 
 
 def find_rehearsals(events: Iterable[Event]) -> frozenset[int]:

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from resilient_jax.errors import InternalError
-from tests.benchmarks.runs import read_times, run_bare, run_undisturbed
+from tests.benchmarks.runs import HOSTS, read_times, run_bare, run_undisturbed
 
 SMALL: Final = "microbatch=1"
 WITHOUT_SNAPSHOTS: Final = 'replicated_snapshot_interval_steps = "off"\n'
@@ -41,16 +41,16 @@ EXACT_SMALL: Final = Loop(name="exact, 1 sequence a microbatch", arguments=("tra
 LOOPS: Final = (BARE, FAST, EXACT, FAST_SMALL, EXACT_SMALL)
 
 
-class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one process.
+class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process needed.
 
     Attributes:
         peak_rss_mib: peak resident memory, compilation included.
-        tree_bytes: of the parameters, and so of one tree of gradients.
+        sent_bytes: what all processes of the machine sent to each other during a step; 0: too few steps.
     """
 
     peak_rss_mib: float
-    tree_bytes: int
+    sent_bytes: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,11 +59,11 @@ class LoopTimes:
 
     Attributes:
         windows: step times in seconds, of each window.
-        memory: of each process of each window.
+        usage: of each process of each window.
     """
 
     windows: list[Sequence[float]] = dataclasses.field(default_factory=list)
-    memory: list[ProcessMemory] = dataclasses.field(default_factory=list)
+    usage: list[ProcessUsage] = dataclasses.field(default_factory=list)
 
     @property
     def times_s(self) -> list[float]:
@@ -78,7 +78,12 @@ class LoopTimes:
     @property
     def peak_rss_mib(self) -> float:
         """Median over processes of the peak resident memory."""
-        return statistics.median(found.peak_rss_mib for found in self.memory)
+        return statistics.median(found.peak_rss_mib for found in self.usage)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Median over processes of what a host sends in a step."""
+        return statistics.median(found.sent_bytes for found in self.usage) / HOSTS
 
 
 def measure_steps(
@@ -97,7 +102,7 @@ def measure_steps(
         if not times_s:
             raise InternalError(f"{folder}: found no step times of the loop {loop.name}, expected some")
         found[loop].windows.append(times_s)
-        found[loop].memory += _read_memory(folder)
+        found[loop].usage += _read_usage(folder)
         console.print(f"  window {window + 1}, {loop.name}: {statistics.median(times_s):.3f} s a step")
     return found
 
@@ -106,7 +111,5 @@ def _turn(window: int) -> Sequence[tuple[int, Loop]]:
     return [(window, loop) for loop in (LOOPS if window % 2 == 0 else LOOPS[::-1])]
 
 
-def _read_memory(folder: Path) -> list[ProcessMemory]:
-    return [
-        msgspec.json.decode(path.read_bytes(), type=ProcessMemory) for path in folder.glob("memory-*.json")
-    ]
+def _read_usage(folder: Path) -> list[ProcessUsage]:
+    return [msgspec.json.decode(path.read_bytes(), type=ProcessUsage) for path in folder.glob("usage-*.json")]
