@@ -72,9 +72,9 @@ def run_launch(
         )
 
 
-def run_alone(command: Sequence[str], timeout_s: float = END_S) -> str:
-    """Run a job's script on two devices of one host, without a launcher; return what it prints."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+def run_alone(command: Sequence[str], timeout_s: float = END_S, devices: int = 2) -> str:
+    """Run a job's script on so many devices of one host, without a launcher; return what it prints."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,

@@ -1,6 +1,7 @@
 """The trainer with its state sharded over real hosts: the bits of a replicated state, and no host has all of it."""
 
 import contextlib
+import functools
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from tests.jobs.compiled_programs import (
 )
 from tests.jobs.launched import make_environment, run_alone
 from tests.support.agents import run_command
+from tests.support.full_only import full_but
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
@@ -35,10 +37,23 @@ def said_in(output):
 
 
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory):
-    """Return what `said_in` finds for a replicated state on one machine."""
-    work = tmp_path_factory.mktemp("alone")
-    return said_in(run_alone([str(JOB), str(work), "replicated"], DEADLINE_S))
+def alone(tmp_path_factory):
+    """Return a function of the devices of one host: what `said_in` finds for a replicated state there."""
+
+    @functools.cache
+    def run(devices):
+        words = [str(JOB), str(tmp_path_factory.mktemp("alone")), "replicated"]
+        found = said_in(run_alone(words, DEADLINE_S, devices))
+        assert len(found) == REPORTS + 1
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def complete(alone):
+    """Return what `said_in` finds for a replicated state on one host."""
+    return alone(2)
 
 
 def launch(work, hosts, options=(), words=("sharded",), cold=False):
@@ -51,16 +66,25 @@ def launch(work, hosts, options=(), words=("sharded",), cold=False):
     )
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_shards(
-    hosts, complete, tmp_path
+LAYOUTS = [
+    (state, hosts, devices)
+    for state in ("sharded", "replicated")
+    for hosts in (1, 2, 3, 5)
+    for devices in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "hosts", "devices"), full_but(LAYOUTS, lambda layout: layout == ("sharded", 3, 2))
+)
+def test_every_layout_has_the_bits_of_a_replicated_state_and_each_host_has_its_shards(
+    state, hosts, devices, alone, tmp_path
 ):
-    with launch(tmp_path, hosts) as job:
+    with launch(tmp_path, hosts, ["--devices-per-host", str(devices)], [state]) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = said_in(job.read_output())
-    assert len(complete) == REPORTS + 1
-    assert found == complete
-    for host in range(hosts):
+    assert found == alone(devices), "the devices of a host share a microbatch, so their number counts"
+    for host in range(hosts) if state == "sharded" and hosts > 1 else ():
         shares = [line.split() for line in (tmp_path / f"shares.{host}").read_text().splitlines()]
         assert len(shares) == REPORTS
         for _, here, whole, complete_arrays in shares:

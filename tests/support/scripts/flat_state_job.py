@@ -1,11 +1,15 @@
-"""A loop of its own with a state in flat ranges. Usage: flat_state_job.py WORK_DIR.
+"""A loop of its own with a state in flat ranges. Usage: flat_state_job.py WORK_DIR [pace=SECONDS].
 
-After every step each host appends a line to `steps.<host>`: the step, the number of hosts, the bytes of the state on
-this host, those of the complete state, and the SHA-256 of the complete state.
+The job reads the order `stop` in WORK_DIR as tiny.py does. After every step each process appends a line to
+`steps-<host>-<pid>.jsonl`: the step, the number of hosts, the bytes of the state on this host, those of the complete
+state, and the SHA-256 of the complete state.
 """
 
 import hashlib
+import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +21,19 @@ import optax
 import resilient_jax as rj
 
 WORK = Path(sys.argv[1])
-STEPS, MICROBATCHES = 12, 8
+PACE_S = next((float(word[5:]) for word in sys.argv[2:] if word.startswith("pace=")), 0.0)
+NEVER, MICROBATCHES = 10**9, 8
 WIDTH = 193
 """A prime: no number of devices divides a dim."""
 OPTIMIZERS = {"adamw": optax.adamw(0.01), "lamb": optax.lamb(0.01)}
 """One that treats all arrays element by element, and one that needs their norms."""
+
+
+def stop_at() -> int:
+    try:
+        return int((WORK / "stop").read_text())
+    except (OSError, ValueError):
+        return NEVER
 
 
 class State(NamedTuple):
@@ -75,14 +87,19 @@ def train(world: rj.World) -> None:
     sharded = rj.ShardedState(world, init_state)
     state = sharded.restore_or_init()
     value_and_grad = world.value_and_grad(loss_of, draw, MICROBATCHES)
-    for step in world.steps(STEPS):
+    for step in world.steps(NEVER):
+        if step >= stop_at():
+            return
         _, gradients = value_and_grad(sharded.gather(state.params))
         state = sharded.update(update, state, gradients)
         world.commit(state)
         world.snapshot(state)
-        found = digest(sharded.gather(state))
-        with (WORK / f"steps.{world.host}").open("a") as file:
-            print(step, len(world.hosts), *count_bytes(state), found, file=file)
+        here, whole = count_bytes(state)
+        line = {"step": step, "generation": world.generation, "hosts": len(world.hosts), "here": here}
+        line |= {"whole": whole, "digest": digest(sharded.gather(state))}
+        with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as file:
+            print(json.dumps(line), file=file)
+        time.sleep(PACE_S)
 
 
 if __name__ == "__main__":
