@@ -120,6 +120,10 @@ class LogUnwritable(OperatorError):
     """A log file cannot be written (disk full, permissions)."""
 
 
+class KeptFileDamaged(OperatorError):
+    """A file of the job's program in the run folder is gone, or not what a process of the job has written there."""
+
+
 class OutOfResources(OperatorError):
     """The machine has no descriptor, process or memory left; trying again later may help."""
 

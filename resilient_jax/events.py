@@ -250,6 +250,12 @@ class EventKind(enum.StrEnum):
     SCRIPT_REFUSED = "script.refused"
     """A worker was not let in, or left: the job's other hosts run another script, or its own cannot run on this host.
     Detail: `why` (with both values)."""
+    SCRIPT_CHANGED = "script.changed"
+    """The script, or a module of its user's, is another one on disk than when the job began, or gone; the job goes on
+    with its copy in the run folder. Once for each file. Detail: `file`, `kept` (the copy)."""
+    SCRIPT_NOT_KEPT = "script.not_kept"
+    """A module of the user's was imported, but no copy could be written to the run folder: a worker that starts later
+    imports it as it is then. Detail: `file`, `why`."""
     WORKER_IDLE = "worker.idle"
     """A worker has left its training function, and waits for a generation. Detail: `done` (whether the function
     returned)."""

@@ -50,6 +50,12 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "commit": ("tests/jax/worker", "tests/jax/state"),
     "digests": ("tests/jax/state/test_digest.py", "tests/process/worker/test_host_comparison.py"),
     "pipeline commit": ("tests/jax/pipeline",),
+    "program": (
+        "tests/pure/cluster/test_script_admission.py",
+        "tests/pure/cluster/test_kept_program.py",
+        "tests/process/worker/test_kept_imports.py",
+        "tests/process/worker/test_standby_process.py",
+    ),
 }
 """The tests of each area."""
 
@@ -626,6 +632,77 @@ MUTATIONS: Final = (
         "    for number in sorted(first):\n        total",
         "    for number in first:\n        total",
         "the norm depends on who holds what",
+    ),
+    # Which program a job runs.
+    Mutation(
+        "program",
+        "cluster/kept_program.py",
+        "os.link(unfinished, path)",
+        "path.write_bytes(content)",
+        "who keeps a file last decides",
+    ),
+    Mutation(
+        "program",
+        "cluster/kept_program.py",
+        "        if not copy.exists():\n",
+        "        if True:\n            copy.unlink(missing_ok=True)\n",
+        "a file that is imported under a second name is read again",
+    ),
+    Mutation(
+        "program",
+        "cluster/kept_program.py",
+        "        if _digest(content) != kept.digest:\n",
+        "        if False:\n",
+        "an edited copy is run",
+    ),
+    Mutation(
+        "program",
+        "cluster/script_admission.py",
+        "other.agent_id == job.agent_id or other.program == job.program",
+        "other.agent_id == job.agent_id",
+        "a program is forgotten with the host that began it",
+    ),
+    Mutation(
+        "program",
+        "cluster/script_admission.py",
+        "if self._settings.is_launched or job.agent_id == self._agent_id:",
+        "if job.agent_id == self._agent_id:",
+        "an agent that `launch` starts again takes the edited script",
+    ),
+    Mutation(
+        "program",
+        "cluster/script_admission.py",
+        "                program = record.program\n",
+        "                program = uuid.uuid4().hex[:16]\n",
+        "each host runs what it finds",
+    ),
+    Mutation(
+        "program",
+        "worker/kept_imports.py",
+        '"path_stats": get_no_stats, ',
+        "",
+        "bytecode of another version of a file is run",
+    ),
+    Mutation(
+        "program",
+        "worker/kept_imports.py",
+        '"get_data": get_kept_data, ',
+        "",
+        "modules of an import hook are read from the disk",
+    ),
+    Mutation(
+        "program",
+        "worker/kept_imports.py",
+        "sys.meta_path.insert(0, _KeptFinder(self._files_by_module))",
+        "del self._files_by_module",
+        "a module whose file was moved is another one",
+    ),
+    Mutation(
+        "program",
+        "worker/standby_process.py",
+        "    begin_kept_imports(order.program)\n",
+        "",
+        "a standby runs the edited script",
     ),
 )
 

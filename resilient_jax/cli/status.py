@@ -139,6 +139,10 @@ def print_report(console: Console, report: JobReport) -> None:
         console.print(describe_outcome(generation.outcome))
         return
     console.print(describe_redundancy(report.redundancy))
+    for changed in dict.fromkeys(filter(None, (host.changed_program for host in report.hosts))):
+        console.print(
+            f"changed on disk since the job began, which goes on with its copies: {escape(changed)}"
+        )
     for record in report.quarantine:  # a host that gave up has no row below
         left_s = max(record.until_wall_s - time.time(), 0.0)
         console.print(

@@ -21,6 +21,7 @@ from resilient_jax.cluster.fork_server_connection import connect_fork_server
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.gpu_watch import GpuWatch
 from resilient_jax.cluster.host_registration import HostRegistration
+from resilient_jax.cluster.program_watch import ProgramWatch
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host
@@ -63,11 +64,8 @@ class Agent:
         print_line: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
-        directory = settings.run_directory
         self._settings = settings
-        self._log = EventLog(
-            make_log_path(directory, settings.host, HostLog.EVENTS) if directory else None, settings.host
-        )
+        self._log = _open_log(settings)
         self._context = AgentContext(
             settings=settings,
             store=store,
@@ -104,6 +102,7 @@ class Agent:
         )
         self._devices = DeviceWatch(self._context, self._supervisor)
         self._gpus = GpuWatch(self._context, self._supervisor, self._devices, self._mark_changed)
+        self._program = ProgramWatch(self._context, self._mark_changed)
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
         self._combiner = StatusCombiner(self._context, self._server)
         self._forwarder = StatusForwarder(settings.credentials, self._relay)
@@ -149,6 +148,7 @@ class Agent:
                 loop.create_task(self._relay.run()),
                 loop.create_task(self._gpus.run()),
                 loop.create_task(self._devices.run()),
+                loop.create_task(self._program.run()),
             ]
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
@@ -224,7 +224,8 @@ class Agent:
             snapshot_server=self._snapshots.server,
             snapshots=self._snapshots.snapshots,
             standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
-            script=self._supervisor.admission.digest,
+            program=self._context.admission.program,
+            changed_program=self._program.changed,
             gpus=self._gpus.notes,
             num_devices=self._context.devices.num_devices or 0,
             num_used=self._context.devices.num_used,
@@ -315,3 +316,9 @@ class Agent:
         await self._combiner.close()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()
+
+
+def _open_log(settings: AgentSettings) -> EventLog:
+    directory = settings.run_directory
+    path = make_log_path(directory, settings.host, HostLog.EVENTS) if directory is not None else None
+    return EventLog(path, settings.host)

@@ -8,6 +8,7 @@ from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.fork_server_connection import ForkServerConnection
 from resilient_jax.cluster.host_devices import HostDevices
+from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
 
@@ -22,6 +23,7 @@ class AgentContext:
         fork_server: that workers are forked from; None: each is started as a process of its own.
         agent_id: distinguishes this agent from earlier ones of the same host.
         devices: of this host.
+        admission: of this host's workers, with the program that they run.
     """
 
     settings: AgentSettings
@@ -32,6 +34,8 @@ class AgentContext:
     fork_server: ForkServerConnection | None = None
     agent_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     devices: HostDevices = dataclasses.field(init=False)
+    admission: ScriptAdmission = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", HostDevices(self.settings))
+        object.__setattr__(self, "admission", ScriptAdmission(self.store, self.settings, self.agent_id))

@@ -120,6 +120,7 @@ class HostRegistration:
 
         Raises:
             JoinRefused: the job does not let this host in.
+            LogUnwritable: the script cannot be kept in the run folder.
             StoreUnreachable: no session could be opened within `store_timeout_s`.
         """
         settings, clock = self._context.settings, self._context.clock
@@ -133,6 +134,8 @@ class HostRegistration:
                 await session.open()
                 self._follower.end_registration(known)
                 await self._tell_quarantine()
+                await self._context.admission.settle()
+                session.mark_changed()  # the status has the program from now on
                 self.session = session
                 return session
             except PeerError as error:

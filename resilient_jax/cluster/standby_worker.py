@@ -80,6 +80,7 @@ class StandbyWorker:
         """Call `on_change` after every change of `status`."""
         self._settings = context.settings
         self._devices = context.devices
+        self._admission = context.admission
         self._log = context.log
         self._clock = context.clock
         self._fork_server = context.fork_server
@@ -183,7 +184,10 @@ class StandbyWorker:
             started_s=self._clock.monotonic_s(),
             answer=asyncio.get_running_loop().create_future(),
         )
-        standby.connection.send(PrepareStandby(command=self._settings.command, imports=imports))
+        order = PrepareStandby(
+            command=self._settings.command, imports=imports, program=self._admission.folder
+        )
+        standby.connection.send(order)
         standby.attending = asyncio.create_task(self._attend(standby))
         self._standby = standby
         self._log.record(EventKind.STANDBY_STARTED, pid=child.pid, mode=self._mode)

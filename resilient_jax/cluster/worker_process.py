@@ -51,6 +51,14 @@ WORKER_VARIABLES = (
 )
 
 
+RUN_SCRIPT = """import os, sys
+if not sys.flags.safe_path: sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[2]))
+from resilient_jax.worker.script_process import main
+main()"""
+"""Its arguments: the folder of the job's program, the script and the script's arguments. The search path is that of
+`python SCRIPT` before anything is imported from there (Python has imported `os` itself)."""
+
+
 class OutputReader(Protocol):
     """What reads a worker's output; `WorkerOutput` and `HeldOutput` do."""
 
@@ -242,13 +250,13 @@ def launch_script(
     settings: WorkerSettings,
     descriptors: WorkerDescriptors,
 ) -> ChildProcess:
-    """Start `python -u COMMAND...` as a worker.
+    """Start a process that runs the script as `python -u COMMAND...` would, from the job's program, as a worker.
 
     Raises:
         OSError: there is no descriptor, process or memory left for it.
     """
     return SpawnedProcess(
-        [sys.executable, "-u", *command],
+        [sys.executable, "-u", "-c", RUN_SCRIPT, settings.program, *command],
         env={
             **environment,
             AGENT_CONNECTION_VARIABLE: str(descriptors.agent),

@@ -33,6 +33,7 @@ class WorkerStarter:
     ) -> None:
         """Start workers for this host; a new process gets low priority unless `is_start_urgent`."""
         self._devices = context.devices
+        self._admission = context.admission
         self._log = context.log
         self._clock = context.clock
         self._fork_server = context.fork_server
@@ -82,14 +83,14 @@ class WorkerStarter:
         return Incarnation(max(self._incarnation + 1, int(self._clock.wall_s() * 1000)))
 
     async def _launch_standby(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
-        settings = msgspec.structs.replace(_make_settings(host), is_standby=True)
+        settings = msgspec.structs.replace(_make_settings(host, self._admission.folder), is_standby=True)
         child = await self._start_process(host, settings, descriptors)
         child.lower_priority()
         return child
 
     async def _launch(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return the process that is the worker."""
-        settings = _make_settings(host)
+        settings = _make_settings(host, self._admission.folder)
         ordered_s = self._clock.monotonic_s()
         if (promoted := await self._standby.promote(descriptors, settings)) is not None:
             seconds = self._clock.monotonic_s() - ordered_s
@@ -114,8 +115,8 @@ class WorkerStarter:
         return launch_script(command, environment, settings, descriptors)
 
 
-def _make_settings(settings: AgentSettings) -> WorkerSettings:
-    """Return what a worker of this host is told at its start."""
+def _make_settings(settings: AgentSettings, program: str) -> WorkerSettings:
+    """Return what a worker of this host is told at its start; `program` is the folder of what it runs."""
     config, directory = settings.config, settings.run_directory
     return WorkerSettings(
         job=settings.job,
@@ -146,4 +147,5 @@ def _make_settings(settings: AgentSettings) -> WorkerSettings:
         audit_share=config.audit_share,
         devices=settings.devices,
         devices_after_loss=config.devices_after_loss,
+        program=program,
     )

@@ -11,7 +11,6 @@ from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
-from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.stacks_file import StacksFile, describe_process
@@ -82,7 +81,6 @@ class WorkerSupervisor:
         on_event: called with each event of the worker; returns why the host must leave the job, or None.
         standby: the process that waits to replace it, unless that has a seat.
         seat_standby: the process that waits in a seat.
-        admission: of this host's workers.
     """
 
     def __init__(
@@ -103,9 +101,7 @@ class WorkerSupervisor:
         self._devices = context.devices
         self.on_event: OnEvent = lambda event: None
         self._print_line = context.print_line
-        self.admission = ScriptAdmission(
-            context.store, settings.job, settings.host, context.agent_id, settings.config
-        )
+        self._admission = context.admission
         self._admitting: asyncio.Task[None] | None = None
         self._refusal: JoinRefused | None = None
         directory = settings.run_directory
@@ -293,7 +289,7 @@ class WorkerSupervisor:
         match message:
             case AdmissionRequested() if worker is self.seat_standby.process:
                 worker.send_order(WorkerAdmitted())
-                if difference := self.admission.find_difference(message.script):
+                if difference := self._admission.find_difference(message.script):
                     self.seat_standby.fail(difference, is_retried=False)
             case AdmissionRequested():
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
@@ -327,7 +323,7 @@ class WorkerSupervisor:
         """Let a worker in once its script has been compared with the job's; end it if that differs."""
         while True:
             try:
-                await self.admission.admit(script)
+                await self._admission.admit(script)
             except PeerError:  # an outage that is too long ends the registration, and with it this agent
                 await asyncio.sleep(ADMISSION_RETRY_INTERVAL_S)
             except JoinRefused as error:

@@ -14,14 +14,16 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The script that all hosts of a job must run, as the first host with a worker described it.
+    """The program that all hosts of a job must run.
 
     Attributes:
-        host: that host.
+        host: the first host with a worker, which has described the script; before, the one that began the program.
         agent_id: of its agent.
-        items: values and digests, by name.
+        program: the id of the program, under which each host keeps the files of it.
+        items: values and digests of the script, by name; empty: no worker has been let in yet.
     """
 
     host: HostName
     agent_id: str
+    program: str
     items: dict[str, str]

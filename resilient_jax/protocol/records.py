@@ -450,7 +450,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         snapshots: the snapshots that were complete on this host when this was written. While members train, newer ones
             of the same generation are in `HostProgress` only.
         standby: the process that waits to replace the worker; None: none runs.
-        script: the digest of the script with which the worker was let in; empty before.
+        program: the id of the program that the host runs; empty before it has asked the others for theirs.
+        changed_program: the files of the program that have changed on disk since it began, for people; empty: none.
         gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
         num_devices: of the host, also those that are out; 0: only JAX knows.
         num_used: how many of them a worker uses that starts now; 0: all.
@@ -475,7 +476,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
     standby: StandbyStatus | None = None
-    script: str = ""
+    program: str = ""
+    changed_program: str = ""
     gpus: tuple[str, ...] = ()
     num_devices: int = 0
     num_used: int = 0

@@ -19,10 +19,12 @@ class PrepareStandby(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     Attributes:
         command: the script and its arguments.
         imports: what to import; None: run the script up to `rj.run`.
+        program: as in `WorkerSettings`.
     """
 
     command: tuple[str, ...]
     imports: ImportsReported | None
+    program: str = ""
 
 
 class PromoteStandby(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -243,6 +243,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         audit_share: of microbatches, which two hosts compute.
         devices: the numbers, on the host, of the devices that the worker sees, in their order; (): all, or not known.
         devices_after_loss: what hosts do with the devices that are left when others are taken out; see `JobConfig`.
+        program: the folder in which the program of the job is kept; "": in none, it is read where it is.
     """
 
     job: str
@@ -266,6 +267,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     audit_share: float = 0.0
     devices: tuple[int, ...] = ()
     devices_after_loss: Literal["even", "all", "host"] = "even"
+    program: str = ""
 
 
 WORKER_SETTINGS_DECODER: msgspec.json.Decoder[WorkerSettings] = msgspec.json.Decoder(WorkerSettings)

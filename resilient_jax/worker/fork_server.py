@@ -6,8 +6,8 @@
    descriptors and environment, and runs the script as `python SCRIPT` would. That takes milliseconds, where each worker
    would import for a second or more of processor time.
 3. It refuses an order that it cannot carry out faithfully: another environment than its own, libraries that were
-   changed on disk, a module beside the script with the name of one that is imported, a script that sets environment
-   variables. Then the agent starts a process as on any machine.
+   changed on disk, or are not installed but the user's own, a module beside the script with the name of one that is
+   imported, a script that sets environment variables. Then the agent starts a process as on any machine.
 
 It reports how its workers end, kills those whose agent is gone, and ends with the launcher; workers end with it.
 """
@@ -40,10 +40,17 @@ from resilient_jax.protocol.fork_messages import (
     WorkerForked,
 )
 from resilient_jax.protocol.framing import FrameError
-from resilient_jax.worker.imported_modules import find_changed_module, find_file, find_script_folder, is_below
+from resilient_jax.worker.imported_modules import (
+    find_changed_module,
+    find_file,
+    find_script_folder,
+    is_below,
+    list_installed_folders,
+)
+from resilient_jax.worker.kept_imports import begin_kept_imports
 from resilient_jax.worker.promotion import set_worker_variables
 from resilient_jax.worker.script_imports import find_script_imports
-from resilient_jax.worker.standby_process import run_script
+from resilient_jax.worker.script_process import run_script
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_NAME: Final = 15
@@ -64,9 +71,10 @@ def main() -> None:
     launcher, script = AgentConnection(int(sys.argv[1]), FORK_ORDER_DECODER), sys.argv[2]
     server = ForkServer(launcher, dict(os.environb))
     server.prepare(script)
-    command = server.serve()
+    order = server.serve()
     del server, launcher
-    run_script(command)
+    begin_kept_imports(order.settings.program)
+    run_script(order.command)
 
 
 class ForkServer:
@@ -96,6 +104,7 @@ class ForkServer:
         if not sys.flags.safe_path:
             sys.path[0] = folder  # in the place of the current folder, which `-m` puts there
         modules, self._obstacle = find_script_imports(script)
+        before = set(sys.modules)
         for name in modules:
             try:
                 importlib.import_module(name)
@@ -105,19 +114,21 @@ class ForkServer:
                 self._obstacle = f"import {name}: {type(error).__name__}: {error}"
         self._changes = {k: v for k, v in os.environb.items() if self._environment.get(k) != v}
         self._num_modules = sum(find_file(name, module) is not None for name, module in sys.modules.items())
-        self._obstacle = self._obstacle or _find_module_beside(folder) or _find_thread()
+        self._obstacle = (
+            self._obstacle or _find_module_beside(folder) or _find_own_module(before) or _find_thread()
+        )
         gc.collect()
         gc.freeze()  # workers share the memory of what is never collected
 
-    def serve(self) -> tuple[str, ...]:
-        """Carry out orders until the launcher is gone; return in each worker, with its script and arguments."""
+    def serve(self) -> ForkWorker:
+        """Carry out orders until the launcher is gone; return in each worker, with its order."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor in self._workers:
                     self._report_end(descriptor)
                 elif descriptor in self._agents:
-                    if (command := self._handle_orders(descriptor)) is not None:
-                        return command
+                    if (order := self._handle_orders(descriptor)) is not None:
+                        return order
                 elif descriptor == self._launcher.fileno():
                     self._add_agents()
 
@@ -130,8 +141,8 @@ class ForkServer:
             self._agents[descriptor] = AgentConnection(descriptor, FORK_ORDER_DECODER)
             self._poll.register(descriptor, select.POLLIN)
 
-    def _handle_orders(self, descriptor: int) -> tuple[str, ...] | None:
-        """Carry out what an agent has ordered; return a worker's command in this worker, else None."""
+    def _handle_orders(self, descriptor: int) -> ForkWorker | None:
+        """Carry out what an agent has ordered; return a worker's order in this worker, else None."""
         agent = self._agents[descriptor]
         try:
             for received in agent.receive(0.0):
@@ -139,7 +150,7 @@ class ForkServer:
                 if isinstance(order, ReapWorker):
                     self._reap(order.pid, agent)
                 elif isinstance(order, ForkWorker) and self._fork(agent, order, received):
-                    return order.command
+                    return order
         except (EOFError, OSError, FrameError, MessageError):
             self._drop_agent(descriptor)
         return None
@@ -259,6 +270,16 @@ def _find_module_beside(folder: str) -> str:
         file = find_file(name, sys.modules.get(name))
         if name in names and file is not None and not is_below(file, folder):
             return f"{os.path.join(folder, entry)} has the name of a module that is imported from {file}"
+    return ""
+
+
+def _find_own_module(before: set[str]) -> str:
+    """Return which imported module is the user's: a worker imports that from the copy that its job has kept."""
+    installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
+    for name in sys.modules.keys() - before:
+        file = find_file(name, sys.modules[name])
+        if file is not None and not os.path.realpath(file).startswith(installed):
+            return f"the libraries import {file}, which is not installed, but a part of the job's program"
     return ""
 
 

@@ -78,14 +78,17 @@ def find_foreign_module(imports: ImportsReported, folder: str) -> str:
     return ""
 
 
-def find_changed_module(since_ns: int) -> str:
-    """Return the file of an imported module that was written after this wall time; empty if there is none."""
-    main_file = vars(sys.modules["__main__"]).get("__file__")
+def find_changed_module(since_ns: int, *, only_installed: bool = False) -> str:
+    """Return the file of an imported module that was written after this wall time; empty if there is none.
+
+    If `only_installed`, modules of the user's do not count: they were imported from copies.
+    """
+    installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     files = [file for name, module in list(sys.modules.items()) if (file := find_file(name, module))]
-    for file in (*files, main_file):
+    for file in files:
         try:
             # Not the time of modification, which installers set to that of the package.
-            if isinstance(file, str) and os.stat(file).st_ctime_ns > since_ns:
+            if (file.startswith(installed) or not only_installed) and os.stat(file).st_ctime_ns > since_ns:
                 return file
         except OSError:  # made for the import and removed, or in an archive
             continue

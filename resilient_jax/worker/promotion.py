@@ -27,6 +27,7 @@ from resilient_jax.protocol.worker_messages import (
     encode_settings,
 )
 from resilient_jax.worker.imported_modules import find_changed_module
+from resilient_jax.worker.kept_imports import are_imports_kept
 
 StandbyConnection = Connection[StandbyMessage, StandbyOrder]
 
@@ -69,7 +70,7 @@ def become_worker(
         (received,) = connection.receive()
     except EOFError:
         os._exit(UNFIT_EXIT_CODE)  # the agent is gone; no code of the script's may run
-    if changed := find_changed_module(_started_ns):
+    if changed := find_changed_module(_started_ns, only_installed=are_imports_kept()):
         refuse_promotion(connection, f"{changed} was changed after this process had started")
     try:
         descriptors = received.take_descriptors(3)

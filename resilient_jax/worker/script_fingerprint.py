@@ -10,6 +10,7 @@ from typing import Final
 import jax
 
 from resilient_jax.worker.imported_modules import list_installed_folders
+from resilient_jax.worker.kept_imports import find_kept_file
 
 LIBRARIES: Final = ("flax", "optax", "orbax-checkpoint", "numpy")
 """What computes, beside the libraries whose versions are compared before a worker is started."""
@@ -29,7 +30,7 @@ def describe_script() -> dict[str, str]:
 
     Items are the arguments, the script, each module that it has imported so far from outside of Python's own folders,
     the versions of libraries, and the options of JAX that change results. Of a package that is installed only the
-    version counts. Takes some milliseconds.
+    version counts; of a file that the job has kept the copy, which is what was imported. Takes some milliseconds.
     """
     found = {"arguments": repr(sys.argv[1:])}
     for name in LIBRARIES:
@@ -41,19 +42,22 @@ def describe_script() -> dict[str, str]:
         found[f"option {name}"] = str(getattr(jax.config, name, None))
     installed = list_installed_folders()
     for name, module in sorted(sys.modules.items()):
-        path = _find_file(module)
-        if path is None or any(folder in path.parents for folder in installed):
+        file = _find_file(module)
+        if file is None:
             continue
-        digest = _digest_file(path)
+        kept, path = find_kept_file(name, file), Path(file).resolve()
+        if kept is None and any(folder in path.parents for folder in installed):
+            continue
+        digest = kept.digest[:DIGEST_CHARACTERS] if kept is not None else _digest_file(path)
         if digest:
             found["script" if name == "__main__" else f"module {name}"] = digest
     return found
 
 
-def _find_file(module: ModuleType | None) -> Path | None:
+def _find_file(module: ModuleType | None) -> str | None:
     # From the dict: some modules answer to any attribute, or import others when they are asked for one.
     name = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-    return Path(name).resolve() if isinstance(name, str) else None
+    return name if isinstance(name, str) else None
 
 
 def _digest_file(path: Path) -> str:

@@ -6,10 +6,6 @@ It makes no JAX backend, so it touches no device. When it is promoted it runs th
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType
 
 from resilient_jax.protocol.standby_messages import (
     STANDBY_CONNECTION_VARIABLE,
@@ -18,6 +14,7 @@ from resilient_jax.protocol.standby_messages import (
 )
 from resilient_jax.protocol.worker_messages import ImportsReported
 from resilient_jax.worker.imported_modules import find_foreign_module, find_script_folder, import_again
+from resilient_jax.worker.kept_imports import begin_kept_imports
 from resilient_jax.worker.promotion import (
     UNFIT_EXIT_CODE,
     StandbyConnection,
@@ -25,6 +22,7 @@ from resilient_jax.worker.promotion import (
     hold_at_gate,
     refuse_promotion,
 )
+from resilient_jax.worker.script_process import run_script
 
 
 def main() -> None:
@@ -41,6 +39,7 @@ def main() -> None:
     assert isinstance(order, PrepareStandby), "the agent's first"
     # In the place of the current folder, which `-m` puts there.
     sys.path[0] = find_script_folder(order.command[0])
+    begin_kept_imports(order.program)
     if order.imports is not None:
         _import_and_wait(connection, order.imports)
     else:
@@ -58,46 +57,6 @@ def _import_and_wait(connection: StandbyConnection, imports: ImportsReported) ->
         refuse_promotion(connection, reason)
     sys.path[:] = own_path
     become_worker(connection, num_failed_imports=num_failed, replaces_environment=True)
-
-
-def run_script(command: Sequence[str]) -> None:
-    """Run a script with its arguments in this process, as `python SCRIPT ARGUMENTS...` would.
-
-    Raises:
-        SystemExit: the script ended with it, or with an error, which has been printed.
-    """
-    sys.argv[:] = command
-    try:
-        code, module = _load_script(command[0])
-        exec(code, vars(module))
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        trace = error.__traceback__
-        # Without the frames of this file: the traceback of a script begins in the script.
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-    else:
-        return
-    sys.exit(1)
-
-
-def _load_script(script: str) -> tuple[CodeType, ModuleType]:
-    """Return the code of a script, and the module `__main__` that it runs in, as Python's start makes it."""
-    path = os.path.join(os.getcwd(), script)  # not normalized: Python does not, either
-    code = compile(Path(script).read_bytes(), path, "exec", dont_inherit=True)
-    module = ModuleType("__main__")
-    vars(module).update(
-        __file__=path,
-        __loader__=SourceFileLoader("__main__", path),
-        __builtins__=sys.modules["builtins"],
-        __cached__=None,
-    )
-    if "__annotations__" in vars(sys.modules["__main__"]):  # not any more in newer Pythons
-        module.__annotations__ = {}
-    sys.modules["__main__"] = module  # where pickle and multiprocessing look for what the script defines
-    return code, module
 
 
 if __name__ == "__main__":

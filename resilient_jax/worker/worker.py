@@ -62,6 +62,7 @@ from resilient_jax.worker.generation_info import describe_generation
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.host_health import HostHealth, continue_record
+from resilient_jax.worker.kept_imports import report_unkept_files
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Observer, ReductionPrecompiler
@@ -181,6 +182,9 @@ class Worker:
             self._agent.record_event(EventKind.DEATH_PIPE_DISABLED, why=problem)
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
+        report_unkept_files(
+            lambda file, why: self._agent.record_event(EventKind.SCRIPT_NOT_KEPT, file=file, why=why)
+        )
         self._agent.join_job(describe_script(), self._server.endpoint)
         is_done = False
         while True:

@@ -45,7 +45,7 @@ def make_idle_status(index: int, port: int = 0) -> HostStatus:
         versions=VERSIONS,
         worker=WorkerStatus(incarnation=Incarnation(1), pid=2000 + index, report=report),
         snapshot_server=SnapshotServerStatus(endpoint=f"127.0.0.1:{50_000 + index}", pid=3000 + index),
-        script="0" * 64,
+        program="0" * 16,
     )
 
 

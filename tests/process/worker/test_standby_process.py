@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from resilient_jax.cluster.kept_program import KeptProgram
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.standby_messages import (
@@ -26,6 +27,7 @@ from resilient_jax.protocol.standby_messages import (
     StandbyUnfit,
 )
 from resilient_jax.protocol.worker_messages import ImportsReported, WorkerSettings
+from tests.support.paths import ROOT
 from tests.support.patience import patience
 
 WAIT_S = patience(6)
@@ -83,7 +85,11 @@ class Standby(NamedTuple):
 
 @contextlib.contextmanager
 def standby(
-    command: Sequence[str], imports: ImportsReported | None, folder: Path, environment: dict[str, str]
+    command: Sequence[str],
+    imports: ImportsReported | None,
+    folder: Path,
+    environment: dict[str, str],
+    program: str = "",
 ) -> Iterator[Standby]:
     """Run a standby that has got its first order."""
     ours, theirs = socket.socketpair()
@@ -100,7 +106,7 @@ def standby(
     connection = Connection[StandbyOrder, StandbyMessage](ours.detach(), STANDBY_MESSAGE_DECODER)
     with process, contextlib.closing(connection):
         try:
-            connection.send(PrepareStandby(command=tuple(command), imports=imports))
+            connection.send(PrepareStandby(command=tuple(command), imports=imports, program=program))
             yield Standby(process, connection)
         finally:
             process.kill()
@@ -190,6 +196,32 @@ def test_a_standby_refuses_its_promotion_if_a_module_has_changed(job: Path) -> N
         assert isinstance(answer, StandbyUnfit)
         assert f"{modules['good']} was changed" in answer.reason
         assert waiting.process.communicate(timeout=WAIT_S) == ("", ""), "the script has not run"
+
+
+@pytest.mark.parametrize("mode", ["imports", "gate"])
+def test_a_standby_runs_the_program_that_is_kept_whatever_has_changed(mode: str, job: Path) -> None:
+    libraries = job.parent / f"{job.name}-libraries"
+    modules = write_modules(libraries, good="found = 1")
+    script = job / "script.py"
+    script.write_text(
+        "import good, late; from resilient_jax.worker.promotion import wait_for_promotion\n"
+        "wait_for_promotion(); print('script', 1, good.found, late.found)\n"
+    )
+    write_modules(job, late="found = 1")
+    program = KeptProgram(job / "run")
+    program.create()
+    for module, file in {"__main__": script, "good": modules["good"], "late": job / "late.py"}.items():
+        program.keep(module, str(file))
+    imports = describe(modules, [str(libraries)]) if mode == "imports" else None
+    environment = {**os.environ, "PYTHONPATH": f"{libraries}:{ROOT}"}
+    with standby(["script.py"], imports, job, environment, str(program.folder)) as waiting:
+        assert waiting.receive() == StandbyReady()
+        write_modules(libraries, good="found = 2")
+        write_modules(job, late="found = 2")
+        script.write_text(script.read_text().replace("1", "2"))
+        promoted = {name.encode(): value.encode() for name, value in environment.items()}
+        assert waiting.promote(promoted) == StandbyPromoted()
+        assert waiting.process.communicate(timeout=WAIT_S) == ("script 1 1 1\n", "")
 
 
 def test_a_standby_imports_no_jax_of_its_own_accord() -> None:
