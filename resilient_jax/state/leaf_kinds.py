@@ -70,6 +70,8 @@ Random keys are arrays that are kept as their raw data, with the name of their i
 
 _KIND_OF_TYPE: Final = {found: kind for kind, row in HOST_KINDS.items() for found in row.found}
 _NUMBERS_WITHOUT_DTYPE_IN_JAX: Final = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+DTYPES_OUTSIDE_STORAGE: Final = frozenset({"int1", "uint1", "uint2", "uint4", "float8_e4m3"})
+"""Of JAX's dtypes those that Orbax cannot write: a state with one is refused where checkpoints are to be saved."""
 EXPECTED: Final = "a JAX or NumPy array of numbers, a number or a string"
 
 

@@ -15,7 +15,7 @@ from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abs
 from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_digest import digest_state
-from resilient_jax.state.state_placement import place_initial_state, place_placeholder_state, restore_state
+from resilient_jax.state.state_placement import place_initial_state, place_placeholder_state
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.standalone import StandaloneControl
