@@ -104,12 +104,8 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) 
 def _is_like(leaf: FlatLeaf, info: LeafSpec) -> bool:
     """Compare without making a spec: one microsecond instead of four for each leaf, while training waits."""
     value = leaf.value
-    return (leaf.path, leaf.shape, leaf.key_impl, leaf.kind) == (
-        info.path,
-        info.shape,
-        info.key_impl,
-        info.kind,
-    ) and value.dtype == info.dtype
+    is_same = (leaf.path, leaf.shape, leaf.key_impl) == (info.path, info.shape, info.key_impl)
+    return is_same and value.dtype == info.dtype and leaf.kind is info.kind
 
 
 def _find_holdings(

@@ -15,6 +15,7 @@ from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abs
 from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_digest import digest_state
+from resilient_jax.state.state_partition import check_same_structure, partition_state
 from resilient_jax.state.state_placement import place_initial_state, place_placeholder_state
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.session import Session
@@ -320,3 +321,15 @@ def test_a_commit_of_what_a_program_would_see_otherwise_is_still_refused(committ
         ):
             session.commit({"w": committed}, {})
         session.commit({"w": jnp.zeros(2)}, {})
+
+
+def test_a_snapshot_names_the_kinds_of_its_own_state():
+    hosts, host_of = hosts_of_eight(1)
+    flat = flatten_state(1, {"n": 3})
+    partition = partition_state(flat.leaves, host_of, hosts)
+    check_same_structure(partition, flat.leaves)
+    with pytest.raises(
+        StateError,
+        match=r"found \['n'\] of int64\[\] \(a NumPy scalar\), expected \['n'\] of int64\[\] \(a Python int\)",
+    ):
+        check_same_structure(partition, flatten_state(2, {"n": np.int64(3)}).leaves)
