@@ -63,7 +63,8 @@ class ShardedState:
 
     Args:
         world: of this generation.
-        init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`.
+        init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`. Numbers, NumPy's arrays
+            and weakly typed arrays become strongly typed JAX arrays: programs are compiled ahead by dtypes alone.
 
     Example:
         >>> def train(world):
@@ -90,7 +91,7 @@ class ShardedState:
 
         Raises:
             CallerError: a leaf of the state cannot be sharded.
-            StateError: as `World.restore_or_init`.
+            StateError: as `World.restore_or_init`, or a leaf in host memory would lose half of its bits.
         """
         abstract = make_abstract_state(self._init_fn)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
