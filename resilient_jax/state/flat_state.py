@@ -158,7 +158,7 @@ def make_abstract_state(init: Callable[[], Tree]) -> Tree:
         ) from error
     named, structure = made
     return structure.unflatten(
-        [_make_abstract(*pair, array) for pair, array in zip(named, abstract, strict=True)]
+        [_make_abstract(path, leaf, array) for (path, leaf), array in zip(named, abstract, strict=True)]
     )
 
 

@@ -18,11 +18,10 @@ from resilient_jax.state.state_digest import digest_state
 from resilient_jax.state.state_partition import check_same_structure, partition_state
 from resilient_jax.state.state_placement import place_initial_state, place_placeholder_state
 from resilient_jax.worker.committed_state import CommittedState
-from resilient_jax.worker.session import Session
-from resilient_jax.worker.standalone import StandaloneControl
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.fake_snapshots import hosts_of_eight, take
 from tests.support.leaf_kinds import assert_same_kinds, describe, make_state
+from tests.support.standalone_world import make_world
 
 WIDTHS = pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])
 
@@ -39,15 +38,15 @@ def by_first_dim(path, leaf):
 def keep(state):
     """Return what outlives a generation that committed the state in its first step."""
     committed = CommittedState()
-    session = Session(committed, StandaloneControl("a"))
-    session.restore_or_init(lambda: state, None)
-    for _ in session.steps(None, 1):
-        session.commit(state, {})
+    world = make_world(committed=committed)
+    world.restore_or_init(lambda: state)
+    for _ in world.steps(1):
+        world.commit(state)
     return committed
 
 
 def restore(committed, init, sharding=None):
-    return Session(committed, StandaloneControl("a")).restore_or_init(init, sharding)
+    return make_world(committed=committed).restore_or_init(init, sharding)
 
 
 def from_devices(state, sharding):
@@ -56,6 +55,7 @@ def from_devices(state, sharding):
 
 def from_host_memory(state, sharding):
     committed = keep(state)
+    assert committed.state is not None
     committed.state = copy_to_host(committed.state)
     return restore(committed, lambda: state, sharding)
 
@@ -236,11 +236,11 @@ def test_a_leaf_may_be_committed_as_another_kind_than_init_makes_and_comes_back_
         return {name: leaf + 1 for name, leaf in state.items()}
 
     committed = CommittedState()
-    session = Session(committed, StandaloneControl("a"))
-    state = session.restore_or_init(init, None)
-    for _ in session.steps(None, 2):
+    world = make_world(committed=committed)
+    state = world.restore_or_init(init)
+    for _ in world.steps(2):
         state = jax.jit(update)(state)
-        session.commit(state, {})
+        world.commit(state)
     assert_same_kinds(restore(committed, init), state)
     assert state["step"].weak_type
     assert not state["scale"].weak_type
@@ -313,14 +313,14 @@ def test_a_weakly_typed_array_that_was_made_strong_would_change_the_next_step():
     "committed", [jnp.zeros(2, jnp.float16), np.zeros(3), 1], ids=["dtype", "shape", "int"]
 )
 def test_a_commit_of_what_a_program_would_see_otherwise_is_still_refused(committed):
-    session = Session(CommittedState(), StandaloneControl("a"))
-    session.restore_or_init(lambda: {"w": np.zeros(2)}, None)
-    for _ in session.steps(None, 1):
+    world = make_world()
+    world.restore_or_init(lambda: {"w": np.zeros(2)})
+    for _ in world.steps(1):
         with pytest.raises(
             StateError, match=r"commit: found .* at \['w'\] instead of float64\[2\] \(a NumPy array\)"
         ):
-            session.commit({"w": committed}, {})
-        session.commit({"w": jnp.zeros(2)}, {})
+            world.commit({"w": committed})
+        world.commit({"w": jnp.zeros(2)})
 
 
 def test_a_snapshot_names_the_kinds_of_its_own_state():
