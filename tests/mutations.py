@@ -49,6 +49,7 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "audits": ("tests/jax/step/test_audit.py",),
     "commit": ("tests/jax/worker", "tests/jax/state"),
     "digests": ("tests/jax/state/test_digest.py", "tests/process/worker/test_host_comparison.py"),
+    "leaf kinds": ("tests/jax/state/test_leaf_kinds.py", "tests/process/state/test_leaf_kinds.py"),
     "pipeline commit": ("tests/jax/pipeline",),
     "program": (
         "tests/pure/cluster/test_script_admission.py",
@@ -617,6 +618,63 @@ MUTATIONS: Final = (
         "os._exit(RESTART_EXIT_CODE)",
         "sys.exit(RESTART_EXIT_CODE)",
         "a host that differs unwinds, and waits for those that wait for it",
+    ),
+    # A state is what the script made.
+    Mutation(
+        "leaf kinds",
+        "state/leaf_kinds.py",
+        "if spec.kind is LeafKind.WEAK_ARRAY and isinstance(value, jax.Array) and not _is_weak(value):",
+        "if False:",
+        "a weakly typed array comes back strongly typed",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/leaf_kinds.py",
+        "KeptLeaf(np.array(leaf, HOST_KINDS[kind].dtype), kind)",
+        "KeptLeaf(np.asarray(leaf, HOST_KINDS[kind].dtype), kind)",
+        "a script that writes to its NumPy array changes what it has committed",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/leaf_kinds.py",
+        "if placed is LeafKind.ARRAY and dtype != np.dtype(spec.dtype):",
+        "if False:",
+        "64-bit weights lose half of their bits",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/tree_match.py",
+        "if is_raveled(leaf) or (is_initial and sharding is not None):",
+        "if is_raveled(leaf) or sharding is not None:",
+        "a number that was committed comes back as an array",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/peer_transfer.py",
+        "kind=spec.kind, key_impl",
+        "key_impl",
+        "a host that joins has arrays where the others have numbers",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/state_partition.py",
+        " and leaf.kind is info.kind",
+        "",
+        "a snapshot names the kinds of an earlier one",
+    ),
+    Mutation(
+        "leaf kinds",
+        "state/state_digest.py",
+        "or jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype:",
+        "or True:",
+        "hosts compare half of the bits of 64-bit leaves",
+    ),
+    Mutation(
+        "leaf kinds",
+        "checkpoint/array_reads.py",
+        "key_impl=like.key_impl, kind=like.kind)",
+        "key_impl=like.key_impl)",
+        "a number comes back from storage as an array",
     ),
     # What all hosts of a pipeline know before an update.
     Mutation(

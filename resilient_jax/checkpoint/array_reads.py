@@ -111,11 +111,12 @@ def plan_reads(
         StateError: the checkpoint is of another state; names leaves.
     """
     wanted = {spec.path: spec for spec in list_leaf_specs(abstract, format_orbax_path)}
-    # A checkpoint stores neither arrays without elements nor that uint32[2] is the data of a random key.
+    # A checkpoint stores neither arrays without elements, nor that uint32[2] is the data of a random key, nor that a
+    # leaf is a Python number or weakly typed.
     found = [spec for spec in wanted.values() if _is_empty(spec)]
     for spec in stored:
-        key_impl = wanted[spec.path].key_impl if spec.path in wanted else None
-        found.append(msgspec.structs.replace(spec, key_impl=key_impl))
+        like = wanted.get(spec.path, spec)
+        found.append(msgspec.structs.replace(spec, key_impl=like.key_impl, kind=like.kind))
     matched = match_tree(
         abstract,
         found,
@@ -124,6 +125,7 @@ def plan_reads(
         source=f"the checkpoint {folder}",
         expected=EXPECTED_CHECKPOINT,
         format_path=format_orbax_path,
+        is_initial=True,
     )
     return matched, [ArrayRead(leaf) for leaf in matched.leaves]
 

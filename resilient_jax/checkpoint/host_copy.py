@@ -19,8 +19,8 @@ from resilient_jax.checkpoint.stored_tree import (
     view_boxes,
 )
 from resilient_jax.errors import StateError
-from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.state.index_box import whole_box
+from resilient_jax.state.leaf_kinds import keep_leaf
 
 
 class HostCopy:
@@ -76,20 +76,21 @@ def list_leaves(state: Tree) -> list[LeafPart]:
     """Return the leaves of a state, of which this process has all.
 
     Args:
-        state: arrays of which this process's devices have all shards; scalars.
+        state: arrays of which this process's devices have all shards; numbers.
+
+    Raises:
+        StateError: a leaf is of no kind that comes back as it is.
     """
-    flat = [(path, _unwrap(leaf)) for _, path, leaf in flatten_tree(state)]
+    flat = [(path, _keep(name, leaf)) for name, path, leaf in flatten_tree(state)]
     return [
         LeafPart(path, leaf, [(whole_box(leaf.shape), leaf)] if hasattr(leaf, "dtype") else [])
         for path, leaf in flat
     ]
 
 
-def _unwrap(leaf: Any) -> Any:  # noqa: ANN401 - an array, a number, or an empty container
-    """Return what is written for a leaf: of a random key its raw data."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
-    return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
+def _keep(name: str, leaf: Any) -> Any:  # noqa: ANN401 - an array, a number, or an empty container
+    """Return the array that is written for a leaf, or the empty container."""
+    return keep_leaf(name, leaf).value if jax.tree_util.all_leaves([leaf]) else leaf
 
 
 def _list_shards(array: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401 - an array, or an empty container

@@ -16,6 +16,7 @@ import numpy as np
 from resilient_jax.errors import StateError
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox
+from resilient_jax.state.leaf_kinds import DTYPES_OUTSIDE_STORAGE
 
 Tree = Any
 """A pytree of arrays."""
@@ -116,23 +117,25 @@ def flatten_tree(tree: Tree) -> list[tuple[str, OrbaxPath, Any]]:
     """Return the arrays and the empty containers of a tree, with their paths as `keystr` writes them, and Orbax.
 
     Raises:
-        StateError: as `check_stored_names`.
+        StateError: as `check_storable`.
     """
-    check_stored_names(tree)
+    check_storable(tree)
     return [
         (jax.tree_util.keystr(path), make_orbax_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container)
     ]
 
 
-def check_stored_names(tree: Tree) -> None:
-    """Return if each leaf of a tree has a name of its own on storage, where Orbax joins the keys of its path by dots.
+def check_storable(tree: Tree) -> None:
+    """Return if each leaf of a tree, abstract or not, can be on storage.
+
+    It needs a dtype that Orbax can write, and a name of its own, for which Orbax joins the keys of its path by dots.
 
     Raises:
-        StateError: two leaves would be stored as one; says which.
+        StateError: storage has no such dtype, or two leaves would be stored as one; says which.
     """
     known: dict[str, str] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container):
         stored, name = ".".join(key.name for key in make_orbax_path(path)), jax.tree_util.keystr(path)
         if stored in known:
             raise StateError(
@@ -140,6 +143,11 @@ def check_stored_names(tree: Tree) -> None:
                 f"named {stored!r}, expected different names. Rename a key with a dot in it"
             )
         known[stored] = name
+        if str(dtype := getattr(leaf, "dtype", None)) in DTYPES_OUTSIDE_STORAGE:
+            raise StateError(
+                f"a checkpoint of the state: found {dtype} at {name}, expected a dtype that Orbax can write. Keep it "
+                "as uint8, or of a float as float8_e4m3fn"
+            )
 
 
 def assign_offsets(parts: Iterable[LeafPart]) -> tuple[list[StoredLeaf], int]:

@@ -47,6 +47,8 @@ the layout of gloo's published address          the same, for a connection that 
 `jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key
 cache_key}`                                     that does not depend on its process index
 `jax._src.compiler.compile_or_get_cached`       which threads compile, without a look at their stacks
+`jax._src.lax.lax._convert_element_type`        makes an array weakly typed again (`state.leaf_kinds`); public
+                                                functions do so for scalars of two dtypes only
 ==============================================  =====================================================
 """
 

@@ -26,6 +26,7 @@ from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding
+from resilient_jax.state.leaf_kinds import make_strong
 
 ReduceVariable = Callable[[str, Any, Any, Any], Any]
 """`reduce(name, old, total, count)` returns the new value of a variable that is not trained, from the committed one and
@@ -338,7 +339,7 @@ def _update_unit(
     for name in sums.keys() - set(unit.trained_names):
         assert reduce_variable is not None, "the loss changes variables"
         changed[name] = reduce_variable(name, state.weights[name], sums[name], count)
-    return UnitState({**state.weights, **trained, **changed}, opt_state)
+    return make_strong(UnitState({**state.weights, **trained, **changed}, opt_state))
 
 
 jax.tree_util.register_dataclass(UnitState, data_fields=("weights", "opt_state"), meta_fields=())

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.sharding.stage_sharding import StageSharding
-from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.state.leaf_kinds import give_back, keep_leaf
 
 Tree = Any
 """A pytree of arrays."""
@@ -23,12 +23,12 @@ class ArrayCopy:
     Attributes:
         value: of the array, complete; of random keys their raw data.
         spec: over the devices that it was on.
-        key_impl: the implementation of random keys; None for other arrays.
+        leaf: its kind and the implementation of random keys.
     """
 
     value: np.ndarray
     spec: P
-    key_impl: str | None = None
+    leaf: LeafSpec
 
 
 def can_copy(tree: Tree) -> bool:
@@ -44,18 +44,18 @@ def copy_to_host(tree: Tree) -> Tree:
 
 def place_copies(tree: Tree, sharding: StageSharding) -> Tree:
     """Return copies on the devices of a stage of the same axes, as the arrays were."""
-    return jax.tree.map(lambda copy: jax.device_put(_unwrap(copy), sharding.place(copy.spec)), tree)
+    return jax.tree.map(lambda copy: _place(copy, sharding.place(copy.spec)), tree)
 
 
 def _copy(array: jax.Array) -> ArrayCopy:
     spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+    kept = keep_leaf("", array)
     # np.array copies. On CPU np.asarray would be a view of a buffer that the backend owns.
-    if is_random_key(array):
-        return ArrayCopy(np.array(jax.random.key_data(array)), spec, str(jax.random.key_impl(array)))
-    return ArrayCopy(np.array(array), spec)
+    value = np.array(kept.value)
+    return ArrayCopy(value, spec, LeafSpec("", value.dtype.name, value.shape, kept.key_impl, kept.kind))
 
 
-def _unwrap(copy: ArrayCopy) -> Any:  # noqa: ANN401 - an array of any kind
-    if copy.key_impl is None:
-        return copy.value
-    return jax.random.wrap_key_data(jnp.asarray(copy.value), impl=copy.key_impl)
+def _place(copy: ArrayCopy, sharding: Sharding) -> jax.Array:
+    if copy.leaf.key_impl is not None:
+        return jax.device_put(give_back(copy.leaf, copy.value), sharding)
+    return give_back(copy.leaf, jax.device_put(copy.value, sharding))

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
-from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.protocol.leaf_spec import LeafKind, LeafSpec
 from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
+from resilient_jax.state.leaf_kinds import keep_leaf, make_abstract_leaf
 
 Tree = TypeVar("Tree")
 ShardingRule = Sharding | Callable[[str, Any], Sharding]
@@ -32,11 +32,6 @@ CONCRETIZATION_ERRORS = (
 """What JAX raises where a traced function needs concrete values."""
 
 
-def is_random_key(leaf: Any) -> bool:  # noqa: ANN401 - any array
-    """Return whether an array holds random keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlatLeaf:
     """One array of a state.
@@ -44,6 +39,7 @@ class FlatLeaf:
     Attributes:
         path: of the leaf in its tree, as `jax.tree_util.keystr` formats it.
         value: on devices, or in host memory. A random key is represented by its raw data.
+        kind: what it is for the user: as such it is given back. A JAX array keeps its kind in host memory.
         key_impl: the implementation of a random key; None for other arrays.
         raveled_shape: of a raveled array the shape that it represents: then `value` is its vector, with padding, on
             devices. In host memory no array is raveled.
@@ -51,6 +47,7 @@ class FlatLeaf:
 
     path: str
     value: jax.Array | np.ndarray
+    kind: LeafKind = LeafKind.ARRAY
     key_impl: str | None = None
     raveled_shape: tuple[int, ...] | None = None
 
@@ -71,8 +68,8 @@ class FlatLeaf:
 
     @property
     def spec(self) -> LeafSpec:
-        """The leaf's path, dtype, shape and key implementation: the same on any mesh, raveled or not."""
-        return LeafSpec(self.path, self.value.dtype.name, self.shape, self.key_impl)
+        """The leaf's path, dtype, shape, key implementation and kind: the same on any mesh, raveled or not."""
+        return LeafSpec(self.path, self.value.dtype.name, self.shape, self.key_impl, self.kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +108,12 @@ def _is_complete(value: jax.Array | np.ndarray) -> bool:
 
 
 def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytree
-    """Return a pytree of arrays and strings as a flat state. The caller must not donate or change its arrays.
+    """Return a pytree of arrays, numbers and strings as a flat state. The caller must not donate its arrays.
+
+    NumPy arrays are copied: a script may write to them in its next step, which may fail.
 
     Raises:
-        StateError: a leaf is no array, number or string, or was deleted (donated); names it.
+        StateError: a leaf is of no kind that comes back as it is, or was deleted (donated); names it.
     """
     paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_raveled)
     named = [(jax.tree_util.keystr(path), value) for path, value in paths_and_values]
@@ -132,17 +131,21 @@ def flatten_strings(tree: Any) -> dict[str, str]:  # noqa: ANN401 - any pytree
 
 
 def make_abstract_state(init: Callable[[], Tree]) -> Tree:
-    """Return the tree that `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; strings are kept.
+    """Return the tree that `init` makes, without values; strings are kept.
+
+    Returns:
+        `jax.ShapeDtypeStruct` in place of JAX arrays, `AbstractHostLeaf` in place of NumPy's and of numbers.
 
     Raises:
-        StateError: `init` needs concrete values of its arrays, which a trace does not have.
+        StateError: `init` needs concrete values of its arrays, which a trace does not have; or a leaf is of no kind
+            that comes back as it is.
     """
     made: list[Any] = []
 
     def make_arrays() -> list[Any]:
-        # Taken out of the trace beside its results, since eval_shape returns neither strings nor their places.
-        made[:] = jax.tree_util.tree_flatten(init())
-        return [None if isinstance(leaf, str) else leaf for leaf in made[0]]
+        # Taken out of the trace beside its results: eval_shape returns no strings, and JAX arrays for all numbers.
+        made[:] = jax.tree_util.tree_flatten_with_path(init())
+        return [leaf if isinstance(leaf, jax.Array) else None for _, leaf in made[0]]
 
     try:
         abstract = jax.eval_shape(make_arrays)
@@ -151,57 +154,35 @@ def make_abstract_state(init: Callable[[], Tree]) -> Tree:
             f"the function that makes the initial state cannot be traced ({str(error).splitlines()[0]}): expected "
             "jax.numpy where it works on JAX's arrays, and no decision that depends on their values. After a failure "
             "it is traced, for the shapes. What must be computed or loaded in another way, such as pretrained weights, "
-            "do before rj.run with numpy, and return it from there"
+            "do before rj.run with numpy, and return jnp.asarray of it"
         ) from error
-    leaves, structure = made
-    return jax.tree_util.tree_unflatten(
-        structure,
-        [
-            string if isinstance(string, str) else array
-            for string, array in zip(leaves, abstract, strict=True)
-        ],
+    named, structure = made
+    return structure.unflatten(
+        [_make_abstract(path, leaf, array) for (path, leaf), array in zip(named, abstract, strict=True)]
     )
+
+
+def _make_abstract(path: Any, leaf: object, array: jax.ShapeDtypeStruct | None) -> object:  # noqa: ANN401 - a path
+    if array is not None or isinstance(leaf, str):
+        return leaf if array is None else array
+    return make_abstract_leaf(jax.tree_util.keystr(path), leaf)
 
 
 def _flatten_leaf(path: str, value: object) -> FlatLeaf:
     if isinstance(value, RaveledArray):
+        # A vector is on devices, or about to be placed there.
         return dataclasses.replace(_flatten_leaf(path, value.vector), raveled_shape=value.shape)
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            raise StateError(
-                f"the state's leaf {path} was deleted: the array was donated to a program after it was committed. "
-                "Commit the state that the program returned"
-            )
-        key_impl = None
-        if is_random_key(value):
-            value, key_impl = jax.random.key_data(value), str(jax.random.key_impl(value))
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise StateError(
+            f"the state's leaf {path} was deleted: the array was donated to a program after it was committed. "
+            "Commit the state that the program returned"
+        )
+    kept = keep_leaf(path, value)
+    if isinstance(kept.value, jax.Array):
         # JAX makes the list of an array's shards at the first access; of two threads that access it at once, one may
         # see half of the list (jax 0.10.2). From here on the thread that copies a snapshot may access it, too.
-        _ = value.addressable_shards
-        return FlatLeaf(path=path, value=value, key_impl=key_impl)
-    array = np.asarray(value)
-    if array.dtype.kind in "USOMm" or array.dtype.type is np.void:
-        raise StateError(
-            f"the state's leaf {path} is a {type(value).__name__}, expected an array, a number or a string. Keep other "
-            "things outside of the state: they are the same on every host"
-        )
-    if not array.dtype.isnative:  # a copy consists of bytes and the name of a dtype, without a byte order
-        array = array.astype(array.dtype.newbyteorder("="))
-    return FlatLeaf(path=path, value=_canonicalize(path, array))
-
-
-def _canonicalize(path: str, array: np.ndarray) -> np.ndarray:
-    """Return the array with 32 bits instead of 64 unless `jax_enable_x64` is set, as every program takes it."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    narrow = array.astype(dtype)
-    if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
-        raise StateError(
-            f"the state's leaf {path} is {array.dtype} with values from {array.min()} to {array.max()}, which do not "
-            f"fit {dtype}; set jax_enable_x64, or keep it outside of the state"
-        )
-    return narrow
+        _ = kept.value.addressable_shards
+    return FlatLeaf(path=path, value=kept.value, kind=kept.kind, key_impl=kept.key_impl)
 
 
 def copy_to_host(state: FlatState) -> FlatState:

@@ -202,7 +202,7 @@ def _fetch_from(
                 f"leaf {spec.path} from {source.host} has CRC-32 {found:08x}, expected {expected:08x}; the bytes were "
                 "changed on the way or in memory"
             )
-        leaves.append(FlatLeaf(path=spec.path, value=array, key_impl=spec.key_impl))
+        leaves.append(FlatLeaf(path=spec.path, value=array, kind=spec.kind, key_impl=spec.key_impl))
     return FlatState(step=head.step, leaves=tuple(leaves), strings=head.strings)
 
 

@@ -22,6 +22,7 @@ from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, intersect_boxes, whole_box
 from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
+from resilient_jax.state.leaf_kinds import HOST_KINDS
 from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import EXPECTED_STATE
 from resilient_jax.state.tree_match import MatchedLeaf, match_tree
@@ -48,7 +49,7 @@ def restore_snapshot(
     Args:
         abstract: as `make_abstract_state` returns it.
         reader: of the parts of all hosts.
-        sharding: of each leaf; None: this process's first device.
+        sharding: of each JAX array; None: this process's first device.
         failpoint: passes failpoints, where a test may stop this process.
 
     Raises:
@@ -72,7 +73,7 @@ def restore_snapshot(
     wanted = [_Wanted(numbers[leaf.spec.path], leaf) for leaf in matched.leaves]
     gatherer = BoxGatherer(reader, manifests)
     slabs = SlabAllocator()
-    arrays: list[jax.Array] = []
+    arrays: list[jax.Array | np.ndarray] = []
     for batch in _batches(wanted):
         gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
         arrays.extend(leaf.place() for leaf in batch)
@@ -118,6 +119,7 @@ class _Wanted:
         self._number = number
         self._dtype = np.dtype(leaf.spec.dtype)
         sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        self._is_on_host = leaf.spec.kind in HOST_KINDS
         size = math.prod(leaf.spec.shape)
         self._share = (
             HostShards.of_vector(size, self._dtype, sharding)
@@ -145,9 +147,12 @@ class _Wanted:
                 targets.append(ReadTarget(self._number, stored, buffer[(*stored.index_within(box), ...)]))
         return targets
 
-    def place(self) -> jax.Array:
-        """Return the array made of the filled boxes, which it may share memory with."""
-        array = self._share.assemble(self._buffers)
+    def place(self) -> jax.Array | np.ndarray:
+        """Return the array made of the filled boxes, which it may share memory with; one in host memory alone."""
+        if self._is_on_host:
+            (array,) = self._buffers.values()
+        else:
+            array = self._share.assemble(self._buffers)
         self._buffers.clear()
         return array
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from resilient_jax.sharding.raveled_array import is_raveled
-from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.state.leaf_kinds import is_random_key
 
 
 class ShardSizes(NamedTuple):

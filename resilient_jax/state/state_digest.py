@@ -8,6 +8,7 @@ Of the leaves that a host has completely there is one digest, and one of its sha
 *key*, which says what it is the digest of: hosts with equal keys have copies of the same elements.
 """
 
+import dataclasses
 import functools
 import math
 import zlib
@@ -47,7 +48,7 @@ def digest_state(state: FlatState) -> np.ndarray:
         return make_no_state_digest()
     complete, shards = _Part(), _Part()
     # All are dispatched before the first is read.
-    for leaf in state.leaves:
+    for leaf in map(_view_words, state.leaves):
         parts = _list_parts(leaf.value)
         if sum(box.size for box in parts) < math.prod(leaf.value.shape):
             shards.add(leaf, parts, str(sorted(parts)))
@@ -116,6 +117,16 @@ def find_differing(digests: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
 
 def _make_seed(leaf: FlatLeaf) -> int:
     return zlib.crc32(f"{leaf.path} {leaf.value.dtype} {leaf.value.shape} {leaf.key_impl}".encode())
+
+
+def _view_words(leaf: FlatLeaf) -> FlatLeaf:
+    """Return a leaf whose elements a device can take: of 64 bits in host memory, which it may not have, the words."""
+    value = leaf.value
+    if not isinstance(value, np.ndarray) or jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype:
+        return leaf
+    # A dim first, since a scalar has none that could be divided.
+    words = np.ascontiguousarray(value)[..., np.newaxis].view(np.uint32)
+    return dataclasses.replace(leaf, path=f"{leaf.path} {value.dtype}", value=words)
 
 
 def _list_parts(value: jax.Array | np.ndarray) -> dict[IndexBox, Any]:

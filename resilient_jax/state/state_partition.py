@@ -97,18 +97,15 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) 
             found = None if leaf is None else leaf.spec
             raise StateError(
                 f"the state changed its structure between snapshots: found {_say(found)}, expected {_say(expected)}. "
-                "Keep shapes, dtypes and tree the same from step to step; what grows belongs outside of the state"
+                "Keep shapes, dtypes, kinds and tree the same from step to step; what grows belongs outside of it"
             )
 
 
 def _is_like(leaf: FlatLeaf, info: LeafSpec) -> bool:
     """Compare without making a spec: one microsecond instead of four for each leaf, while training waits."""
     value = leaf.value
-    return (leaf.path, leaf.shape, leaf.key_impl) == (
-        info.path,
-        info.shape,
-        info.key_impl,
-    ) and value.dtype == info.dtype
+    is_same = (leaf.path, leaf.shape, leaf.key_impl) == (info.path, info.shape, info.key_impl)
+    return is_same and value.dtype == info.dtype and leaf.kind is info.kind
 
 
 def _find_holdings(

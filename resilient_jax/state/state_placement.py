@@ -20,6 +20,7 @@ from resilient_jax.state.flat_state import (
     flatten_strings,
     make_abstract_state,
 )
+from resilient_jax.state.leaf_kinds import HOST_KINDS, place_value
 from resilient_jax.state.tree_match import MatchedLeaf, list_leaf_specs, match_tree
 
 Tree = TypeVar("Tree")
@@ -30,16 +31,20 @@ PLACEHOLDER: Final = 2.0**-6
 
 
 def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | None) -> Tree:
-    """Return the state in the tree of `abstract`, placed on the present mesh.
+    """Return the state in the tree of `abstract`, placed on the present mesh; each leaf is of the kind it was.
 
     Args:
         abstract: as `make_abstract_state` returns it.
         state: the committed state; leaves that already have the right sharding are used without a copy.
-        sharding: of each leaf; None keeps a leaf's devices, or takes this process's first device.
+        sharding: of each JAX array; None keeps a leaf's devices, or takes this process's first device.
 
     Raises:
         StateError: structure, shape or dtype differ; names the first leaves that do.
     """
+    return _restore(abstract, state, sharding, is_initial=False)
+
+
+def _restore(abstract: Tree, state: FlatState, sharding: ShardingRule | None, *, is_initial: bool) -> Tree:
     leaves = {leaf.path: leaf for leaf in state.leaves}
     matched = match_tree(
         abstract,
@@ -48,6 +53,7 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
         sharding,
         source="the committed state",
         expected=EXPECTED_STATE,
+        is_initial=is_initial,
     )
     return matched.build([_place(leaves[wanted.spec.path], wanted) for wanted in matched.leaves])
 
@@ -55,11 +61,12 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
 def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
     """Return a state that the init function just made, placed like a restored one.
 
-    Its arrays are also committed to their devices like restored ones: a program that was compiled for uncommitted
-    arrays is compiled again for committed ones, and that would be part of the stall after the first failure.
+    With a sharding NumPy's arrays and numbers become JAX arrays, as `leaf_kinds` says. JAX arrays are also committed to
+    their devices like restored ones: a program that was compiled for uncommitted arrays is compiled again for committed
+    ones, and that would be part of the stall after the first failure.
     """
     abstract = make_abstract_state(lambda: tree)
-    return restore_state(abstract, copy_to_host(flatten_state(0, tree)), sharding)
+    return _restore(abstract, copy_to_host(flatten_state(0, tree)), sharding, is_initial=True)
 
 
 def place_placeholder_state(abstract: Tree, sharding: ShardingRule | None) -> Tree:
@@ -71,13 +78,15 @@ def place_placeholder_state(abstract: Tree, sharding: ShardingRule | None) -> Tr
     for spec in list_leaf_specs(abstract):
         dtype = jnp.dtype(spec.dtype)
         value = np.full(spec.shape, PLACEHOLDER if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)
-        leaves.append(FlatLeaf(path=spec.path, value=value, key_impl=spec.key_impl))
-    strings = flatten_strings(abstract)
-    return restore_state(abstract, FlatState(step=0, leaves=tuple(leaves), strings=strings), sharding)
+        leaves.append(FlatLeaf(path=spec.path, value=value, kind=spec.kind, key_impl=spec.key_impl))
+    state = FlatState(step=0, leaves=tuple(leaves), strings=flatten_strings(abstract))
+    return _restore(abstract, state, sharding, is_initial=True)
 
 
-def _place(leaf: FlatLeaf, wanted: MatchedLeaf) -> jax.Array:
-    value, sharding = leaf.value, wanted.sharding
+def _place(leaf: FlatLeaf, wanted: MatchedLeaf) -> jax.Array | np.ndarray:
+    if wanted.spec.kind in HOST_KINDS:
+        return copy_leaf(leaf)
+    value, sharding = place_value(leaf.path, leaf.value, wanted.spec), wanted.sharding
     if isinstance(value, np.ndarray):
         return _place_array(value, wanted)
     if sharding is None:

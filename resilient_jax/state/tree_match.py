@@ -5,14 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
-from resilient_jax.state.flat_state import ShardingRule, is_random_key
+from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.leaf_kinds import (
+    HOST_KINDS,
+    AbstractHostLeaf,
+    find_abstract_kind,
+    find_program_dtype,
+    give_back,
+    is_random_key,
+    place_spec,
+    unwrap_key,
+)
 
 Tree = TypeVar("Tree")
 PathFormat = Callable[[Any], str]
@@ -25,8 +34,9 @@ class MatchedLeaf(NamedTuple):
     """An array that is to be filled in.
 
     Attributes:
-        spec: of the array.
-        sharding: of the array, or of the data of a random key, or of the vector of a raveled array.
+        spec: of the array as it is given back: dtype and kind are those that were found.
+        sharding: of the array, or of the data of a random key, or of the vector of a raveled array; None for a leaf in
+            host memory.
         is_raveled: whether it is wanted as a vector.
     """
 
@@ -50,18 +60,15 @@ class MatchedTree(Generic[Tree]):
     def build(self, arrays: Sequence[jax.Array | np.ndarray]) -> Tree:
         """Return the tree with these arrays, in the order of `leaves`: raw data of random keys, vectors of raveled
         arrays."""
-        values = iter(_wrap(*pair) for pair in zip(self.leaves, arrays, strict=True))
+        values = iter(_give_back(*pair) for pair in zip(self.leaves, arrays, strict=True))
         return jax.tree_util.tree_map(
             lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree, is_leaf=is_raveled
         )
 
 
-def _wrap(leaf: MatchedLeaf, array: jax.Array | np.ndarray) -> Any:  # noqa: ANN401 - an array of any kind
-    if leaf.is_raveled:
-        return RaveledArray(array, leaf.spec.shape)
-    if leaf.spec.key_impl is not None:
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.spec.key_impl)
-    return array
+def _give_back(leaf: MatchedLeaf, array: jax.Array | np.ndarray) -> Any:  # noqa: ANN401 - a leaf of any kind
+    found = give_back(leaf.spec, array)
+    return RaveledArray(found, leaf.spec.shape) if leaf.is_raveled else found
 
 
 def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array, or an abstract one
@@ -71,13 +78,15 @@ def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array
         found: list[str] = []
 
         def unwrap(key: jax.Array) -> jax.Array:
-            found.append(str(jax.random.key_impl(key)))
-            return jax.random.key_data(key)
+            data, impl = unwrap_key(key)
+            found.append(impl or "")
+            return data
 
         # Traced, because an abstract key has no data whose shape could be read.
         leaf = jax.eval_shape(unwrap, leaf)
         (key_impl,) = found
-    return LeafSpec(path, np.dtype(leaf.dtype).name, tuple(leaf.shape), key_impl)
+    kind = find_abstract_kind(leaf.vector if is_raveled(leaf) else leaf)
+    return LeafSpec(path, np.dtype(leaf.dtype).name, tuple(leaf.shape), key_impl, kind)
 
 
 def list_leaf_specs(abstract: Any, format_path: PathFormat = jax.tree_util.keystr) -> list[LeafSpec]:  # noqa: ANN401
@@ -98,8 +107,12 @@ def match_tree(
     source: str,
     expected: str,
     format_path: PathFormat = jax.tree_util.keystr,
+    is_initial: bool = False,
 ) -> MatchedTree[Tree]:
     """Return the wanted tree with the found strings, and the spec and sharding of each of its arrays.
+
+    A leaf may have another kind than the wanted one, such as an array in place of a Python number: it is given back as
+    it was found. Only what a program would see must be the same.
 
     Args:
         abstract: the wanted tree of abstract arrays and strings.
@@ -109,9 +122,12 @@ def match_tree(
         source: for the error: where the arrays are from.
         expected: for the error: what was expected, and what to do.
         format_path: how the paths of `found` are formatted.
+        is_initial: whether leaves in host memory that have a sharding are placed by it, as before step 0. Later they
+            are where the script has put them.
 
     Raises:
-        StateError: a path, shape, dtype or key implementation differs; names the first that do.
+        StateError: a path, shape, dtype or key implementation differs; names the first that do. A leaf cannot be
+            placed without the loss of bits.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_raveled)
     wanted = list_leaf_specs(abstract, format_path)
@@ -120,17 +136,35 @@ def match_tree(
     if differences:
         count = f" ({len(differences)} differences)" if len(differences) > MAX_SHOWN else ""
         raise StateError(f"{source}: found {'; '.join(differences[:MAX_SHOWN])}{count}, expected {expected}")
+    found_by_path = {spec.path: spec for spec in found}
     arrays = [(path, leaf) for path, leaf in paths_and_leaves if not isinstance(leaf, str)]
     leaves = tuple(
-        MatchedLeaf(
-            spec,
-            sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding,
-            is_raveled(leaf),
-        )
+        _match_leaf(found_by_path[spec.path], leaf, _choose_sharding(sharding, path, leaf), is_initial)
         for spec, (path, leaf) in zip(wanted, arrays, strict=True)
     )
     tree = structure.unflatten([strings.get(format_path(path), leaf) for path, leaf in paths_and_leaves])
     return MatchedTree(leaves, tree)
+
+
+def _choose_sharding(rule: ShardingRule | None, path: Any, leaf: Any) -> Sharding | None:  # noqa: ANN401 - of a tree
+    if not callable(rule):
+        return rule
+    # A rule sees shapes and dtypes, whatever the leaf is in host memory.
+    return rule(
+        jax.tree_util.keystr(path), leaf.make_placed() if isinstance(leaf, AbstractHostLeaf) else leaf
+    )
+
+
+def _match_leaf(
+    found: LeafSpec,
+    leaf: Any,  # noqa: ANN401 - an abstract leaf
+    sharding: Sharding | None,
+    is_initial: bool,
+) -> MatchedLeaf:
+    # A vector is made to be placed, even where it was not given a sharding.
+    if is_raveled(leaf) or (is_initial and sharding is not None):
+        found = place_spec(found)
+    return MatchedLeaf(found, None if found.kind in HOST_KINDS else sharding, is_raveled(leaf))
 
 
 def _find_differences(wanted: Sequence[LeafSpec], found: Sequence[LeafSpec]) -> list[str]:
@@ -139,8 +173,13 @@ def _find_differences(wanted: Sequence[LeafSpec], found: Sequence[LeafSpec]) -> 
     return _find_other_paths(wanted_by_path.keys(), found_by_path.keys()) + [
         f"{found_by_path[path]} at {path} instead of {spec}"
         for path, spec in wanted_by_path.items()
-        if path in found_by_path and found_by_path[path] != spec
+        if path in found_by_path and _describe(found_by_path[path]) != _describe(spec)
     ]
+
+
+def _describe(spec: LeafSpec) -> tuple[Any, ...]:
+    """Return what a program sees of a leaf."""
+    return find_program_dtype(spec), spec.shape, spec.key_impl
 
 
 def _find_other_paths(wanted: Any, found: Any) -> list[str]:  # noqa: ANN401 - two sets of paths

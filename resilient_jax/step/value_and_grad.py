@@ -270,7 +270,7 @@ def _check_params(params: Tree) -> None:
             )
             raise CallerError(
                 f"value_and_grad: found {found} at params{jax.tree_util.keystr(path)}, expected an array on this "
-                "host's devices, as world.restore_or_init returns it without sharding. For a state that is sharded "
+                "host's devices: make it one in the function that makes the state, by jnp.asarray. For one sharded "
                 "over hosts use rj.Trainer, or world.accumulate_microbatches"
             )
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from resilient_jax.checkpoint.directory_listing import MAX_SHOWN, DirectoryListing
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
-from resilient_jax.checkpoint.stored_tree import check_stored_names
+from resilient_jax.checkpoint.stored_tree import check_storable
 from resilient_jax.errors import CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.replay import ReplayOrder
@@ -43,9 +43,9 @@ def restore_newest(
         CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
             job's state was lost, and the job was to resume from a checkpoint.
         StateError: the hosts see different checkpoints, or the directory has other contents than checkpoints, or the
-            newest readable one is of another state; or two leaves of the state have one name on storage.
+            newest readable one is of another state; or the state cannot be on storage.
     """
-    check_stored_names(abstract)  # also where there is no checkpoint: before the first step
+    check_storable(abstract)  # also where there is no checkpoint: before the first step
     store.wait_until_finished(world.record_event, world.raise_if_ended)
     # A barrier: no host is saving after it, so all see the same checkpoints.
     world.all_reduce(np.zeros(1, np.int32))

@@ -42,6 +42,7 @@ from resilient_jax.sharding.exact_reductions import InexactOperation, apply_exac
 from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.loss_gradient import differentiate_loss
 from resilient_jax.step.random_keys import make_microbatch_key
@@ -193,11 +194,13 @@ class TrainStep:
         with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
             variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
         variables = replace_leaves(variables, given or {})
-        return TrainingState(
-            step=jnp.zeros((), jnp.int32),
-            variables=variables,
-            opt_state=recipe.optimizer.init(variables.params),
-            early_stopping=jax.tree.map(jnp.asarray, recipe.early_stopping),
+        return make_strong(
+            TrainingState(
+                step=jnp.zeros((), jnp.int32),
+                variables=variables,
+                opt_state=recipe.optimizer.init(variables.params),
+                early_stopping=jax.tree.map(jnp.asarray, recipe.early_stopping),
+            )
         )
 
     def _trace_loss(self) -> tuple[VariableReducer, MicrobatchSums]:
@@ -314,14 +317,16 @@ class TrainStep:
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
             _cast_like(params, gradients), state.opt_state, params, value=summary.mean_loss
         )
-        return TrainingState(
-            step=state.step + 1,
-            variables=state.variables._replace(
-                params=optax.apply_updates(params, updates),
-                collections=self.reducer.reduce(state.variables, sums[1], summary.num_microbatches),
-            ),
-            opt_state=optimizer,
-            early_stopping=state.early_stopping,
+        return make_strong(
+            TrainingState(
+                step=state.step + 1,
+                variables=state.variables._replace(
+                    params=optax.apply_updates(params, updates),
+                    collections=self.reducer.reduce(state.variables, sums[1], summary.num_microbatches),
+                ),
+                opt_state=optimizer,
+                early_stopping=state.early_stopping,
+            )
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.state.leaf_kinds import is_random_key
 
 
 def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree

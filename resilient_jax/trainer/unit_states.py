@@ -21,6 +21,7 @@ from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.sharding.elementwise import find_elementwise
 from resilient_jax.sharding.jaxprs import CALLS, get_body, walk
 from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.training_state import EarlyStoppingState, TrainingState, Tree
 from resilient_jax.trainer.variable_tree import VariableTree
@@ -76,7 +77,7 @@ class UnitStates:
         unit = self.units[number]
         weights = unit.table.split(self._tree.join(variables))
         own = {weight.name: weights[weight.name] for weight in unit.weights}
-        return UnitState(own, self._optimizer.init(unit.join(own)))
+        return make_strong(UnitState(own, self._optimizer.init(unit.join(own))))
 
     def join(
         self,

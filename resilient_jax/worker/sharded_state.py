@@ -35,7 +35,8 @@ from resilient_jax.sharding.raveled_array import (
     is_raveled,
     ravel_leaves,
 )
-from resilient_jax.state.flat_state import is_random_key, make_abstract_state
+from resilient_jax.state.flat_state import make_abstract_state
+from resilient_jax.state.leaf_kinds import is_random_key, make_strong
 from resilient_jax.state.shard_sizes import measure_shards
 from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import LOCAL_AXIS, HostGrid
@@ -62,7 +63,8 @@ class ShardedState:
 
     Args:
         world: of this generation.
-        init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`.
+        init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`. Numbers, NumPy's arrays
+            and weakly typed arrays become strongly typed JAX arrays: programs are compiled ahead by dtypes alone.
 
     Example:
         >>> def train(world):
@@ -89,14 +91,14 @@ class ShardedState:
 
         Raises:
             CallerError: a leaf of the state cannot be sharded.
-            StateError: as `World.restore_or_init`.
+            StateError: as `World.restore_or_init`, or a leaf in host memory would lose half of its bits.
         """
         abstract = make_abstract_state(self._init_fn)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
             _check_leaf(jax.tree_util.keystr(path), leaf)
         raveled = _list_raveled(abstract)
         state = self._world.restore_or_init(
-            lambda: ravel_leaves(self._init_fn(), raveled), sharding=self._placement
+            lambda: ravel_leaves(make_strong(self._init_fn()), raveled), sharding=self._placement
         )
         sizes = measure_shards(state)
         self._world.record_event(
@@ -244,7 +246,7 @@ def _find_program(update_fn: Callable[..., Tree], structure: Any, shapes: Shapes
         new = jax.tree.structure(state, is_leaf=is_raveled).unflatten(
             [ravel_like(leaf, before) for leaf, before in zip(results, arguments, strict=False)]
         )
-        return constrain_sharding(new, placement)
+        return constrain_sharding(make_strong(new), placement)
 
     return _Program(run, raveled[:count], raveled[count:])
 

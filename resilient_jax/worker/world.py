@@ -188,17 +188,23 @@ class World:
         self._session.resume_at(step)
 
     def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None = None) -> Tree:
-        """Return the state that was committed last, else `init_fn()`.
+        """Return the state that was committed last, else `init_fn()`; each leaf is of the type that it was.
+
+        A JAX array comes back as one, weakly typed if it was; NumPy's arrays and scalars, Python's numbers and strings
+        come back as they were, with 64 bits.
 
         Args:
-            init_fn: makes the initial state, a pytree of arrays and strings; must be deterministic, since every host
-                calls it. Also called abstractly, for the tree's shape: it must be traceable, as by `jax.eval_shape`.
-            sharding: the sharding of the leaves; None keeps the sharding that they have, or takes this host's first
+            init_fn: makes the initial state, a pytree of arrays, numbers and strings; must be deterministic, since
+                every host calls it. Also called abstractly, for the tree's shape: it must be traceable, as by
+                `jax.eval_shape`.
+            sharding: the sharding of the JAX arrays, and of what `init_fn` makes in host memory, which become JAX
+                arrays as by `jax.device_put`; None keeps the sharding that they have, or takes this host's first
                 device. Required for leaves on a mesh of several hosts, because that mesh has changed.
 
         Raises:
             CallerError: `init_fn` is no function without parameters.
-            StateError: the committed state does not fit `init_fn`, or cannot be placed; or `init_fn` cannot be traced.
+            StateError: the committed state does not fit `init_fn`, or cannot be placed; or `init_fn` cannot be traced,
+                or makes a leaf that could not come back as it is.
         """
         if not callable(init_fn) or find_refused_call(init_fn, 0) is not None:
             raise CallerError(
@@ -210,20 +216,20 @@ class World:
     def commit(self, state: Any, **metrics: float) -> None:  # noqa: ANN401 - any pytree
         """Make `state`, after the current step, what survives a failure from here on.
 
-        Waits until the arrays are computed, because a step that fails later was not done. The arrays are kept, not
-        copied: do not donate them before the next commit, except to a program that cannot fail because of other hosts
-        (one on `local_mesh`), whose result is committed; call `wait_until_finished` before.
+        Waits until the arrays are computed, because a step that fails later was not done. JAX arrays are kept, not
+        copied (NumPy's are copied): do not donate them before the next commit, except to a program that cannot fail
+        because of other hosts (one on `local_mesh`), whose result is committed; call `wait_until_finished` before.
 
         From time to time, when the step has ended, a state that is replicated on every host is copied into the hosts'
         memory, as `snapshot` does, so that it outlives all workers. Every host must commit in the same steps.
 
         Args:
-            state: a pytree of arrays. One that is not replicated on every host survives the loss of a host only by
-                `snapshot`.
+            state: a pytree of arrays, numbers and strings. One that is not replicated on every host survives the loss
+                of a host only by `snapshot`.
             metrics: numbers for the progress line, the status and the log.
 
         Raises:
-            StateError: called outside of `steps`, or a leaf is no array or was donated.
+            StateError: called outside of `steps`, or a leaf could not come back as it is, or was donated.
         """
         self._session.commit(state, {name: float(value) for name, value in metrics.items()})
 

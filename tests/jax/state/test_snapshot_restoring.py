@@ -53,7 +53,10 @@ def test_a_state_is_restored_bit_for_bit_on_another_random_mesh(data, count):
     snapshot.overwrite()
     assert_same(restored, state)
     for name, leaf in restored.items():
-        assert leaf.sharding == targets[f"['{name}']"]
+        if isinstance(leaf, jax.Array):
+            assert leaf.sharding == targets[f"['{name}']"]
+        else:
+            assert isinstance(state[name], np.ndarray), "what was committed in host memory comes back there"
 
 
 def all_dtypes():
@@ -87,9 +90,9 @@ def test_every_kind_of_leaf_is_restored(count):
     snapshot.overwrite()
     expected = restore_held(abstract_of(state), copy_to_host(flatten_state(3, state)), None)
     assert_same(restored, expected)
-    assert restored["count"] == 7
-    assert restored["rate"] == 0.5
-    assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(restored))
+    arrays = [leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)]
+    assert len(arrays) == len(jax.tree.leaves(restored)) - 5
+    assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in arrays)
 
 
 def test_restored_random_keys_have_the_requested_sharding_and_draw_the_same():

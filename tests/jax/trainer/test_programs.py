@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, StateError
 from resilient_jax.sharding.placements import ReplicatedPlacement
 from resilient_jax.step.random_keys import KEY_NAMES, make_microbatch_id
 from resilient_jax.trainer.loss_function import adapt_loss
@@ -296,3 +296,20 @@ def test_an_object_that_is_no_optimizer_is_refused():
 def test_invalid_numerics_are_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
         Numerics(**wrong)
+
+
+def test_a_state_is_strongly_typed_before_and_after_each_step():
+    """A checkpoint names no weak types, and programs for other hosts are compiled by dtypes alone."""
+
+    def update(updates, state, params=None):
+        return updates, {"scale": jnp.where(state["count"] > 0, 1.0, 0.5), "count": state["count"] + 1}
+
+    weak = optax.GradientTransformation(lambda params: {"scale": jnp.asarray(1.0), "count": 0}, update)
+    programs = build(optimizer=optax.chain(weak, optax.sgd(0.1)))
+    state = programs.init()
+    _, after, _ = run_step(programs, state)
+    for tree in (programs.abstract_state, state, after):
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves(tree))
+    wide = optax.GradientTransformation(lambda params: {"scale": np.ones(2)}, update)
+    with pytest.raises(StateError, match=r"leaf \.opt_state\['scale'\] is a NumPy array of float64\[2\]"):
+        build(optimizer=wide)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, StateError
 from resilient_jax.sharding.raveled_array import is_raveled
 from resilient_jax.worker.sharded_state import ShardedState
 from resilient_jax.worker.world import World
@@ -157,3 +157,36 @@ def test_what_cannot_be_sharded_is_refused_in_words(eight_devices):
         CallerError, match=r"found .*ndarray.* at args\[0\], expected an array on this host's devices"
     ):
         sharded.update(lambda state, rate: state, state, np.ones(3))
+
+
+def test_all_leaves_are_strongly_typed_before_and_after_each_step(eight_devices):
+    """Programs for other hosts are compiled ahead by shapes and dtypes: weak types would make them useless."""
+
+    def init():
+        return {
+            "wide": jnp.full((100,), 1.5),  # weakly typed
+            "scale": jnp.asarray(2.0),
+            "count": 0,
+            "rate": 0.5,
+            "given": np.ones((70,), np.float32),
+        }
+
+    def update(state):
+        return {
+            **state,
+            "scale": jnp.where(state["count"] > 0, 1.0, 0.5),
+            "count": state["count"] + 1,
+            "wide": state["wide"] * state["scale"],
+        }
+
+    world = make_world()
+    sharded = ShardedState(world, init)
+    state = sharded.restore_or_init()
+    for _ in world.steps(2):
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+        state = sharded.update(update, state)
+        world.commit(state)
+    again = ShardedState(make_world(committed=world._session.committed), init).restore_or_init()
+    assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, state)
+    with pytest.raises(StateError, match=r"leaf \['w'\] is a NumPy array of float64\[100\] with a sharding"):
+        ShardedState(make_world(), lambda: {"w": np.ones(100)}).restore_or_init()

@@ -46,7 +46,7 @@ def init_state() -> State:
     keys = jax.random.split(jax.random.key(0), 2)
     params = {name: jax.random.normal(key, (SIZE, SIZE)) for name, key in zip("ab", keys, strict=True)}
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return {"params": params, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+    return {"params": params, "mean": zeros, "square": zeros, "count": 0}
 
 
 def loss_of(params: Any, rows: jax.Array) -> jax.Array:
@@ -79,6 +79,8 @@ def train(world: rj.World) -> None:
     rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1}))
     whole = NamedSharding(world.local_mesh("data"), P())
     state = world.restore_or_init(init_state, sharding=rule)
+    # A Python number that was placed: over all hosts, before step 0 and after each failure.
+    assert state["count"].weak_type
     zeros = jax.device_put(
         (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), whole
     )
