@@ -180,20 +180,20 @@ def rows(*units, **results):
 def test_the_norm_does_not_depend_on_which_host_has_which_unit():
     one = (0, 1e8, b"x"), (1, 1.0, b"y"), (2, 1.0, b"z")
     tables = [
-        make_table({A: rows(*one, loss=3.0)}),
-        make_table({A: rows(one[2], one[0]), B: rows(one[1], one[0], loss=3.0)}),
+        make_table({A: rows(*one, loss=3.0)}, 1),
+        make_table({A: rows(one[2], one[0]), B: rows(one[1], one[0], loss=3.0)}, 1),
     ]
     assert tables[0] == tables[1]
     assert tables[0].loss == 3.0
     # Next to the first unit each of the others is too small to be added alone; together they are not.
     large, *small = units = [(0, 2.0**30, b"x"), *((number, 60.0, b"y") for number in range(1, 9))]
-    norms = [make_table(found).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
+    norms = [make_table(found, 1).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
     assert norms[0] == norms[1]
 
 
 def test_holders_with_different_sums_are_refused_by_name():
     with pytest.raises(SumsDiffer, match="unit 1: found sums 78 on a and 79 on b"):
-        make_table({A: rows((1, 2.0, b"x")), B: rows((1, 2.0, b"y"))})
+        make_table({A: rows((1, 2.0, b"x")), B: rows((1, 2.0, b"y"))}, 1)
 
 
 TEAMS = [[(A, 1), (B, 2)], [(C, 3)]]
