@@ -200,7 +200,13 @@ class BlockState:
         The state that is given is donated if this one donates.
         """
         count = np.float32(num_microbatches)
-        numbers = count, count if divisor is None else np.float32(divisor), norm, np.float32(max_norm or np.inf), loss
+        numbers = (
+            count,
+            count if divisor is None else np.float32(divisor),
+            norm,
+            np.float32(max_norm or np.inf),
+            loss,
+        )
         # Awaited: two programs with collectives on the same devices must not be in flight together.
         return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
 

@@ -100,9 +100,7 @@ def make_rows(
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
     results = {
-        name: float(np.float32(value))
-        for name, value in sums.list_results().items()
-        if np.shape(value) == ()
+        name: float(np.float32(value)) for name, value in sums.list_results().items() if np.shape(value) == ()
     }
     return HostRows(units=tuple(units), results=results, report=report, axes=axes)
 

@@ -156,7 +156,9 @@ class ValueAndGrad:
             jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
         )
         sums = self._accumulate(self._make_computer(programs, params, args), zeros)
-        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(jax.tree.map(_get_mean, like, is_leaf=is_weighted)))
+        dtypes = tuple(
+            leaf.dtype for leaf in jax.tree.leaves(jax.tree.map(_get_mean, like, is_leaf=is_weighted))
+        )
         # The count is an argument: another number of microbatches compiles nothing.
         value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
         return (value if self._has_aux else value[0]), gradients

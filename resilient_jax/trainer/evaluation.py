@@ -33,6 +33,8 @@ Tree = Any
 class Evaluation:
     """What to evaluate, and how often. Its metrics have the prefix `eval_`.
 
+    A metric is its mean over the microbatches; a `WeightedMean` is divided once, by the weight of all of them.
+
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 
     Attributes:

@@ -90,7 +90,7 @@ def _apply(
     *,
     training: bool,
 ) -> tuple[dict[str, Any], Variables]:
-    """Return loss and metrics of a model whose layers are marked, as `split_weights` does, and the variables after it."""
+    """Return loss and metrics of a model with marked layers, as `split_weights` does, and the variables after it."""
     bound = cast_parameters(variables, recipe.numerics.compute_dtype)
     model_key, loss_key = jax.random.split(key)
 

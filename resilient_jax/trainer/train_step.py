@@ -2,9 +2,10 @@
 
 - *compute* gives what is summed of one microbatch, on the mesh of one replica.
 - *summarize* computes the count, norm and means of the sums, on the devices of one host.
-- *update* divides the sums by the count, or by the total weight of a `WeightedMean`, clips, and makes the next state with the sharding of the state: on the devices
-  of one host, or, of a sharded state, each device its shards. It is rounded at the same places wherever it runs
-  (`sharding.exact_reductions`), so that the next state has the same bits replicated or sharded, on one device or many.
+- *update* divides the sums by the count, or by the weight of a loss that is a `WeightedMean`, clips, and makes the next
+  state with the sharding of the state: on the devices of one host, or, of a sharded state, each device its shards. It is
+  rounded at the same places wherever it runs (`sharding.exact_reductions`), so that the next state has the same bits
+  replicated or sharded, on one device or many.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
 device or mesh is in them. The shape of the mesh is a static argument; the step and the microbatch's index are
@@ -226,9 +227,7 @@ class TrainStep:
     def _cast(self, variables: Variables) -> Variables:
         return cast_parameters(variables, self._recipe.numerics.compute_dtype)
 
-    def _apply(
-        self, bound: Variables, batch: Tree, key: jax.Array
-    ) -> tuple[Mean, tuple[Metrics, Variables]]:
+    def _apply(self, bound: Variables, batch: Tree, key: jax.Array) -> tuple[Mean, tuple[Metrics, Variables]]:
         """Return (loss, (metrics, variables after it)) of a microbatch."""
         recipe = self._recipe
         model_key, loss_key = jax.random.split(key)

@@ -33,6 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
+from resilient_jax.weighted_mean import WEIGHTS
 from tests.support.small_decoders import KEY, MAKERS, make_batch
 
 A, B, C = map(HostName, "abc")
@@ -142,6 +143,16 @@ def make_updatable(model, *, donate):
     return state, sums
 
 
+def test_gradients_are_divided_by_the_weight_of_the_step_where_there_is_one(model):
+    digests = []
+    for scale, divisor in ((1, None), (2, 16)):
+        state, sums = make_updatable(model, donate=False)
+        scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, sums)
+        state.update(scaled, 8, np.float32(4), 2.0, None, divisor)
+        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+    assert digests[0] == digests[1]
+
+
 def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
     digests = []
     for donate in (False, True):
@@ -189,6 +200,25 @@ def test_the_norm_does_not_depend_on_which_host_has_which_unit():
     large, *small = units = [(0, 2.0**30, b"x"), *((number, 60.0, b"y") for number in range(1, 9))]
     norms = [make_table(found, 1).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
     assert norms[0] == norms[1]
+
+
+def test_means_are_divided_once_by_what_they_are_means_of():
+    summed = {"loss": 6.0, f"{WEIGHTS}/loss": 12.0, "spread": 8.0, "right": 3.0}
+    table = make_table({A: rows((0, 9.0, b"x"), **summed), B: rows(**{f"{WEIGHTS}/right": 4.0})}, 8)
+    assert table.results == {"loss": 0.5, "spread": 1.0, "right": 0.75}
+    # The rows have the norm of sums / 8, which are to be divided by 12.
+    assert (table.loss, table.divisor, table.norm) == (0.5, 12.0, 2.0)
+    unweighted = make_table({A: rows((0, 9.0, b"x"), loss=6.0)}, 8)
+    assert (unweighted.loss, unweighted.divisor, unweighted.norm) == (0.75, 8.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "divisor", "mean"),
+    [(0.0, np.inf, 0.0), (np.nan, np.nan, np.nan), (np.inf, np.nan, np.nan), (-1.0, np.nan, np.nan)],
+)
+def test_what_no_weight_divides_is_zero_and_what_is_no_weight_makes_nan(weight, divisor, mean):
+    table = make_table({A: rows((0, 9.0, b"x"), **{"loss": 6.0, f"{WEIGHTS}/loss": weight})}, 8)
+    np.testing.assert_equal((table.divisor, table.norm, table.loss), (divisor, mean, mean))
 
 
 def test_holders_with_different_sums_are_refused_by_name():

@@ -19,9 +19,9 @@ from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline import unit_copies
 from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
 from resilient_jax.protocol.state_records import NextMembers

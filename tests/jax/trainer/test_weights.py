@@ -59,7 +59,9 @@ def weighted(model, batch):
     errors, mask = read_errors(model, batch), batch["mask"]
     total, weight = jnp.sum(errors * mask), jnp.sum(mask)
     rows = mask.any(-1)
-    large = rj.WeightedMean(jnp.sum(jnp.any((errors > 3) & (mask > 0), -1) * rows, dtype=jnp.float32), rows.sum())
+    large = rj.WeightedMean(
+        jnp.sum(jnp.any((errors > 3) & (mask > 0), -1) * rows, dtype=jnp.float32), rows.sum()
+    )
     return rj.WeightedMean(total, weight), {"large": large, "rows": rows.sum()}
 
 
@@ -110,9 +112,7 @@ def whole():
     ),
 )
 def test_loss_and_update_do_not_depend_on_how_rows_are_divided_into_microbatches(parallelism, size, whole):
-    result, reports = train(
-        weighted, parallelism, size, numerics=rj.Numerics(clip_norm=0.5, ema_decay=0.5)
-    )
+    result, reports = train(weighted, parallelism, size, numerics=rj.Numerics(clip_norm=0.5, ema_decay=0.5))
     for found, expected in zip(reports, whole[1], strict=True):
         for name in ("loss", "grad_norm"):
             assert found[name] == pytest.approx(expected[name], rel=1e-4)
@@ -150,7 +150,14 @@ def test_a_step_of_padding_has_a_loss_and_a_gradient_of_zero(parallelism):
         ("loss", "grad_norm", "large"), 0
     )
     # SGD does nothing with such a gradient: as if the step had not been.
-    without, _ = train(weighted, parallelism, 2, lambda step: make_rows(2 * step), numerics=rj.Numerics(clip_norm=0.5), steps=2)
+    without, _ = train(
+        weighted,
+        parallelism,
+        2,
+        lambda step: make_rows(2 * step),
+        numerics=rj.Numerics(clip_norm=0.5),
+        steps=2,
+    )
     assert result.params_sha256 == without.params_sha256
 
 
@@ -189,9 +196,7 @@ def test_a_microbatch_that_is_skipped_has_no_weight():
         left[2:4] = 0
         return make_rows(step, left)
 
-    found, reports = train(
-        weighted, "replicated", 2, rows, numerics=rj.Numerics(non_finite="skip")
-    )
+    found, reports = train(weighted, "replicated", 2, rows, numerics=rj.Numerics(non_finite="skip"))
     expected, of_left = train(masked_mean, "replicated", 8, rows_left)
     assert [report["skipped"] for report in reports] == [1] * STEPS
     assert reports[0]["loss"] == pytest.approx(of_left[0]["loss"], rel=1e-5)

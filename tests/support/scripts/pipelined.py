@@ -82,7 +82,10 @@ def loss(model: Model, batch: dict) -> tuple[rj.WeightedMean, dict]:
     found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     accuracy = rj.WeightedMean(jnp.mean(is_real * (jnp.argmax(logits, -1) == batch["y"])), jnp.mean(is_real))
     spread = jnp.std(logits)  # a mean over microbatches
-    return rj.WeightedMean(jnp.sum(found * is_real), jnp.sum(is_real)), {"accuracy": accuracy, "spread": spread}
+    return rj.WeightedMean(jnp.sum(found * is_real), jnp.sum(is_real)), {
+        "accuracy": accuracy,
+        "spread": spread,
+    }
 
 
 def draw(step: int, index: int) -> dict[str, np.ndarray]:
