@@ -3,8 +3,8 @@
 - *compute* gives what is summed of one microbatch, on the mesh of one replica.
 - *summarize* computes the count, norm and means of the sums, on the devices of one host.
 - *update* divides the sums by the count, or by the weight of a loss that is a `WeightedMean`, clips, and makes the next
-  state with the sharding of the state: on the devices of one host, or, of a sharded state, each device its shards. It is
-  rounded at the same places wherever it runs (`sharding.exact_reductions`), so that the next state has the same bits
+  state with the sharding of the state: on the devices of one host, or, of a sharded state, each device its shards. It
+  is rounded at the same places wherever it runs (`sharding.exact_reductions`), so that the next state has the same bits
   replicated or sharded, on one device or many.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,

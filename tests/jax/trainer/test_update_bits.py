@@ -56,7 +56,7 @@ def weighted_loss_of(params, batch):
 LOSSES = {"scalar": loss_of, "weighted": weighted_loss_of}
 
 
-def build(model, optimizer, num_microbatches, clip_norm, loss="scalar"):
+def build(model, optimizer, num_microbatches, clip_norm, loss="scalar", *, is_mesh_free=False):
     recipe = Recipe(
         model=adapt_model(functools.partial(make_params, SHAPES[model])),
         optimizer=optimizer,
@@ -65,6 +65,7 @@ def build(model, optimizer, num_microbatches, clip_norm, loss="scalar"):
         seed=0,
         numerics=Numerics(clip_norm=clip_norm),
         early_stopping=(),
+        is_mesh_free=is_mesh_free,
     )
     return TrainStep(recipe, {name: jax.ShapeDtypeStruct((2, 8), jnp.float32) for name in "xy"})
 
@@ -165,3 +166,17 @@ def test_the_next_state_has_the_same_bits_in_each_layout(
     }
     expected = next(iter(found.values()))
     assert {layout for layout, digests in found.items() if digests != expected} == set()
+
+
+def test_the_norm_of_a_gradient_with_a_weight_has_the_same_bits_on_each_mesh_of_a_plan(
+    eight_devices,  # noqa: F811 - that fixture
+):
+    programs = build("two", OPTIMIZERS["adam"](), 6, 0.5, "weighted", is_mesh_free=True)
+    sums, found = make_sums(programs, 1), set()
+    for count in (1, 2, 4, 8):
+        mesh = Mesh(np.array(eight_devices[:count]).reshape(count, 1), ("fsdp", "tensor"))
+        specs = tuple((f"['{one}']", SHAPES["two"][one], P("fsdp")) for one in ("w", "v"))
+        placed = place(sums, ParameterPlacement(mesh, specs), [False] * len(jax.tree.leaves(sums)))
+        summary, metrics = programs.summarize(placed)
+        found.add(tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((summary, metrics))))
+    assert len(found) == 1
