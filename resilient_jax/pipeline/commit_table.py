@@ -124,7 +124,7 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
         num_microbatches: that are in the sums.
 
     Raises:
-        SumsDiffer: two hosts have different sums of one unit.
+        SumsDiffer: two hosts have different sums of one unit, or of one result.
     """
     first: dict[int, tuple[HostName, UnitRow]] = {}
     results: dict[str, float] = {}
@@ -141,7 +141,7 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
                     f"unit {row.unit}: found sums {known.digest.hex()} on {other} and {row.digest.hex()} on {host}, "
                     "expected the same bits. Examine the processors and memory of both hosts"
                 )
-        results |= rows[host].results
+        _merge_results(results, host, rows[host].results)
     # Added in the order of units, in float32: not by who holds what. Of hosts with other axes the first one's counts.
     total = np.float32(0)
     for number in sorted(first):
@@ -155,6 +155,17 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
     return CommitTable(
         divisor=float(divisor), norm=float(norm), loss=means.get(LOSS, float("nan")), results=means
     )
+
+
+def _merge_results(results: dict[str, float], host: HostName, found: Mapping[str, float]) -> None:
+    """Add the results of a host. All gradients are divided by one of them: holders must agree on these, too."""
+    for name, value in found.items():
+        known = results.setdefault(name, value)
+        if not np.array_equal(known, value, equal_nan=True):
+            raise SumsDiffer(
+                f"{name}: found a sum of {value} on {host} and of {known} on another host, expected the same bits. "
+                "Examine the processors and memory of the hosts that have the same layers"
+            )
 
 
 def _find_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`

@@ -224,6 +224,11 @@ def test_what_no_weight_divides_is_zero_and_what_is_no_weight_makes_nan(weight, 
 def test_holders_with_different_sums_are_refused_by_name():
     with pytest.raises(SumsDiffer, match="unit 1: found sums 78 on a and 79 on b"):
         make_table({A: rows((1, 2.0, b"x")), B: rows((1, 2.0, b"y"))}, 1)
+    with pytest.raises(
+        SumsDiffer, match=r"total weights/loss: found a sum of 3\.0 on b and of 2\.0 on another"
+    ):
+        make_table({A: rows(**{f"{WEIGHTS}/loss": 2.0}), B: rows(**{f"{WEIGHTS}/loss": 3.0})}, 1)
+    make_table({A: rows(loss=np.nan), B: rows(loss=np.nan)}, 1)
 
 
 TEAMS = [[(A, 1), (B, 2)], [(C, 3)]]
