@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.trainer import Trainer as Trainer
     from resilient_jax.trainer.trainer_step import TrainerStep as TrainerStep
     from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
+    from resilient_jax.weighted_mean import WeightedMean as WeightedMean
     from resilient_jax.worker.run import run as run
     from resilient_jax.worker.sharded_state import ShardedState as ShardedState
     from resilient_jax.worker.world import World as World
@@ -101,6 +102,7 @@ _HOME = {
     "Trainer": "resilient_jax.trainer.trainer",
     "TrainerStep": "resilient_jax.trainer.trainer_step",
     "TransformerShape": "resilient_jax.planning.transformer",
+    "WeightedMean": "resilient_jax.weighted_mean",
     "World": "resilient_jax.worker.world",
     "analyze_program": "resilient_jax.program_analysis.program_analysis",
     "analyze_transformer": "resilient_jax.planning.transformer_cost",
@@ -156,6 +158,7 @@ __all__ = [
     "Trainer",
     "TrainerStep",
     "TransformerShape",
+    "WeightedMean",
     "World",
     "analyze_program",
     "analyze_transformer",

@@ -762,6 +762,20 @@ MUTATIONS: Final = (
         "",
         "a standby runs the edited script",
     ),
+    Mutation(
+        "pipeline commit",
+        "pipeline/block_state.py",
+        "mean = sums[name] / divisor",
+        "mean = sums[name] / count",
+        "gradients of a weighted loss are divided by the number of microbatches",
+    ),
+    Mutation(
+        "pipeline commit",
+        "pipeline/unit_copies.py",
+        "[table.norm, table.loss, table.divisor]",
+        "[table.norm, table.loss, 1.0]",
+        "a copy is updated by sums that are not divided by the step's weight",
+    ),
 )
 
 

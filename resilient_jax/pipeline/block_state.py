@@ -155,6 +155,7 @@ class BlockState:
         norm: np.float32,
         max_norm: float | None = None,
         loss: Any = None,  # noqa: ANN401 - a number, for optimizers that want the value
+        divisor: Any = None,  # noqa: ANN401 - a number
     ) -> None:
         """Update every unit that is here with the mean of its gradients.
 
@@ -167,13 +168,14 @@ class BlockState:
             norm: of the mean gradient of the whole model.
             max_norm: to which gradients are scaled down; None: they are not.
             loss: mean of the step.
+            divisor: of the sums of gradients: the weight of a weighted mean; None: the number of microbatches.
         """
         found: dict[int, UnitState] = {}
         try:
             # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items():
                 found[number] = self.make_next(
-                    number, state, sums[number], num_microbatches, norm, max_norm, loss
+                    number, state, sums[number], num_microbatches, norm, max_norm, loss, divisor
                 )
                 self.after_unit(number)
         except BaseException:
@@ -192,12 +194,20 @@ class BlockState:
         norm: np.float32,
         max_norm: float | None,
         loss: Any,  # noqa: ANN401 - a number
+        divisor: Any = None,  # noqa: ANN401 - a number
     ) -> UnitState:
         """Return the state of a unit after a step, whether it is one of those here or a copy; see `update`.
 
         The state that is given is donated if this one donates.
         """
-        numbers = np.float32(num_microbatches), norm, np.float32(max_norm or np.inf), loss
+        count = np.float32(num_microbatches)
+        numbers = (
+            count,
+            count if divisor is None else np.float32(divisor),
+            norm,
+            np.float32(max_norm or np.inf),
+            loss,
+        )
         # Awaited: two programs with collectives on the same devices must not be in flight together.
         return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
 
@@ -321,12 +331,12 @@ def _update_unit(
     reduce_variable: ReduceVariable | None,
     state: UnitState,
     sums: dict[str, jax.Array],
-    numbers: tuple[Any, Any, Any, Any],
+    numbers: tuple[Any, Any, Any, Any, Any],
 ) -> UnitState:
-    count, norm, max_norm, loss = numbers
+    count, divisor, norm, max_norm, loss = numbers
 
     def make_gradient(name: str) -> jax.Array:
-        mean = sums[name] / count
+        mean = sums[name] / divisor
         clipped = jnp.where(norm < max_norm, mean, mean / norm * max_norm)
         # Sums are in float32 at least; the optimizer gets gradients in the dtypes of the weights.
         return clipped.astype(state.weights[name].dtype)

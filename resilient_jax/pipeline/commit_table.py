@@ -21,6 +21,7 @@ from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.transport.mail_protocol import MailKind
+from resilient_jax.weighted_mean import WeightedMean, join_weights, read_divisor
 
 
 class SumsDiffer(PeerError):
@@ -32,7 +33,7 @@ class UnitRow(msgspec.Struct, frozen=True):
 
     Attributes:
         unit: its number.
-        norm_squared: of the mean gradient, a float32.
+        norm_squared: of the sum of gradients, divided by the number of microbatches; a float32.
         digest: of the bits of the sums.
     """
 
@@ -46,7 +47,7 @@ class HostRows(msgspec.Struct, frozen=True):
 
     Attributes:
         units: that it holds.
-        results: means of results that it has.
+        results: sums of results that it has: of loss and metrics, and of their weights.
         report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
         axes: sizes of those of its devices, on which the bits of norms depend.
     """
@@ -61,11 +62,14 @@ class CommitTable(msgspec.Struct, frozen=True):
     """What all hosts say about a step.
 
     Attributes:
+        divisor: what sums of gradients are divided by, a float32: the number of microbatches, or of a loss that is a
+            `WeightedMean` what `read_divisor` makes of its weight. Only a host with the last block knows that before.
         norm: of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
-        loss: mean over the microbatches, a float32.
+        loss: mean of the step, a float32.
         results: means of the loss and of other scalar results, by path.
     """
 
+    divisor: float
     norm: float
     loss: float
     results: Mapping[str, float]
@@ -96,9 +100,7 @@ def make_rows(
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
     results = {
-        name: float(np.float32(value) / np.float32(num_microbatches))
-        for name, value in sums.list_results().items()
-        if np.shape(value) == ()
+        name: float(np.float32(value)) for name, value in sums.list_results().items() if np.shape(value) == ()
     }
     return HostRows(units=tuple(units), results=results, report=report, axes=axes)
 
@@ -114,11 +116,15 @@ def exchange_rows(
     return mail.exchange_messages(hosts, own, MailKind.ROWS, rows)
 
 
-def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:
+def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> CommitTable:
     """Return what follows from the rows of all hosts.
 
+    Args:
+        rows: of each host.
+        num_microbatches: that are in the sums.
+
     Raises:
-        SumsDiffer: two hosts have different sums of one unit.
+        SumsDiffer: two hosts have different sums of one unit, or of one result.
     """
     first: dict[int, tuple[HostName, UnitRow]] = {}
     results: dict[str, float] = {}
@@ -135,16 +141,41 @@ def make_table(rows: Mapping[HostName, HostRows]) -> CommitTable:
                     f"unit {row.unit}: found sums {known.digest.hex()} on {other} and {row.digest.hex()} on {host}, "
                     "expected the same bits. Examine the processors and memory of both hosts"
                 )
-        results |= rows[host].results
+        _merge_results(results, host, rows[host].results)
     # Added in the order of units, in float32: not by who holds what. Of hosts with other axes the first one's counts.
     total = np.float32(0)
     for number in sorted(first):
         total = np.float32(total + np.float32(first[number][1].norm_squared))
+    sums, count = join_weights(results), np.float32(num_microbatches)
+    norm, divisor = np.sqrt(total), _find_divisor(sums.get(LOSS), count)
+    with np.errstate(invalid="ignore", over="ignore"):  # of sums that are not finite
+        if divisor != count:  # in float64: neither factor is rounded on the way
+            norm = np.float32(float(norm) * float(count) / float(divisor))
+        means = {name: float(_divide(summed, count)) for name, summed in sums.items()}
     return CommitTable(
-        norm=float(np.sqrt(total)),
-        loss=results.get(LOSS, float("nan")),
-        results=results,
+        divisor=float(divisor), norm=float(norm), loss=means.get(LOSS, float("nan")), results=means
     )
+
+
+def _merge_results(results: dict[str, float], host: HostName, found: Mapping[str, float]) -> None:
+    """Add the results of a host. All gradients are divided by one of them: holders must agree on these, too."""
+    for name, value in found.items():
+        known = results.setdefault(name, value)
+        if not np.array_equal(known, value, equal_nan=True):
+            raise SumsDiffer(
+                f"{name}: found a sum of {value} on {host} and of {known} on another host, expected the same bits. "
+                "Examine the processors and memory of the hosts that have the same layers"
+            )
+
+
+def _find_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`
+    """Return what a sum is divided by to get its mean."""
+    return np.float32(read_divisor(summed.weight)) if isinstance(summed, WeightedMean) else count
+
+
+def _divide(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - as above
+    total = summed.total if isinstance(summed, WeightedMean) else summed
+    return np.float32(total) / _find_divisor(summed, count)
 
 
 @jax.jit

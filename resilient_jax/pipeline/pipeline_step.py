@@ -402,7 +402,7 @@ class PipelineWorker:
         axes = tuple(self._sums.sharding.mesh.shape.values())
         rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
         found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
-        table = make_table(found)
+        table = make_table(found, config.num_microbatches)
         before_update(table)  # first: of numbers that are not finite it says so
         self._commit(table, gradients)
         self.reports = {host: one.report for host, one in found.items() if one.report is not None}
@@ -415,7 +415,7 @@ class PipelineWorker:
         if config.donate_state:
             self.before_donation()
         try:
-            self.state.update(gradients, config.num_microbatches, *numbers)
+            self.state.update(gradients, config.num_microbatches, *numbers, table.divisor)
         except BaseException:
             if not self.state.states:
                 self.drop_state()
@@ -427,7 +427,7 @@ class PipelineWorker:
         self._sums.begin_step(self.step)
         self.service.finish_step(self.step - 1)
         # Last of all: whatever it does, the step is committed.
-        self.after_commit(CommittedStep(step=self.step, norm=table.norm, loss=table.loss, sums=gradients))
+        self.after_commit(CommittedStep(step=self.step, table=table, sums=gradients))
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()

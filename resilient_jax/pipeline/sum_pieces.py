@@ -21,6 +21,7 @@ from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.running_total import list_formats, start_total
+from resilient_jax.weighted_mean import join_weights
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -93,10 +94,10 @@ def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece
 
 
 def list_scalar_results(cut: CutModel) -> list[str]:
-    """Return the names of the results that a commit table has the means of, loss among them."""
+    """Return the names of the means in a commit table, that of the loss among them."""
     outputs = dict(zip(cut.trace.result_names, cut.trace.closed.out_avals, strict=True))
     names = [name for block in range(cut.num_blocks) for name in _list_results(cut, block)]
-    return [name for name in names if outputs[name].shape == ()]
+    return list(join_weights(dict.fromkeys(name for name in names if outputs[name].shape == ())))
 
 
 def _list_results(cut: CutModel, block: int) -> tuple[str, ...]:

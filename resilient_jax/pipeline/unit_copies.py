@@ -3,7 +3,7 @@
 1. A worker that joins tells all members, by mail, what each host is to hold when it has joined. If the members change
    otherwise, between two steps, the first of them does (`planned_copies`).
 2. After its next commit, one holder of each unit that somebody lacks begins to send it: a thread packs the state. After
-   each later commit it sends the sums of the unit's gradients, with norm and loss.
+   each later commit it sends the sums of the unit's gradients, with norm, loss and divisor of the step.
 3. Whoever lacks a unit updates its copy with these sums, by the program that holders use: it has the same bits.
 4. When the members change, a copy that is of the step which all go on with is a unit like any other, and nothing moves.
 
@@ -28,6 +28,7 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
+from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.copy_requests import (
     ANY_STEP,
     MAX_GENERATIONS,
@@ -70,14 +71,12 @@ class CommittedStep:
 
     Attributes:
         step: the number of committed steps.
-        norm: of the mean gradient of the whole model.
-        loss: mean of the step.
+        table: of the step.
         sums: of the gradients of each unit that this host holds, by number and name.
     """
 
     step: int
-    norm: float
-    loss: float
+    table: CommitTable
     sums: Mapping[int, Mapping[str, Any]]
 
 
@@ -345,7 +344,8 @@ class UnitCopies:
     def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> int:
         """Send the sums of a unit; return their bytes."""
         sums = committed.sums[unit]
-        numbers = np.array([committed.norm, committed.loss], np.float32)
+        table = committed.table
+        numbers = np.array([table.norm, table.loss, table.divisor], np.float32)
         names = describe_sums(self._state.units[unit], self._facts.changed)
         data = pack_arrays([numbers, *(sums[name] for name in names)])
         key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
@@ -377,11 +377,11 @@ class UnitCopies:
 
     def _update(self, unit: int, copy: _Copy, mail: Mail) -> None:
         described = describe_sums(self._state.units[unit], self._facts.changed)
-        shapes = [jax.ShapeDtypeStruct((2,), np.float32), *described.values()]
-        (norm, loss), *sums = unpack_arrays(mail.data, shapes, str(mail.key))
+        shapes = [jax.ShapeDtypeStruct((3,), np.float32), *described.values()]
+        (norm, loss, divisor), *sums = unpack_arrays(mail.data, shapes, str(mail.key))
         placed = place_sums(self._state.units[unit], dict(zip(described, sums, strict=True)), self._sharding)
         copy.state = self._state.make_next(
-            unit, copy.state, placed, self._facts.num_microbatches, norm, self._facts.max_norm, loss
+            unit, copy.state, placed, self._facts.num_microbatches, norm, self._facts.max_norm, loss, divisor
         )
         copy.step += 1
 

@@ -24,9 +24,11 @@ from resilient_jax.sharding.logical_axes import (
     get_nnx_names,
 )
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
+from resilient_jax.weighted_mean import WeightedMean
 
 LossFn = Callable[[Any, Tree], Any]
-"""Gets the model (of a plain function: its tree) and a batch, and returns a scalar or a tuple that begins with one."""
+"""Gets the model (of a plain function: its tree) and a batch, and returns a scalar, a `WeightedMean`, or a tuple that
+begins with one of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
         )
     if getattr(result, "shape", None) != ():
         raise CallerError(
-            f"loss_fn: found a result {result}, expected a scalar, or a tuple that begins with one"
+            f"loss_fn: found a result {result}, expected a scalar, an rj.WeightedMean, or a tuple that begins with one"
         )
     return program
 
@@ -194,7 +196,8 @@ def count_examples(batch: Tree) -> int:
 
 
 def _scalar(result: Any) -> Any:  # noqa: ANN401 - what the user's loss returns
-    return result[0] if isinstance(result, tuple) else result
+    loss = result[0] if isinstance(result, tuple) else result
+    return loss.total if isinstance(loss, WeightedMean) else loss  # that is what has a gradient
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - an array of any library, or its shape

@@ -50,7 +50,7 @@ def analyze_program(
 
     Args:
         model: what the trainer takes, too: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
-        loss_fn: gets the model and a batch, and returns a scalar or a tuple that begins with one.
+        loss_fn: gets the model and a batch, and returns a scalar, a `WeightedMean`, or a tuple that begins with one.
         batch: a microbatch of two or more examples (with one, XLA makes other programs): a tree of arrays or of
             `jax.ShapeDtypeStruct`; the first dim of each is the batch dim.
         name: the model's name, for display.

@@ -7,6 +7,7 @@ from typing import Any, Final
 import jax
 
 from resilient_jax.errors import CallerError
+from resilient_jax.weighted_mean import WeightedMean
 
 Tree = Any
 """A pytree of arrays."""
@@ -17,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 def differentiate_loss(
-    loss_of: Callable[[Tree], tuple[jax.Array, Tree]], params: Tree
-) -> tuple[tuple[jax.Array, Tree], Tree]:
+    loss_of: Callable[[Tree], tuple[jax.Array | WeightedMean, Tree]], params: Tree
+) -> tuple[tuple[jax.Array | WeightedMean, Tree], Tree]:
     """Return ((loss, aux), gradients), as `jax.value_and_grad(loss_of, has_aux=True)(params)`; to be traced.
+
+    Of a `WeightedMean` the gradients are those of its total.
 
     Raises:
         CallerError: the loss depends on no parameter.
     """
 
     def checked(params: Tree) -> tuple[jax.Array, Tree]:
-        loss, aux = loss_of(params)
+        found, aux = loss_of(params)
+        loss = found.total if isinstance(found, WeightedMean) else found
         # JAX differentiates by tracers of a kind of their own, and hands on what has no tangent as it is.
         if type(loss) not in {type(leaf) for leaf in jax.tree.leaves(params)}:
             raise CallerError(
@@ -34,9 +38,10 @@ def differentiate_loss(
                 "gradient is zero, and nothing is trained. Look for a stop_gradient, a comparison or an integer "
                 "between the parameters and the loss, or a model that is not called"
             )
-        return loss, aux
+        return loss, (found, aux)
 
-    return jax.value_and_grad(checked, has_aux=True)(params)
+    (_, found), gradients = jax.value_and_grad(checked, has_aux=True)(params)
+    return found, gradients
 
 
 class LossFunctions:

@@ -1,8 +1,11 @@
 """`World.value_and_grad`: the mean loss and gradient of a step's microbatches, as `jax.value_and_grad` gives one's.
 
 One program computes a microbatch's loss, gradient and auxiliary output, in float32 or wider, on the mesh of a replica;
-a second one divides the sums by the number of microbatches. Both are kept for the process by the loss
-function, and neither depends on which hosts are alive.
+a second one divides the sums. Both are kept for the process by the loss function, and neither depends on which hosts
+are alive.
+
+A loss that is a scalar is summed as a `WeightedMean` of weight one: so a host knows what is summed before it has traced
+the loss, and the step's weight is the number of microbatches.
 """
 
 import functools
@@ -34,14 +37,15 @@ from resilient_jax.step.random_keys import (
     make_microbatch_key,
 )
 from resilient_jax.step.replicas import Replica
+from resilient_jax.weighted_mean import WeightedMean, find_divisor, is_weighted, read_weighted_mean
 
 Tree = Any
 """A pytree of arrays."""
 MAX_PROGRAMS: Final = 32
 """Loss functions whose programs are kept: a script has a few; one that makes a new function in each step drops old."""
 EXPECTED_LOSS: Final = (
-    "expected loss_fn(params, batch, *args), which returns the mean over the batch, where args are what follows params "
-    f"in the call; a parameter for random numbers may be called {', '.join(KEY_NAMES)}"
+    "expected loss_fn(params, batch, *args), which returns the mean over the batch, or an rj.WeightedMean, where args "
+    f"are what follows params in the call; a parameter for random numbers may be called {', '.join(KEY_NAMES)}"
 )
 
 
@@ -135,13 +139,15 @@ class ValueAndGrad:
         """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
 
         Args:
-            params: what the gradient is taken of: arrays of this host. Gradients have their tree, dtypes and sharding.
+            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's. Gradients have their tree, dtypes and sharding.
             args: what else the loss function takes: pytrees of arrays of this host.
 
         Raises:
             CallerError: as `World.accumulate_microbatches`; or the parameters are no arrays of this host; or the loss
                 function cannot be called with these arguments, or returns something else.
         """
+        # A state may have NumPy arrays, and comes back with them.
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
         _check_params(params)
         key_name = find_key_name(self._loss_fn, 2 + len(args), EXPECTED_LOSS)
         programs = _make_programs(self._loss_fn, key_name, self._has_aux)
@@ -152,14 +158,16 @@ class ValueAndGrad:
             jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
         )
         sums = self._accumulate(self._make_computer(programs, params, args), zeros)
-        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like))
+        dtypes = tuple(
+            leaf.dtype for leaf in jax.tree.leaves(jax.tree.map(_get_mean, like, is_leaf=is_weighted))
+        )
         # The count is an argument: another number of microbatches compiles nothing.
         value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
         return (value if self._has_aux else value[0]), gradients
 
     def _find_shapes(self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-        """Return the shapes of (loss, aux); `aux` is () without."""
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        """Return the shapes of (loss, aux), as `_Programs.compute` gives them; `aux` is () without."""
+        loss = WeightedMean(*[jax.ShapeDtypeStruct((), jnp.float32)] * 2)
         if not self._has_aux:
             return loss, ()
         # Only the loss function says which auxiliary output it has: it is traced with the shapes of a microbatch.
@@ -204,19 +212,34 @@ class _Programs:
 
     def __init__(self, loss_fn: Callable[..., Any], key_name: str | None, has_aux: bool) -> None:
         self._loss_fn, self._key_name, self._has_aux = loss_fn, key_name, has_aux
+        self._has_weight: bool | None = None
+        """Whether the loss is a `WeightedMean`; None: it was not traced yet."""
         self.compute = jax.jit(self._compute, static_argnames="mesh")
         self.mean = jax.jit(self._mean, static_argnames="dtypes")
         # Jitted, so that its result's shapes, which are asked for in every step, are traced once.
         self.differentiate = jax.jit(self._differentiate)
 
     def _differentiate(self, params: Tree, args: tuple[Tree, ...], batch: Tree, key: jax.Array) -> Tree:
-        """Return ((loss, aux), gradients) of one microbatch; `aux` is () without."""
+        """Return ((loss, aux), gradients) of one microbatch: a `WeightedMean`; `aux` is () without."""
 
-        def loss_of(params: Tree) -> tuple[jax.Array, Tree]:
+        def loss_of(params: Tree) -> tuple[WeightedMean, Tree]:
             found = call_with_key(self._loss_fn, self._key_name, key, params, batch, *args)
-            return _check_result(found, self._has_aux)
+            loss, aux = _check_result(found, self._has_aux)
+            self._note_kind(loss)
+            return (loss if isinstance(loss, WeightedMean) else WeightedMean(loss, jnp.float32(1))), aux
 
         return differentiate_loss(loss_of, params)
+
+    def _note_kind(self, loss: jax.Array | WeightedMean) -> None:
+        """Refuse a loss that is a scalar in one trace, and a `WeightedMean` in another: their weights differ."""
+        has_weight = isinstance(loss, WeightedMean)
+        if self._has_weight not in (None, has_weight):
+            found, before = ("a WeightedMean", "a scalar") if has_weight else ("a scalar", "a WeightedMean")
+            raise CallerError(
+                f"loss_fn: found {found}, where it returned {before} before; expected the same in each microbatch of "
+                "each step"
+            )
+        self._has_weight = has_weight
 
     def _compute(
         self,
@@ -235,8 +258,13 @@ class _Programs:
 
     @staticmethod
     def _mean(sums: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
-        leaves, tree = jax.tree.flatten(sums)
-        means = [summed / count for summed in leaves]
+        (loss, aux), gradients = sums
+        aux = jax.tree.map(
+            lambda summed: summed.mean if is_weighted(summed) else summed / count, aux, is_leaf=is_weighted
+        )
+        divisor = find_divisor(loss.weight)
+        gradients = jax.tree.map(lambda summed: summed / divisor, gradients)
+        means, tree = jax.tree.flatten(((loss.total / divisor, aux), gradients))
         return tree.unflatten(
             # The mean of integers is none: it stays a float.
             mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
@@ -275,22 +303,41 @@ def _check_params(params: Tree) -> None:
             )
 
 
-def _check_result(found: Any, has_aux: bool) -> tuple[jax.Array, Tree]:  # noqa: ANN401 - the result of a user's function
+def _check_result(found: Any, has_aux: bool) -> tuple[jax.Array | WeightedMean, Tree]:  # noqa: ANN401 - the result of a user's function
     is_pair = isinstance(found, tuple) and len(found) == 2
     if is_pair != has_aux:
-        remedy = "give has_aux=True" if is_pair else "return (loss, aux), or leave has_aux out"
+        remedy = (
+            "give has_aux=True; a sum and its weight are rj.WeightedMean(total, weight)"
+            if is_pair
+            else "return (loss, aux), or leave has_aux out"
+        )
         raise CallerError(
             f"loss_fn: found {'a pair' if is_pair else describe_value(found)} as its result, with has_aux={has_aux}: "
             f"{remedy}"
         )
     loss, aux = found if has_aux else (found, ())
+    aux = jax.tree_util.tree_map_with_path(_read_aux, aux, is_leaf=is_weighted)
+    if isinstance(loss, WeightedMean):
+        return read_weighted_mean(loss, "loss_fn"), aux
     loss = jnp.asarray(loss)
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise CallerError(
             f"loss_fn: found a loss of shape {loss.shape} and dtype {loss.dtype}, expected one floating-point number: "
-            "return the mean over the batch, jnp.mean(...)"
+            "return the mean over the batch, jnp.mean(...), or of some of its rows or tokens rj.WeightedMean(total, "
+            "weight)"
         )
-    return loss, jax.tree.map(jnp.asarray, aux)
+    return loss, aux
+
+
+def _read_aux(path: tuple[Any, ...], value: Any) -> jax.Array | WeightedMean:  # noqa: ANN401 - a user's
+    if isinstance(value, WeightedMean):
+        return read_weighted_mean(value, f"loss_fn: aux{jax.tree_util.keystr(path)}")
+    return jnp.asarray(value)
+
+
+def _get_mean(leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape, or a `WeightedMean`
+    """Return what has the dtype of a mean."""
+    return leaf.total if isinstance(leaf, WeightedMean) else leaf
 
 
 def _find_local_sharding(params: Tree) -> Sharding:

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss on other data, over microbatches that all hosts share."""
+"""Evaluation: the mean loss on other data, of microbatches that all hosts share."""
 
 import dataclasses
 import functools
@@ -18,10 +18,11 @@ from resilient_jax.errors import CallerError, DataError
 from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_key
-from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
+from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction, check_same_means
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics
 from resilient_jax.trainer.train_step import cast_parameters
+from resilient_jax.weighted_mean import WeightedMean, read_divisor
 
 Tree = Any
 """A pytree of arrays."""
@@ -31,6 +32,8 @@ Tree = Any
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """What to evaluate, and how often. Its metrics have the prefix `eval_`.
+
+    A metric is its mean over the microbatches; a `WeightedMean` is divided once, by the weight of all of them.
 
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 
@@ -128,7 +131,7 @@ class RepeatedStepData:
 
 
 class EvaluationSums(NamedTuple):
-    """Sums over the microbatches of an evaluation: float32[] each."""
+    """Sums over the microbatches of an evaluation: float32[] each, or a `WeightedMean` of two."""
 
     loss: Any
     metrics: dict[str, Any]
@@ -181,13 +184,20 @@ class EvaluationProgram:
     ) -> EvaluationSums:
         with use_trace_mesh(placement.mesh):
             found = self._compute_sums(variables, batch, microbatch_id)
+        check_same_means(found, self.abstract_sums)
         return constrain_sharding(found, placement)
 
 
 def compute_metrics(sums: EvaluationSums, num_microbatches: int) -> dict[str, float]:
     """Return the means, by their names with the prefix "eval_"."""
-    by_name = {"loss": sums.loss, **sums.metrics}
+    by_name = jax.device_get({"loss": sums.loss, **sums.metrics})
     return {
-        f"{EVALUATION_PREFIX}{name}": float(value) / num_microbatches
-        for name, value in jax.device_get(by_name).items()
+        f"{EVALUATION_PREFIX}{name}": _divide_sum(summed, num_microbatches)
+        for name, summed in by_name.items()
     }
+
+
+def _divide_sum(summed: Any, num_microbatches: int) -> float:  # noqa: ANN401 - a number, or a `WeightedMean`
+    if isinstance(summed, WeightedMean):
+        return float(summed.total) / read_divisor(float(summed.weight))
+    return float(summed) / num_microbatches

@@ -1,7 +1,7 @@
 """The evaluations of one `fit` whose model is split over hosts: each host runs its own blocks."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -29,6 +29,7 @@ from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.unit_states import PipelinedState
 from resilient_jax.trainer.variable_tree import VariableTree
+from resilient_jax.weighted_mean import join_weights
 from resilient_jax.worker.world import World
 
 READ_WINDOW: Final = 32
@@ -75,8 +76,8 @@ class PipelinedEvaluator:
             PeerUnreachable: a host is lost, or late; in the next generation the evaluation is made anew.
         """
         if layout.world.is_rehearsal:  # the other hosts send nothing
-            names = [name for block in self._blocks for name in block.result_names]
-            return compute_metrics(EvaluationSums(0.0, dict.fromkeys(names, 0.0)), self._num_microbatches)
+            names = [LOSS, *(name for block in self._blocks for name in block.result_names)]
+            return self._compute_metrics(dict.fromkeys(names, 0.0))
         placement, mail = self._steps.find_stage()
         world, step = layout.world, mail.step
         # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.
@@ -100,10 +101,15 @@ class PipelinedEvaluator:
         )
         weights = placement.list_weights(state, use_ema=self._evaluation.use_ema)
         try:
-            sums: dict[str, Any] = dict(stage.evaluate(routes, tuple(sorted(world.hosts)), weights, mail))
+            sums = stage.evaluate(routes, tuple(sorted(world.hosts)), weights, mail)
         finally:
             self._data.expect([])  # no microbatches are kept until the next evaluation
-        return compute_metrics(EvaluationSums(sums.pop(LOSS), sums), self._num_microbatches)
+        return self._compute_metrics(sums)
+
+    def _compute_metrics(self, sums: Mapping[str, Any]) -> dict[str, float]:
+        """Return the means, from sums by name, those of weights among them."""
+        found = join_weights(sums)
+        return compute_metrics(EvaluationSums(found.pop(LOSS), found), self._num_microbatches)
 
     def close(self) -> None:
         """End the threads of the prefetcher."""

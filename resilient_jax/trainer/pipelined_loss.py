@@ -18,6 +18,7 @@ from resilient_jax.blocks.loss_trace import CHANGED
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.pipeline_config import PipelineConfig
+from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.sharding.stage_sharding import StageSharding, make_abstract_stage_mesh
@@ -29,6 +30,7 @@ from resilient_jax.trainer.stage_axes import find_stage_sharding
 from resilient_jax.trainer.train_step import Recipe, TrainStep, cast_parameters
 from resilient_jax.trainer.training_state import Tree
 from resilient_jax.trainer.variable_tree import VariableTree
+from resilient_jax.weighted_mean import split_weights
 
 
 def cut_training_loss(
@@ -63,6 +65,8 @@ def make_marked_loss(
 ) -> Callable[[Tree, Tree, jax.Array], Any]:
     """Return `loss(variables, batch, key)`, in whose trace the layers of the model are marked: what is cut into blocks.
 
+    It returns (loss, metrics), with totals and weights by name as `split_weights` gives them.
+
     Args:
         recipe: of the training.
         loss_fn: of the training or of an evaluation.
@@ -71,7 +75,8 @@ def make_marked_loss(
     """
 
     def loss(variables: Tree, batch: Tree, key: jax.Array) -> Any:  # noqa: ANN401 - (loss, metrics)
-        return _apply(recipe, loss_fn, tree.split(variables), batch, key, training=training)[0]
+        means, _ = _apply(recipe, loss_fn, tree.split(variables), batch, key, training=training)
+        return means.pop(LOSS), means
 
     return loss
 
@@ -84,8 +89,8 @@ def _apply(
     key: jax.Array,
     *,
     training: bool,
-) -> tuple[Any, Variables]:
-    """Return (loss, metrics) of a model whose layers are marked, and the variables after it."""
+) -> tuple[dict[str, Any], Variables]:
+    """Return loss and metrics of a model with marked layers, as `split_weights` does, and the variables after it."""
     bound = cast_parameters(variables, recipe.numerics.compute_dtype)
     model_key, loss_key = jax.random.split(key)
 
@@ -93,7 +98,8 @@ def _apply(
         marked = mark_layers(model) if isinstance(model, nnx.Module) else model
         return loss_fn(marked, batch, loss_key)
 
-    return recipe.model.apply(bound, model_key, use, training=training)
+    (loss, metrics), after = recipe.model.apply(bound, model_key, use, training=training)
+    return split_weights({LOSS: loss, **metrics}), after
 
 
 def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
@@ -102,9 +108,9 @@ def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:
 
     def loss(found: Tree, batch: Tree, microbatch: tuple[jax.Array, jax.Array]) -> Any:  # noqa: ANN401 - see above
         (key, index), before = microbatch, tree.split(found)
-        (value, metrics), after = _apply(recipe, recipe.loss_fn, before, batch, key, training=True)
+        means, after = _apply(recipe, recipe.loss_fn, before, batch, key, training=True)
         changes = tree.join_collections(reducer.contribute(before, after, index))
-        return value, {**metrics, CHANGED: changes}
+        return means.pop(LOSS), {**means, CHANGED: changes}
 
     microbatch = jax.eval_shape(lambda: (jax.random.key(0), jnp.uint32(0)))
     with use_trace_mesh(mesh):

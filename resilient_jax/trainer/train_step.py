@@ -2,9 +2,10 @@
 
 - *compute* gives what is summed of one microbatch, on the mesh of one replica.
 - *summarize* computes the count, norm and means of the sums, on the devices of one host.
-- *update* divides the sums by the count, clips, and makes the next state with the sharding of the state: on the devices
-  of one host, or, of a sharded state, each device its shards. It is rounded at the same places wherever it runs
-  (`sharding.exact_reductions`), so that the next state has the same bits replicated or sharded, on one device or many.
+- *update* divides the sums by the count, or by the weight of a loss that is a `WeightedMean`, clips, and makes the next
+  state with the sharding of the state: on the devices of one host, or, of a sharded state, each device its shards. It
+  is rounded at the same places wherever it runs (`sharding.exact_reductions`), so that the next state has the same bits
+  replicated or sharded, on one device or many.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
 device or mesh is in them. The shape of the mesh is a static argument; the step and the microbatch's index are
@@ -47,7 +48,7 @@ from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.loss_gradient import differentiate_loss
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.initial_variables import GivenLeaves, replace_leaves
-from resilient_jax.trainer.loss_function import LossFunction, Metrics
+from resilient_jax.trainer.loss_function import LossFunction, Mean, Metrics, check_same_means
 from resilient_jax.trainer.model_adapters import NNX_PARAMS, PARAMS, ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
 from resilient_jax.trainer.training_state import (
@@ -58,6 +59,7 @@ from resilient_jax.trainer.training_state import (
     check_same_types,
 )
 from resilient_jax.trainer.variable_reductions import DEFAULT_RULES, Rule, VariableReducer, widen
+from resilient_jax.weighted_mean import WeightedMean, find_divisor, is_weighted
 
 Tree = Any
 """A pytree of arrays."""
@@ -208,18 +210,18 @@ class TrainStep:
         recipe, variables = self._recipe, self.abstract_state.variables
         bound = jax.eval_shape(self._cast, variables)
 
-        def loss_of(bound: Variables, batch: Tree) -> tuple[Variables, Metrics]:
-            _, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
-            return after, metrics
+        def loss_of(bound: Variables, batch: Tree) -> tuple[Variables, Mean, Metrics]:
+            loss, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
+            return after, loss, metrics
 
         with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
-            jaxpr, (after, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self.example)
+            jaxpr, (after, loss, metrics) = jax.make_jaxpr(loss_of, return_shape=True)(bound, self.example)
         reducer = VariableReducer(recipe.variable_rules, bound, after, jaxpr)
         index = jax.ShapeDtypeStruct((), jnp.uint32)
         sums = MicrobatchSums(
             gradients=variables.params,
             collections=jax.eval_shape(reducer.contribute, bound, after, index),
-            loss=jax.ShapeDtypeStruct((), jnp.float32),
+            loss=loss,
             metrics=metrics,
             non_finite=jax.ShapeDtypeStruct((recipe.num_microbatches,), jnp.float32),
         )
@@ -228,9 +230,7 @@ class TrainStep:
     def _cast(self, variables: Variables) -> Variables:
         return cast_parameters(variables, self._recipe.numerics.compute_dtype)
 
-    def _apply(
-        self, bound: Variables, batch: Tree, key: jax.Array
-    ) -> tuple[jax.Array, tuple[Metrics, Variables]]:
+    def _apply(self, bound: Variables, batch: Tree, key: jax.Array) -> tuple[Mean, tuple[Metrics, Variables]]:
         """Return (loss, (metrics, variables after it)) of a microbatch."""
         recipe = self._recipe
         model_key, loss_key = jax.random.split(key)
@@ -249,7 +249,7 @@ class TrainStep:
     ) -> MicrobatchSums:
         index = microbatch_id[1]
 
-        def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+        def loss_of(params: Tree) -> tuple[Mean, tuple[Metrics, Tree]]:
             key = make_microbatch_key(self._recipe.seed, microbatch_id)
             loss, (metrics, after) = self._apply(self._cast(variables._replace(params=params)), batch, key)
             return loss, (metrics, self.reducer.contribute(variables, after, index))
@@ -258,6 +258,7 @@ class TrainStep:
             loss_of = jax.checkpoint(loss_of)
         with use_trace_mesh(placement.mesh):
             (loss, (metrics, collections)), gradients = differentiate_loss(loss_of, variables.params)
+        check_same_means((loss, metrics), (self.abstract_sums.loss, self.abstract_sums.metrics))
         finite = is_all_finite((loss, gradients, collections))
         non_finite = jnp.zeros((self._recipe.num_microbatches,), jnp.float32)
         new = MicrobatchSums(gradients, collections, loss, metrics, non_finite)
@@ -278,15 +279,20 @@ class TrainStep:
         return jax.tree.structure(found).unflatten(apply_exactly(closed, jax.tree.leaves(sums), zero))
 
     def _compute_summary(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
-        """Return the means, sums / B, without the microbatches that are skipped."""
+        """Return the means, sums / B or totals / weights, without the microbatches that are skipped."""
         skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, sums.non_finite.sum()
         count = jnp.float32(self._recipe.num_microbatches)
         if skips:
             count = count - skipped
-        norm = optax.tree.norm(_divide(sums.gradients, count)).astype(jnp.float32)
-        means = _divide({"loss": sums.loss, **sums.metrics}, count)
+        divisor = find_divisor(sums.loss.weight) if isinstance(sums.loss, WeightedMean) else count
+        norm = optax.tree.norm(_divide(sums.gradients, divisor)).astype(jnp.float32)
+        means = jax.tree.map(
+            lambda mean: mean.mean if isinstance(mean, WeightedMean) else mean / count,
+            {"loss": sums.loss, **sums.metrics},
+            is_leaf=is_weighted,
+        )
         metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
-        return StepSummary(count, norm, means["loss"]), metrics
+        return StepSummary(count, divisor, norm, means["loss"]), metrics
 
     def _update(
         self,
@@ -307,9 +313,9 @@ class TrainStep:
     def _compute_next_state(
         self, state: TrainingState, sums: tuple[Tree, Tree], summary: StepSummary
     ) -> TrainingState:
-        """Update with gradient = sum / count, clipped, and reduce the other variables."""
+        """Update with gradient = sum / divisor, clipped, and reduce the other variables."""
         recipe, params = self._recipe, state.variables.params
-        gradients = _divide(sums[0], summary.num_microbatches)
+        gradients = _divide(sums[0], summary.divisor)
         if recipe.numerics.clip_norm is not None:
             gradients = clip_by_norm(gradients, summary.grad_norm, recipe.numerics.clip_norm)
         # Sums are in float32 at least; the optimizer gets gradients in the
@@ -370,8 +376,8 @@ def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     )
 
 
-def _divide(tree: Tree, count: jax.Array) -> Tree:
-    return jax.tree.map(lambda summed: summed / count, tree)
+def _divide(tree: Tree, divisor: jax.Array) -> Tree:
+    return jax.tree.map(lambda summed: summed / divisor, tree)
 
 
 def _cast_like(like: Tree, tree: Tree) -> Tree:

@@ -75,7 +75,8 @@ class Trainer:
             and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays. The key
             is a new one for each microbatch; it may also be called `rng` or `dropout_rng`, and under the name `rngs`
             it is an `nnx.Rngs`. A step is the mean over its microbatches: with a loss that divides by the tokens of
-            its batch every microbatch has the same weight, however many tokens it has.
+            its batch every microbatch has the same weight, however many tokens it has. A `WeightedMean`, in place of
+            the mean or of a scalar in the dict, is divided once, by the weight of all microbatches of the step.
         data: arrays whose first dimension is the number of examples, such as `(images, labels)` or a dict of them; a
             source of examples, with `len()` and `[]`; a Grain `MapDataset`; or a function `batch(step, index)` that
             returns a microbatch. See `make_microbatch_data`.

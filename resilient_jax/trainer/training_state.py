@@ -53,8 +53,8 @@ class MicrobatchSums(NamedTuple):
     Attributes:
         gradients: in the shapes of the parameters.
         collections: what the microbatches contribute to the variables that they change; see `VariableReducer`.
-        loss: [].
-        metrics: [] each.
+        loss: [], or a `WeightedMean` of two.
+        metrics: the same, each.
         non_finite: [B]: 1 at each microbatch that has a non-finite element, so that no further communication is
             needed.
     """
@@ -71,11 +71,14 @@ class StepSummary(NamedTuple):
 
     Attributes:
         num_microbatches: float32[]: in the mean: B without those that are skipped.
+        divisor: float32[]: what the sums of gradients are divided by: `num_microbatches`, or of a loss that is a
+            `WeightedMean` what `find_divisor` makes of its weight.
         grad_norm: float32[]: of the mean gradient, before it is clipped.
-        mean_loss: float32[]: over the microbatches.
+        mean_loss: float32[]: of the step.
     """
 
     num_microbatches: Any
+    divisor: Any
     grad_norm: Any
     mean_loss: Any
 

@@ -364,14 +364,17 @@ class World:
         promises when hosts die is what `accumulate_microbatches` promises, on which it is built.
 
         Args:
-            loss_fn: `loss_fn(params, batch, *args)` returns the mean over a microbatch. A parameter called `key`,
-                `rng` or `dropout_rng` gets a `jax.random` key, one called `rngs` an `nnx.Rngs`: a function of seed,
-                step and index alone. Define it outside of `train`: a new function is compiled anew.
+            loss_fn: `loss_fn(params, batch, *args)` returns the mean over a microbatch, or a `WeightedMean`: for a mean
+                over real tokens, or rows of unequal weights, which is divided once, by the weight of the step. A
+                parameter called `key`, `rng` or `dropout_rng` gets a `jax.random` key, one called `rngs` an
+                `nnx.Rngs`: a function of seed, step and index alone. Define it outside of `train`: a new function is
+                compiled anew.
             data: a function `batch(step, index)` that returns one microbatch; or what `make_microbatch_data` returns;
                 or a `Prefetcher` of it, which reads ahead.
             num_microbatches: of a step, however many hosts are alive.
             has_aux: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
-                metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`.
+                metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`; of a
+                `WeightedMean` in it the mean of the step.
             seed: of the random numbers.
             options: how microbatches are assigned and added up.
             name: of the accumulation, if a step has several.

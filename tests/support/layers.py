@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"snapshot"}),
     frozenset({"membership", "data", "jax_runtime"}),
     frozenset({"cluster"}),
-    frozenset({"sharding"}),
+    frozenset({"sharding", "weighted_mean"}),
     frozenset({"program_analysis"}),
     frozenset({"compile"}),
     frozenset({"blocks"}),
@@ -50,6 +50,7 @@ STARRED = frozenset(
         "worker",
         "trainer",
         "doctor.experiment_process",
+        "weighted_mean",
     }
 )
 

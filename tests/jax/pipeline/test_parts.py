@@ -33,6 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
+from resilient_jax.weighted_mean import WEIGHTS
 from tests.support.small_decoders import KEY, MAKERS, make_batch
 
 A, B, C = map(HostName, "abc")
@@ -142,6 +143,16 @@ def make_updatable(model, *, donate):
     return state, sums
 
 
+def test_gradients_are_divided_by_the_weight_of_the_step_where_there_is_one(model):
+    digests = []
+    for scale, divisor in ((1, None), (2, 16)):
+        state, sums = make_updatable(model, donate=False)
+        scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, sums)
+        state.update(scaled, 8, np.float32(4), 2.0, None, divisor)
+        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+    assert digests[0] == digests[1]
+
+
 def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
     digests = []
     for donate in (False, True):
@@ -180,20 +191,44 @@ def rows(*units, **results):
 def test_the_norm_does_not_depend_on_which_host_has_which_unit():
     one = (0, 1e8, b"x"), (1, 1.0, b"y"), (2, 1.0, b"z")
     tables = [
-        make_table({A: rows(*one, loss=3.0)}),
-        make_table({A: rows(one[2], one[0]), B: rows(one[1], one[0], loss=3.0)}),
+        make_table({A: rows(*one, loss=3.0)}, 1),
+        make_table({A: rows(one[2], one[0]), B: rows(one[1], one[0], loss=3.0)}, 1),
     ]
     assert tables[0] == tables[1]
     assert tables[0].loss == 3.0
     # Next to the first unit each of the others is too small to be added alone; together they are not.
     large, *small = units = [(0, 2.0**30, b"x"), *((number, 60.0, b"y") for number in range(1, 9))]
-    norms = [make_table(found).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
+    norms = [make_table(found, 1).norm for found in ({A: rows(*units)}, {A: rows(*small), B: rows(large)})]
     assert norms[0] == norms[1]
+
+
+def test_means_are_divided_once_by_what_they_are_means_of():
+    summed = {"loss": 6.0, f"{WEIGHTS}/loss": 12.0, "spread": 8.0, "right": 3.0}
+    table = make_table({A: rows((0, 9.0, b"x"), **summed), B: rows(**{f"{WEIGHTS}/right": 4.0})}, 8)
+    assert table.results == {"loss": 0.5, "spread": 1.0, "right": 0.75}
+    # The rows have the norm of sums / 8, which are to be divided by 12.
+    assert (table.loss, table.divisor, table.norm) == (0.5, 12.0, 2.0)
+    unweighted = make_table({A: rows((0, 9.0, b"x"), loss=6.0)}, 8)
+    assert (unweighted.loss, unweighted.divisor, unweighted.norm) == (0.75, 8.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "divisor", "mean"),
+    [(0.0, np.inf, 0.0), (np.nan, np.nan, np.nan), (np.inf, np.nan, np.nan), (-1.0, np.nan, np.nan)],
+)
+def test_what_no_weight_divides_is_zero_and_what_is_no_weight_makes_nan(weight, divisor, mean):
+    table = make_table({A: rows((0, 9.0, b"x"), **{"loss": 6.0, f"{WEIGHTS}/loss": weight})}, 8)
+    np.testing.assert_equal((table.divisor, table.norm, table.loss), (divisor, mean, mean))
 
 
 def test_holders_with_different_sums_are_refused_by_name():
     with pytest.raises(SumsDiffer, match="unit 1: found sums 78 on a and 79 on b"):
-        make_table({A: rows((1, 2.0, b"x")), B: rows((1, 2.0, b"y"))})
+        make_table({A: rows((1, 2.0, b"x")), B: rows((1, 2.0, b"y"))}, 1)
+    with pytest.raises(
+        SumsDiffer, match=r"total weights/loss: found a sum of 3\.0 on b and of 2\.0 on another"
+    ):
+        make_table({A: rows(**{f"{WEIGHTS}/loss": 2.0}), B: rows(**{f"{WEIGHTS}/loss": 3.0})}, 1)
+    make_table({A: rows(loss=np.nan), B: rows(loss=np.nan)}, 1)
 
 
 TEAMS = [[(A, 1), (B, 2)], [(C, 3)]]

@@ -195,12 +195,14 @@ def make_rows(*units, axes):
 
 def test_norms_are_compared_among_hosts_with_the_same_axes_and_sums_among_all():
     wide, narrow = (2,), (1,)
-    found = make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.1, b"x"), axes=narrow)})
+    found = make_table(
+        {A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.1, b"x"), axes=narrow)}, 1
+    )
     assert found.norm == 2.0, "that of the first host, on all of them"
     with pytest.raises(SumsDiffer):
-        make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.1, b"x"), axes=wide)})
+        make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.1, b"x"), axes=wide)}, 1)
     with pytest.raises(SumsDiffer):
-        make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.0, b"y"), axes=narrow)})
+        make_table({A: make_rows((0, 4.0, b"x"), axes=wide), B: make_rows((0, 4.0, b"y"), axes=narrow)}, 1)
 
 
 # The state over hosts.

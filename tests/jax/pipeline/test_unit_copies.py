@@ -19,6 +19,7 @@ from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline import unit_copies
 from resilient_jax.pipeline.block_state import BlockState
+from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
@@ -78,11 +79,12 @@ class Host:
             }
             for number in self.state.states
         }
-        norm, loss = draw.random(2, np.float32)
+        norm, loss, divisor = draw.random(3, np.float32)
         self.copies.wait_until_packed()
-        self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss)
+        self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss, divisor)
         self.step += 1
-        committed = CommittedStep(step=self.step, norm=float(norm), loss=float(loss), sums=sums)
+        table = CommitTable(divisor=float(divisor), norm=float(norm), loss=float(loss), results={})
+        committed = CommittedStep(step=self.step, table=table, sums=sums)
         self.copies.pass_commit(committed, self.hosts, [{MEMBER}] * len(self.state.units))
 
 
@@ -288,7 +290,8 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     while not member.service.box.bytes_held:
         assert deadline.find_rest_s() > 0
         member.service.box.wait_for_more(WAIT_S)
-    few = CommittedStep(step=member.step, norm=1.0, loss=1.0, sums={0: {}})
+    table = CommitTable(divisor=1.0, norm=1.0, loss=1.0, results={})
+    few = CommittedStep(step=member.step, table=table, sums={0: {}})
     member.copies.pass_commit(few, [MEMBER], [{MEMBER}] * len(member.state.units))
     assert not member.copies.has_begun
     member.train()

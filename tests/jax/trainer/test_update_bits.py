@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import resilient_jax as rj
 from resilient_jax.sharding.placements import ParameterPlacement, ReplicatedPlacement, fully_sharded
 from resilient_jax.sharding.raveled_array import RaveledArray, compute_padded_size, is_raveled, ravel_leaves
 from resilient_jax.trainer.loss_function import adapt_loss
@@ -48,15 +49,23 @@ def loss_of(params, batch):
     return sum(others, jnp.mean(error**2))
 
 
-def build(model, optimizer, num_microbatches, clip_norm):
+def weighted_loss_of(params, batch):
+    return rj.WeightedMean(loss_of(params, batch), jnp.sum(batch["x"] > 0))
+
+
+LOSSES = {"scalar": loss_of, "weighted": weighted_loss_of}
+
+
+def build(model, optimizer, num_microbatches, clip_norm, loss="scalar", *, is_mesh_free=False):
     recipe = Recipe(
         model=adapt_model(functools.partial(make_params, SHAPES[model])),
         optimizer=optimizer,
-        loss_fn=adapt_loss(loss_of),
+        loss_fn=adapt_loss(LOSSES[loss]),
         num_microbatches=num_microbatches,
         seed=0,
         numerics=Numerics(clip_norm=clip_norm),
         early_stopping=(),
+        is_mesh_free=is_mesh_free,
     )
     return TrainStep(recipe, {name: jax.ShapeDtypeStruct((2, 8), jnp.float32) for name in "xy"})
 
@@ -64,7 +73,7 @@ def build(model, optimizer, num_microbatches, clip_norm):
 def make_sums(programs, step):
     """Return the sums of a step, on the host."""
     draw = np.random.default_rng((1, step)).standard_normal
-    return jax.tree.map(
+    sums = jax.tree.map(
         lambda leaf: (
             (0.3 * draw(leaf.shape)).astype(leaf.dtype)
             if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -72,6 +81,9 @@ def make_sums(programs, step):
         ),
         programs.abstract_sums._replace(non_finite=np.zeros(programs.abstract_sums.non_finite.shape)),
     )
+    if isinstance(sums.loss, rj.WeightedMean):
+        sums = sums._replace(loss=rj.WeightedMean(sums.loss.total, np.float32(37 + 6 * step)))
+    return sums
 
 
 def place(tree, placement, raveled):
@@ -123,21 +135,30 @@ def list_layouts(programs, devices):
         yield f"a plan with fsdp {count}", ParameterPlacement(mesh, specs), no_state, no_sums
 
 
-CASES = list(itertools.product(SHAPES, OPTIMIZERS, (6, 8), (None, 0.5)))
-IN_MAKE_TEST = [("two", "adam", 6, None), ("two", "lion", 6, 0.5), ("many", "adafactor", 8, 0.5)]
+CASES = [
+    *itertools.product(SHAPES, OPTIMIZERS, (6, 8), (None, 0.5), ("scalar",)),
+    *itertools.product(SHAPES, OPTIMIZERS, (6,), (0.5,), ("weighted",)),
+]
+IN_MAKE_TEST = [
+    ("two", "adam", 6, None, "scalar"),
+    ("two", "lion", 6, 0.5, "scalar"),
+    ("many", "adafactor", 8, 0.5, "scalar"),
+    ("two", "adam", 6, 0.5, "weighted"),
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "num_microbatches", "clip_norm"), full_but(CASES, IN_MAKE_TEST.__contains__)
+    ("model", "name", "num_microbatches", "clip_norm", "loss"), full_but(CASES, IN_MAKE_TEST.__contains__)
 )
 def test_the_next_state_has_the_same_bits_in_each_layout(
     model,
     name,
     num_microbatches,
     clip_norm,
+    loss,
     eight_devices,  # noqa: F811 - that fixture
 ):
-    programs = build(model, OPTIMIZERS[name](), num_microbatches, clip_norm)
+    programs = build(model, OPTIMIZERS[name](), num_microbatches, clip_norm, loss)
     assert not programs.why_mesh_bound
     found = {
         layout: train(programs, placement, *raveled)
@@ -145,3 +166,17 @@ def test_the_next_state_has_the_same_bits_in_each_layout(
     }
     expected = next(iter(found.values()))
     assert {layout for layout, digests in found.items() if digests != expected} == set()
+
+
+def test_the_norm_of_a_gradient_with_a_weight_has_the_same_bits_on_each_mesh_of_a_plan(
+    eight_devices,  # noqa: F811 - that fixture
+):
+    programs = build("two", OPTIMIZERS["adam"](), 6, 0.5, "weighted", is_mesh_free=True)
+    sums, found = make_sums(programs, 1), set()
+    for count in (1, 2, 4, 8):
+        mesh = Mesh(np.array(eight_devices[:count]).reshape(count, 1), ("fsdp", "tensor"))
+        specs = tuple((f"['{one}']", SHAPES["two"][one], P("fsdp")) for one in ("w", "v"))
+        placed = place(sums, ParameterPlacement(mesh, specs), [False] * len(jax.tree.leaves(sums)))
+        summary, metrics = programs.summarize(placed)
+        found.add(tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((summary, metrics))))
+    assert len(found) == 1

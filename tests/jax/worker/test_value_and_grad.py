@@ -55,6 +55,13 @@ def assert_close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), b, rtol=1e-2), found, expected)
 
 
+def test_parameters_may_be_numpy_arrays():
+    loss, gradients = call(compute_loss, params=jax.tree.map(np.asarray, PARAMS))
+    expected = call(compute_loss)
+    assert jax.tree.map(np.array_equal, (loss, gradients), expected) == (True, {"half": True, "w": True})
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(gradients))
+
+
 def test_loss_and_gradient_are_the_means_over_all_microbatches_of_the_step():
     loss, gradients = call(compute_loss, steps=2)
     expected = mean(jax.value_and_grad(compute_loss)(PARAMS, draw(1, index)) for index in range(MICROBATCHES))
@@ -73,6 +80,93 @@ def test_auxiliary_output_is_averaged_and_further_arguments_are_passed_on():
     )
     assert aux["count"].dtype == jnp.float32, "a mean of whole numbers"
     assert aux["mean"].dtype == jnp.bfloat16
+
+
+def read_errors(params, rows):
+    return jnp.square(rows["x"] @ params["w"] + params["half"]).mean(-1)
+
+
+def weighted(params, rows):
+    errors = read_errors(params, rows)
+    return rj.WeightedMean(jnp.sum(errors * rows["mask"]), jnp.sum(rows["mask"]))
+
+
+def draw_masked(step, index, lengths=(1, 0, 5, 8)):
+    return {"x": draw(step, index), "mask": np.arange(8) < lengths[index]}
+
+
+def read_all_rows(step, **options):
+    batches = [draw_masked(step, index, **options) for index in range(MICROBATCHES)]
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in ("x", "mask")}
+
+
+def test_the_mean_of_weighted_means_is_that_of_all_rows_at_once():
+    def mean_of_all(params):
+        rows = read_all_rows(1)
+        return jnp.sum(read_errors(params, rows) * rows["mask"]) / 14
+
+    loss, gradients = call(weighted, draw_masked, steps=2)
+    expected, expected_gradients = jax.value_and_grad(mean_of_all)(PARAMS)
+    assert (loss.dtype, loss.shape) == (jnp.float32, ())
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert_close(gradients, jax.tree.map(np.float32, expected_gradients))
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_auxiliary_output_may_have_weighted_means_too(has_weight):
+    def loss_fn(params, rows):
+        found = weighted(params, rows)
+        aux = {"count": rows["mask"].sum(), "errors": [found, rj.WeightedMean(jnp.float32(0), 0)]}
+        return (found if has_weight else jnp.mean(read_errors(params, rows))), aux
+
+    (loss, aux), _ = call(loss_fn, draw_masked, has_aux=True)
+    expected = float(call(weighted, draw_masked)[0])
+    assert aux["errors"] == [pytest.approx(expected, rel=1e-6), 0]
+    assert aux["count"] == 14 / MICROBATCHES
+    assert (float(loss) == pytest.approx(expected, rel=1e-6)) == has_weight
+
+
+def test_a_step_of_padding_has_a_loss_and_a_gradient_of_zero():
+    loss, gradients = call(weighted, functools.partial(draw_masked, lengths=(0,) * MICROBATCHES))
+    assert loss == 0
+    assert all((np.float32(leaf) == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none_makes_the_mean_nan(weight):
+    loss, gradients = call(lambda params, rows: rj.WeightedMean(compute_loss(params, rows), weight))
+    assert np.isnan(loss)
+    assert all(np.isnan(np.float32(leaf)).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_loss_function_that_has_weights_in_some_steps_only_is_refused():
+    def loss_fn(params, rows, other):
+        loss = compute_loss(params, rows)
+        return rj.WeightedMean(loss, 3.0) if other.shape else loss
+
+    world = make_world()
+    value_and_grad = world.value_and_grad(loss_fn, draw, MICROBATCHES)
+    steps = world.steps(2)
+    next(steps)
+    value_and_grad(PARAMS, jnp.zeros(()))
+    world.commit(PARAMS)
+    next(steps)
+    with pytest.raises(CallerError, match="loss_fn: found a WeightedMean, where it returned a scalar before"):
+        value_and_grad(PARAMS, jnp.zeros(2))
+
+
+def test_sums_of_the_general_form_have_means_too():
+    world = make_world()
+    next(world.steps(1))
+
+    def compute(microbatch):
+        rows = microbatch.replica.place_batch(draw_masked(microbatch.step, microbatch.index))
+        return weighted(microbatch.replica.to_replica(PARAMS), rows)
+
+    zeros = rj.WeightedMean(jnp.zeros(()), jnp.zeros((), jnp.int32))
+    summed = world.accumulate_microbatches(MICROBATCHES, compute, zeros)
+    assert summed.weight == 14
+    assert float(summed.mean) == pytest.approx(float(call(weighted, draw_masked)[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss_fn", [draw_number, draw_number_of_nnx])
@@ -139,6 +233,21 @@ class Affine(nnx.Module):
 @pytest.mark.parametrize(
     ("loss_fn", "options", "words"),
     [
+        (
+            lambda params, rows: rj.WeightedMean(params["w"], 1),
+            {},
+            r"loss_fn: found an array of shape \(2, 3\) as the total of a WeightedMean, expected one number",
+        ),
+        (
+            lambda params, rows: (compute_loss(params, rows), {"a": [rj.WeightedMean(rows, 1)]}),
+            {"has_aux": True},
+            r"loss_fn: aux\['a'\]\[0\]: found an array of shape \(8, 2\) as the total of a WeightedMean",
+        ),
+        (
+            lambda params, rows: (compute_loss(params, rows), rows.sum()),
+            {},
+            r"give has_aux=True; a sum and its weight are rj.WeightedMean\(total, weight\)",
+        ),
         (3, {}, r"loss_fn: found 3 \(int\), expected loss_fn\(params, batch, \*args\)"),
         (lambda params: 0.0, {}, r"loss_fn: found a function of \(params\), expected loss_fn\(params, batch"),
         (compute_loss, {"data": [1]}, "data: found a list, expected a function batch"),

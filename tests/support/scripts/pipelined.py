@@ -44,6 +44,8 @@ NEVER = 10**9
 EVALUATION_STEPS, EVALUATED = 10, 6
 LAYERS, WIDTH, TOKENS, VOCABULARY, MICROBATCHES = 4, 16, 8, 24, 6
 ROWS = int(WORDS.get("rows", 2))
+PADDING = 4
+"""Smaller tokens count as padding: microbatches have different weights."""
 
 
 class Layer(nnx.Module):
@@ -75,10 +77,15 @@ class Model(nnx.Module):
         return self.table.attend(x)
 
 
-def loss(model: Model, batch: dict) -> tuple[jax.Array, dict]:
-    logits = model(batch["x"])
+def loss(model: Model, batch: dict) -> tuple[rj.WeightedMean, dict]:
+    logits, is_real = model(batch["x"]), batch["y"] >= PADDING
     found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return jnp.mean(found), {"accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["y"])}
+    accuracy = rj.WeightedMean(jnp.mean(is_real * (jnp.argmax(logits, -1) == batch["y"])), jnp.mean(is_real))
+    spread = jnp.std(logits)  # a mean over microbatches
+    return rj.WeightedMean(jnp.sum(found * is_real), jnp.sum(is_real)), {
+        "accuracy": accuracy,
+        "spread": spread,
+    }
 
 
 def draw(step: int, index: int) -> dict[str, np.ndarray]:
