@@ -15,7 +15,8 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.errors import KeptFileDamaged
+from resilient_jax.errors import KeptFileDamaged, MessageError
+from resilient_jax.protocol.message_decoding import decode_message
 
 SCRIPT_MODULE: Final = "__main__"
 """The name of the module that a script is."""
@@ -131,10 +132,11 @@ class KeptProgram:
     def _read_record(self, name: str) -> KeptFile | None:
         if name not in self._known:
             try:
-                self._known[name] = _DECODER.decode((self._records / name).read_bytes())
+                path = self._records / name
+                self._known[name] = decode_message(_DECODER, path.read_bytes(), str(path))
             except FileNotFoundError:
                 return None
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, MessageError) as error:
                 raise KeptFileDamaged(
                     f"{self._records / name}: cannot be read: {error}. {_ADVICE}"
                 ) from error
