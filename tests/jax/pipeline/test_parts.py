@@ -34,12 +34,13 @@ from resilient_jax.pipeline_schedule.tasks import (
     TaskKind,
 )
 from resilient_jax.weighted_mean import WEIGHTS
+from tests.support.full_only import full_but
 from tests.support.small_decoders import KEY, MAKERS, make_batch
 
 A, B, C = map(HostName, "abc")
 
 
-@pytest.fixture(scope="module", params=["nnx", "scan"])
+@pytest.fixture(scope="module", params=full_but(["nnx", "scan"], "scan".__eq__))
 def model(request):
     """Return the variables of a decoder, and its cut."""
     decoder = MAKERS[request.param]()

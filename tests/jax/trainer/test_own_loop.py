@@ -8,6 +8,7 @@ import pytest
 
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
+from tests.support.full_only import full_but
 from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import NnxDecoder, cross_entropy, make_batch
 
@@ -53,7 +54,7 @@ def run_own(trainer, num_steps=STEPS):
     return results[0], seen
 
 
-@pytest.mark.parametrize("kind", PARALLELISMS)
+@pytest.mark.parametrize("kind", full_but(PARALLELISMS, lambda kind: kind != "whole"))
 def test_a_loop_of_ones_own_has_the_bits_of_fit(kind):
     expected = make_trainer(parallelism=PARALLELISMS[kind]).fit(STEPS)
     found, seen = run_own(make_trainer(parallelism=PARALLELISMS[kind]))
@@ -64,7 +65,7 @@ def test_a_loop_of_ones_own_has_the_bits_of_fit(kind):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", PARALLELISMS)
+@pytest.mark.parametrize("kind", full_but(PARALLELISMS, "pipeline".__eq__))
 def test_a_state_that_a_step_has_donated_is_refused_by_every_call(kind):
     def train(world, train_step):
         first = state = train_step.restore_or_init()

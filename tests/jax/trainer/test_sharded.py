@@ -84,7 +84,7 @@ def test_an_optimizer_that_reduces_over_a_leaf_is_correct_within_rounding_and_wa
     for name, expected in fit_replicated("lamb").params.items():
         # Another order of addition in norms of some thousand elements: a few roundings of float32.
         np.testing.assert_allclose(sharded.params[name], expected, rtol=1e-4, atol=1e-6)
-    assert "communicates between devices (all-reduce)" in caplog.text
+    assert "communicates between devices (all-gather)" in caplog.text
 
 
 def test_the_steps_after_the_first_compile_nothing(caplog):
