@@ -147,7 +147,9 @@ class ValueAndGrad:
                 function cannot be called with these arguments, or returns something else.
         """
         # A state may have NumPy arrays, and comes back with them.
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params
+        )
         _check_params(params)
         key_name = find_key_name(self._loss_fn, 2 + len(args), EXPECTED_LOSS)
         programs = _make_programs(self._loss_fn, key_name, self._has_aux)
