@@ -169,13 +169,11 @@ class SeatStandby:
         finally:
             self._starting = None
         output = HeldOutput(self._host_output)
-        watching = asyncio.create_task(
-            process.watch_until_exit(
-                output,
-                self._heartbeat_timeout_s,
-                lambda: self._on_process_changed(process),
-                lambda message: self._on_message(process, message),
-            )
+        watching = process.watch_until_exit(
+            output,
+            self._heartbeat_timeout_s,
+            lambda: self._on_process_changed(process),
+            lambda message: self._on_message(process, message),
         )
         standby = SeatedStandby(process=process, snapshots=snapshots, output=output, watching=watching)
         self._tasks.add(watching)

@@ -150,14 +150,34 @@ class WorkerProcess:
             unless_started.pop_all()
         return cls(incarnation, child, AsyncConnection(ours, WORKER_MESSAGE_DECODER), death_pipe, clock)
 
-    async def watch_until_exit(
+    def watch_until_exit(
+        self,
+        output: OutputReader,
+        heartbeat_timeout_s: float,
+        on_change: Callable[[], None],
+        on_message: Callable[[AgentRequest], None],
+    ) -> asyncio.Task[int]:
+        """Return a task that receives messages and watches until the process ends; its result is the exit code."""
+        watching = asyncio.create_task(
+            self._watch_until_exit(output, heartbeat_timeout_s, on_change, on_message)
+        )
+        # Not at the end of the task's own code: a task that is cancelled before its first turn runs none of it.
+        watching.add_done_callback(lambda _: self._close())
+        return watching
+
+    def _close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._death_pipe)
+        os.close(self._death_pipe)
+        self._connection.close()
+        self.child.close_pipes()
+
+    async def _watch_until_exit(
         self,
         output: OutputReader,
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
         on_message: Callable[[AgentRequest], None],
     ) -> int:
-        """Receive messages and watch until the process ends; return its exit code."""
         child, loop = self.child, asyncio.get_running_loop()
         assert child.stdout is not None, "started with pipes"
         assert child.stderr is not None, "started with pipes"
@@ -184,9 +204,6 @@ class WorkerProcess:
                 task.cancel()
             for transport in transports:
                 transport.close()
-            loop.remove_reader(self._death_pipe)
-            os.close(self._death_pipe)
-            self._connection.close()
 
     def _on_death_pipe(self, on_change: Callable[[], None]) -> None:
         # A pipe without a writer stays readable: the loop would call this without end.

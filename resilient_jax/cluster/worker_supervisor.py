@@ -223,7 +223,7 @@ class WorkerSupervisor:
         self._on_changed(worker)
         if worker.is_outdated(self._devices.settings):
             self.kill("its host's devices changed while it was started", costs_restart=False)
-        return worker, asyncio.create_task(watching)
+        return worker, watching
 
     def take_over(self) -> None:
         """Have the standby in its seat be the worker: the present one has died, but its end may not be known yet."""

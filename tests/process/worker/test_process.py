@@ -18,7 +18,7 @@ from resilient_jax.ids import HostName, Incarnation
 from tests.support.patience import wait_until
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("turns", range(7))
 def test_a_watch_that_is_cancelled_at_any_moment_closes_all_that_it_opened(
     turns: int, tmp_path: Path
 ) -> None:
@@ -33,10 +33,8 @@ def test_a_watch_that_is_cancelled_at_any_moment_closes_all_that_it_opened(
         with snapshots:
             worker = await WorkerProcess.start(Incarnation(1), launch, SystemClock(), given)
             output = WorkerOutput(HostName("host-0"), None, show_all=False, is_failing=lambda: False)
-            watching = asyncio.create_task(
-                worker.watch_until_exit(output, 60.0, lambda: None, lambda message: None)
-            )
-            for _ in range(1 + turns):
+            watching = worker.watch_until_exit(output, 60.0, lambda: None, lambda message: None)
+            for _ in range(turns):
                 await asyncio.sleep(0)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
