@@ -41,6 +41,7 @@ from resilient_jax.step.assignment import DATA_AXIS, MeshAxes, ReplicaShape, cou
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.planner import allows_axes_by_host
 from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
@@ -356,7 +357,7 @@ class PlanSearcher:
         if self._program_cost is None:
             recipe = self._config.recipe
 
-            def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
+            def loss(model: Any, batch: Any) -> Mean:  # noqa: ANN401 - the user's
                 # Which key it is changes no shape, and so no cost.
                 return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 

@@ -36,6 +36,7 @@ from resilient_jax.step.device_choice import (
     explain_all_devices,
 )
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.planner import TESTED_PLATFORM
 
@@ -226,7 +227,7 @@ def find_stage_sharding(
 def _read_names(config: FitConfig, example: Any) -> dict[str, LogicalNames]:  # noqa: ANN401 - a tree of shapes
     """Return the logical names in the metadata of the model, by path."""
 
-    def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
+    def loss(model: Any, batch: Any) -> Mean:  # noqa: ANN401 - the user's
         return config.recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
     return make_abstract_program(config.model, loss, example).names
