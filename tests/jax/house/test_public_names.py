@@ -45,6 +45,7 @@ PUBLIC = {
         "Trainer",
         "TrainerStep",
         "TransformerShape",
+        "WeightedMean",
         "World",
         "analyze_program",
         "analyze_transformer",
