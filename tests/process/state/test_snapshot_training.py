@@ -105,7 +105,7 @@ def test_a_state_survives_the_loss_of_as_many_hosts_as_there_is_parity():
         step, restored, decoded = four.restore(5, on_three_devices, lost=lost)
         assert step == 5
         assert decoded >= sum(four.cut.part_bytes[name] for name in lost) - 64 * len(four.cut.leaves) * 8
-        assert_same(restored, abstractly_made(5))
+        assert_as_made(restored, 5)
 
 
 def test_restored_arrays_do_not_change_when_later_snapshots_overwrite_the_slots():
@@ -115,12 +115,15 @@ def test_restored_arrays_do_not_change_when_later_snapshots_overwrite_the_slots(
         assert decoded == 0
         for step in (6, 7):  # both slots
             four.take(step)
-        assert_same(restored, abstractly_made(5))
+        assert_as_made(restored, 5)
 
 
-def abstractly_made(step):
-    """Return the state of a step as it is restored, with JAX arrays in place of Python numbers."""
-    return {name: jax.numpy.asarray(leaf) for name, leaf in make_state(step).items()}
+def assert_as_made(restored, step):
+    """Check that a state has the bits of that of a step, and that what is no JAX array is of the same type."""
+    made = make_state(step)
+    assert_same(restored, made)
+    for name, leaf in made.items():
+        assert isinstance(leaf, jax.Array) or type(restored[name]) is type(leaf), name
 
 
 def test_a_restore_fails_if_more_hosts_are_lost_than_there_is_parity():
@@ -148,7 +151,7 @@ def test_a_host_that_skips_a_snapshot_does_not_block_the_next_one_of_the_others(
             assert not local.wait_committed(make_id(2), WAIT_S)
         four.take(3)
         _, restored, _ = four.restore(3, on_three_devices)
-        assert_same(restored, abstractly_made(3))
+        assert_as_made(restored, 3)
 
 
 class Held:
