@@ -14,7 +14,6 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.topology import NumberFormat, Peak
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
-from tests.support.full_only import full_but
 from tests.support.plan_topologies import cluster
 from tests.support.quick_compiling import quick_compiling  # noqa: F401 - likewise
 from tests.support.small_decoders import NnxDecoder, cross_entropy, make_scanned
@@ -75,7 +74,8 @@ def whole(eight_devices):  # noqa: F811 - that fixture
     return make_trainer(rj.Parallelism()).fit(STEPS)
 
 
-@pytest.mark.parametrize("axes", full_but(AXES, lambda axes: "tensor" in axes))
+@pytest.mark.full  # and jobs/test_pipelined_devices.py
+@pytest.mark.parametrize("axes", AXES)
 def test_blocks_on_several_devices_train_as_the_whole_model_does(axes, whole, tmp_path):
     sizes, rules = AXES[axes]
     reports = []

@@ -142,7 +142,6 @@ CASES = [
 IN_MAKE_TEST = [
     ("two", "adam", 6, None, "scalar"),
     ("two", "lion", 6, 0.5, "scalar"),
-    ("many", "adafactor", 8, 0.5, "scalar"),
     ("two", "adam", 6, 0.5, "weighted"),
 ]
 
