@@ -326,5 +326,6 @@ def test_another_stage_may_die_while_blocks_move(broken: PipelinedJob) -> None:
     broken.wait_protected(HOSTS, after_generation=before.number + 1)
 
 
+@pytest.mark.full  # and smoke/test_pipelined.py
 def test_all_holders_of_some_blocks_may_die_at_once(broken: PipelinedJob) -> None:
     break_and_recover(broken, FailPoint.BEFORE_INPUT_GRADIENT, ["host-1", "host-3"], JobComponent.HOST)
