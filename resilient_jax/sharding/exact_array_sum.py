@@ -88,21 +88,14 @@ class _Integers:
 jax.tree_util.register_dataclass(_Integers, ["highest", "lowest", "digits"], [])
 
 
-def sum_exactly(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Return the sum along dims, in float32 at least (float64 where the array is).
+def sum_exactly(sums: Sequence[tuple[jax.Array, Sequence[int]]]) -> list[jax.Array]:
+    """Return sums of arrays along dims, in float32 at least (float64 where an array is).
+
+    Together they are a program of fewer operations than one by one, with the same bits.
 
     Args:
-        x: floating-point, of at most `MAX_DIM_SIZE` elements along each of the dims.
-        dims: not negative, each once.
-    """
-    return sum_all_exactly([(x, dims)])[0]
-
-
-def sum_all_exactly(sums: Sequence[tuple[jax.Array, Sequence[int]]]) -> list[jax.Array]:
-    """Return sums, each as `sum_exactly` returns it, by a program with fewer operations.
-
-    Args:
-        sums: of each the array and the dims.
+        sums: of each the array, floating-point, of at most `MAX_DIM_SIZE` elements along each of the dims; and these
+            dims, not negative, each once.
     """
     found: dict[int, jax.Array] = {}
     groups = collections.defaultdict[Any, list[int]](list)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from resilient_jax.sharding.elementwise import BROADCAST, ELEMENTWISE
-from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_all_exactly
+from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_exactly
 from resilient_jax.sharding.jaxprs import (
     CALLS,
     InlinedEquation,
@@ -172,7 +172,7 @@ def _evaluate(
             else:
                 results = _apply_equation(zero, one.equation, tuple(map(read, one.operands)))
                 values.update(zip(one.results, results, strict=True))
-        totals = sum_all_exactly([(read(one.operands[0]), one.equation.params["axes"]) for one in sums])
+        totals = sum_exactly([(read(one.operands[0]), one.equation.params["axes"]) for one in sums])
         for one, total in zip(sums, totals, strict=True):
             values[one.results[0]] = total.astype(_get_aval(one.equation.outvars[0]).dtype)
         waiting = later
