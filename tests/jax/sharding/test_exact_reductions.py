@@ -32,6 +32,8 @@ OPTIMIZERS = {
     # A product that is multiplied by one: two roundings in a row are not to cancel.
     "sm3": optax.sm3(0.01),
 }
+BELOW_A_POWER = np.nextafter(np.float32(2.0**20), np.float32(0))
+"""An addend whose words are as large as they can be."""
 NUMBERS = [0.0, np.inf, -np.inf, np.nan, -np.nan]
 
 
@@ -156,7 +158,7 @@ def test_a_sum_of_many_addends_is_as_close_and_takes_no_memory(shape):
     for addends in (
         x,
         np.abs(x),
-        np.full(shape, 2.0**20, np.float32),
+        np.full(shape, BELOW_A_POWER),
         np.full(shape, -(2.0**100), np.float32),
     ):
         exact = addends.astype(np.float64).sum()
