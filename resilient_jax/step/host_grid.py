@@ -64,19 +64,16 @@ class HostGrid:
         )
 
     def compile_pack(self, leaves: Sequence[Any]) -> None:
-        """Compile what `pack` and `unpack` call for leaves of these shapes and one dtype."""
-        everywhere, sharded = (
-            NamedSharding(self.local_mesh, P()),
-            NamedSharding(self.local_mesh, P(LOCAL_AXIS)),
-        )
-        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-        dtype = jnp.result_type(leaves[0])
+        """Compile what `pack` calls for leaves of these shapes and one dtype."""
+        everywhere, dtype = NamedSharding(self.local_mesh, P()), jnp.result_type(leaves[0])
         _pack(self.local_mesh).lower(
-            [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape in shapes]
+            [jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, sharding=everywhere) for leaf in leaves]
         ).compile()
-        packed = self.abstract_pack(leaves)
-        flat = jax.ShapeDtypeStruct(packed.shape[1:], dtype, sharding=sharded)
-        _unpack(self.local_mesh, shapes).lower(flat).compile()
+
+    def compile_unpack(self, leaves: Sequence[Any]) -> None:
+        """Compile what `unpack` calls for leaves of these shapes and one dtype."""
+        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+        _unpack(self.local_mesh, shapes).lower(self.abstract_local(leaves)).compile()
 
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of what `pack` returns for leaves of these shapes."""
@@ -87,6 +84,13 @@ class HostGrid:
             (self.num_hosts, padded),
             jnp.result_type(leaves[0]),
             sharding=NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS)),
+        )
+
+    def abstract_local(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of what `unpack` takes for leaves of these shapes."""
+        packed = self.abstract_pack(leaves)
+        return jax.ShapeDtypeStruct(
+            packed.shape[1:], packed.dtype, sharding=NamedSharding(self.local_mesh, P(LOCAL_AXIS))
         )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
@@ -193,14 +197,19 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
     @functools.partial(jax.jit, out_shardings=everywhere)
     def unpack(flat: jax.Array) -> list[jax.Array]:
         flat = jax.lax.with_sharding_constraint(flat, everywhere)  # once, and not for each leaf
-        leaves, start = [], 0
-        for shape in shapes:
-            size = math.prod(shape)
-            leaves.append(flat[start : start + size].reshape(shape))
-            start += size
-        return leaves
+        return cut_vector(flat, shapes)
 
     return unpack
+
+
+def cut_vector(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Return the arrays of these shapes that follow each other in a vector, which may have padding at its end."""
+    leaves, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        leaves.append(flat[start : start + size].reshape(shape))
+        start += size
+    return leaves
 
 
 def clear_caches() -> None:

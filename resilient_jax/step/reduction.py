@@ -15,9 +15,9 @@ The programs depend on which hosts are alive, and compile in milliseconds, whate
 and is awaited, on a thread that can be given up (see jax_runtime's README).
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -33,7 +33,14 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.binned_sum import BinnedFormat, BinnedSum, merge_binned, read_binned
 from resilient_jax.step.binned_table import compile_table, fits_table, make_table, read_table
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, MAX_GRIDS, HostGrid, group_by_dtype
+from resilient_jax.step.host_grid import (
+    HOST_AXIS,
+    LOCAL_AXIS,
+    MAX_GRIDS,
+    HostGrid,
+    cut_vector,
+    group_by_dtype,
+)
 from resilient_jax.step.running_total import NO_LIMITS, find_format, is_exact, join_complex, read_total
 
 Tree = TypeVar("Tree")
@@ -56,21 +63,31 @@ class AllReduce:
         for positions in group_by_dtype(leaves):
             origins = [leaves[i] for i in positions]
             # One collective for each dtype, however many leaves there are.
-            total = collective_thread.run(_reduce(self._grid.mesh), self._grid.pack(origins))
-            found = self._grid.unpack(self._grid.to_local(total), origins)
+            found = self._grid.unpack(self.add_packed(origins), origins)
             for position, leaf in zip(positions, found, strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
+
+    def add_packed(self, leaves: Sequence[Any]) -> jax.Array:
+        """Return the sum over hosts of leaves of one dtype, as `HostGrid.unpack` takes it."""
+        total = collective_thread.run(_reduce(self._grid.mesh), self._grid.pack(leaves))
+        return self._grid.to_local(total)
 
     def compile(self, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compile, for the persistent cache, the programs of a sum of such a tree."""
         leaves = jax.tree.leaves(like)
         for positions in group_by_dtype(leaves) if self._grid.num_hosts > 1 else ():
+            group = [leaves[i] for i in positions]
+            self.compile_packed(group, check)
             check()
-            packed = self._grid.abstract_pack([leaves[i] for i in positions])
-            _make_reduce(self._grid.mesh).lower(packed).compile()
-            check()
-            self._grid.compile_pack([leaves[i] for i in positions])
+            self._grid.compile_unpack(group)
+
+    def compile_packed(self, leaves: Sequence[Any], check: CancellationCheck) -> None:
+        """Compile what `add_packed` calls for leaves of these shapes and one dtype."""
+        check()
+        _make_reduce(self._grid.mesh).lower(self._grid.abstract_pack(leaves)).compile()
+        check()
+        self._grid.compile_pack(leaves)
 
 
 class ExactReduce:
@@ -90,29 +107,42 @@ class ExactReduce:
         origins, treedef = jax.tree.flatten(like)
         parts = treedef.flatten_up_to(total)
         if self._grid.num_hosts > 1:
-            self._add_up(parts)
-        exact = [position for position, part in enumerate(parts) if is_exact(part)]
-        for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
-            parts[position] = found
+            self._add_up(parts, limits)
+        else:
+            exact = [position for position, part in enumerate(parts) if is_exact(part)]
+            for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
+                parts[position] = found
         return jax.tree.unflatten(treedef, list(map(self._restore, origins, parts)))
 
-    def _add_up(self, parts: list[Any]) -> None:
-        """Replace this host's totals by those of all hosts, or by the sums."""
+    def _add_up(self, parts: list[Any], limits: np.ndarray) -> None:
+        """Replace this host's totals by the sums of all hosts."""
         integers, small, large = _group_parts(parts, self._grid.num_hosts)
         tables = [make_table([parts[i] for i in positions], self._grid) for positions in small]
         # What is kept in fixed point is added up like all other integers; the tables go with them.
-        found, tables = AllReduce(self._grid)(([_get_integers(parts[i]) for i in integers], tables))
-        for position, one in zip(integers, found, strict=True):
-            part = parts[position]
-            parts[position] = dataclasses.replace(part, limbs=one) if is_exact(part) else one
+        found = self._add_integers([*(parts[i] for i in integers), *tables], limits)
         merged = [
             read_table(table, [parts[i] for i in positions], self._grid)
-            for positions, table in zip(small, tables, strict=True)
+            for positions, table in zip(small, found[len(integers) :], strict=True)
         ]
         merged += [self._merge_slices([parts[i] for i in positions]) for positions in large]
+        for position, one in zip(integers, found, strict=False):  # followed by the tables
+            parts[position] = one
         for positions, sums in zip([*small, *large], merged, strict=True):
             for position, one in zip(positions, sums, strict=True):
                 parts[position] = one
+
+    def _add_integers(self, parts: Sequence[Any], limits: np.ndarray) -> list[jax.Array]:
+        """Return the sums over hosts of integers, and of totals in fixed point, as floats."""
+        sums: list[Any] = [None] * len(parts)
+        with_limits = [position for position, part in enumerate(parts) if is_exact(part)]
+        for positions in _group_integers(parts):
+            group = [parts[i] for i in positions]
+            packed = AllReduce(self._grid).add_packed(jax.tree.leaves(group))
+            mine = limits[np.isin(with_limits, positions)]
+            found = _read_packed(self._grid.local_mesh, tuple(map(_describe, group)))(packed, mine)
+            for position, one in zip(positions, found, strict=True):
+                sums[position] = one
+        return sums
 
     def _restore(self, origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
         dtype = jnp.result_type(origin)  # in 32 bits, of 64, unless JAX has these enabled
@@ -135,7 +165,15 @@ class ExactReduce:
             return
         integers, small, large = _group_parts(totals, grid.num_hosts)
         tables = [compile_table([totals[i] for i in positions], grid) for positions in small]
-        AllReduce(grid).compile(([_get_integers(totals[i]) for i in integers], tables), check)
+        parts = [*(totals[i] for i in integers), *tables]
+        for positions in _group_integers(parts):
+            group = [parts[i] for i in positions]
+            leaves = jax.tree.leaves(group)
+            AllReduce(grid).compile_packed(leaves, check)
+            check()
+            read = _read_packed(grid.local_mesh, tuple(map(_describe, group)))
+            limits = np.zeros(sum(map(is_exact, group)), np.int32)
+            read.lower(grid.abstract_local(leaves), limits).compile()
         sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
         for positions in large:
             mine = [totals[i] for i in positions]
@@ -166,8 +204,15 @@ def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[
     return integers, small, large
 
 
-def _get_integers(part: Any) -> Any:  # noqa: ANN401 - a sum in fixed point or an array
-    return part.limbs if isinstance(part, FixedPointSum) else part
+def _group_integers(parts: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield the positions of integers and sums in fixed point whose integers are of one dtype."""
+    return group_by_dtype([jax.tree.leaves(part)[0] for part in parts])
+
+
+def _describe(part: Any) -> tuple[tuple[int, ...], FixedPointFormat | None]:  # noqa: ANN401 - an array or a total
+    if isinstance(part, FixedPointSum):
+        return part.limbs[0].shape, part.format
+    return jnp.shape(part), None
 
 
 def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
@@ -182,13 +227,32 @@ def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 -
     return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
 
 
+@functools.cache
+def _read_packed(local: Mesh, kinds: tuple[tuple[tuple[int, ...], FixedPointFormat | None], ...]) -> Any:  # noqa: ANN401 - a jitted function
+    """Return what reads sums out of what was added up: in one pass, and no memory for integers of each leaf."""
+    everywhere = NamedSharding(local, P())
+    counts = [1 if format is None else format.num_limbs for _, format in kinds]
+    shapes = [shape for (shape, _), count in zip(kinds, counts, strict=True) for _ in range(count)]
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def read(flat: jax.Array, limits: jax.Array) -> list[jax.Array]:
+        arrays = iter(cut_vector(jax.lax.with_sharding_constraint(flat, everywhere), shapes))
+        found = []
+        for (_, format), count in zip(kinds, counts, strict=True):
+            one = tuple(itertools.islice(arrays, count))
+            found.append(one[0] if format is None else FixedPointSum(one, format))
+        return read_total(found, limits)
+
+    return read
+
+
 @jax.jit
 def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
     return read_total(totals, limits)
 
 
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
-    """Compile, for the persistent cache, what reads sums in fixed point with the shardings of such a tree."""
+    """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
     leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
     totals = [
         jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
@@ -262,5 +326,5 @@ def clear_caches() -> None:
     host_grid.clear_caches()
     resharding.clear_caches()
     binned_table.clear_caches()
-    for cache in (_reduce, _merge_slices):
+    for cache in (_reduce, _merge_slices, _read_packed):
         cache.cache_clear()
