@@ -23,7 +23,7 @@ from resilient_jax.store.interface import NO_LEASE
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials
 from tests.jobs.launched import make_environment
-from tests.support.agents import TOKEN, HandStartedAgent, free_port
+from tests.support.agents import TOKEN, start_agents
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until, watch
 from tests.support.patient_job import PatientJob
@@ -187,31 +187,8 @@ def test_a_script_may_work_without_a_time_limit_after_training_and_this_is_repor
     assert "saved" in (tmp_path / "host-0.log").read_text()
 
 
-def start_agents(work: Path, script: Path, *, config: str) -> list[HandStartedAgent]:
-    """Start two agents, of which the first serves the store."""
-    (work / "job.toml").write_text(config)
-    store = f"127.0.0.1:{free_port()}"
-    agents = []
-    for index in (0, 1):
-        options = {
-            "--store": store,
-            "--job": "pair",
-            "--host-name": f"host-{index}",
-            "--address": f"127.0.0.{index + 2}",
-            "--num-hosts": "2",
-            "--run-dir": str(work / f"run-{index}"),
-            "--config": str(work / "job.toml"),
-            "--platform": "cpu",
-            "--devices-per-host": "1",
-        }
-        words = [word for pair in options.items() for word in pair]
-        words += ["--serve-store"] if index == 0 else []
-        agents.append(HandStartedAgent([*words, str(script), str(work)], work / f"host-{index}.out"))
-    return agents
-
-
 def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> None:
-    serving, other = start_agents(tmp_path, SCRIPT, config=f"lease_ttl_s = {LEASE_S}\n")
+    serving, other = start_agents(tmp_path, [str(SCRIPT), str(tmp_path)], config=f"lease_ttl_s = {LEASE_S}\n")
     with serving, other:
         wait_working(tmp_path, "host-0")
         wait_working(tmp_path, "host-1")
@@ -226,7 +203,7 @@ def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> No
 
 def test_a_host_with_an_exhausted_restart_budget_still_serves_the_store(tmp_path: Path) -> None:
     config = f"lease_ttl_s = {LEASE_S}\nmax_restarts = 0\n"
-    serving, other = start_agents(tmp_path, SCRIPT.with_name("tiny.py"), config=config)
+    serving, other = start_agents(tmp_path, [str(SCRIPT.with_name("tiny.py")), str(tmp_path)], config=config)
     with serving, other:
         wait_until("both train", lambda: len(read_logs(tmp_path)) == 2)
         (worker,) = (name for name in read_logs(tmp_path) if name.startswith("host-0-"))

@@ -1,7 +1,6 @@
 """A host of a pipeline that loses a device goes on with those that are left, and takes it back."""
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from tests.jobs.unequal_pipeline import UnequalPipelinedJob, check_unequal_steps
-from tests.support.agents import HandStartedAgent, free_port, run_command
+from tests.support.agents import run_command, start_agents
 from tests.support.pipelined_job import PATIENCE_S, SCRIPT
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS
 
@@ -78,35 +77,17 @@ def test_microbatches_of_a_dead_host_with_one_device_are_computed_again_with_two
         job.finish()
 
 
-def start_agents(work: Path, devices: Sequence[int], words: Sequence[str]) -> list[HandStartedAgent]:
-    """Start agents of one job with so many devices each; the first serves the store."""
-    (work / "job.toml").write_text(TOGETHER)
-    store, agents = f"127.0.0.1:{free_port()}", []
-    for index, count in enumerate(devices):
-        options = {
-            "--store": store,
-            "--job": "unequal",
-            "--host-name": f"host-{index}",
-            "--address": f"127.0.0.{index + 2}",
-            "--num-hosts": str(len(devices)),
-            "--run-dir": str(work / f"run-{index}"),
-            "--config": str(work / "job.toml"),
-            "--platform": "cpu",
-            "--devices-per-host": str(count),
-        }
-        given = [word for pair in options.items() for word in pair]
-        given += ["--serve-store"] if index == 0 else []
-        command = [str(SCRIPT), str(work), "2", *words]
-        agents.append(HandStartedAgent([*given, "--", *command], work / f"host-{index}.out"))
-    return agents
-
-
 @pytest.mark.full
 def test_hosts_with_four_and_three_devices_begin_together_and_have_the_same_bits(tmp_path: Path) -> None:
     """Of the hidden sizes none divides by three: weights are replicated along that axis, examples shared."""
     words = ["rows=12"]
     (tmp_path / "stop").write_text("12")
-    first, second = start_agents(tmp_path, (4, 3), [*words, "fsdp=4", "pace=0"])
+    first, second = start_agents(
+        tmp_path,
+        [str(SCRIPT), str(tmp_path), "2", *words, "fsdp=4", "pace=0"],
+        config=TOGETHER,
+        devices=(4, 3),
+    )
     with first, second:
         assert (second.wait(PATIENCE_S), first.wait(PATIENCE_S)) == (0, 0), first.output() + second.output()
         output = first.output() + second.output()

@@ -15,9 +15,10 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, WorldChange
+from resilient_jax.protocol.records import WorldChange
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from tests.support.full_only import full_but
+from tests.support.kills import generation_of
 from tests.support.patience import wait_until
 from tests.support.tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob
 
@@ -31,11 +32,6 @@ PLACES = {
     "the next world forms": FailPoint.BEFORE_FORMED,
     "its first clique forms": FailPoint.BEFORE_REDUCE,
 }
-
-
-def generation_of(report: JobReport) -> Generation:
-    assert report.generation is not None
-    return report.generation
 
 
 def find_follower(report: JobReport, *others: str) -> str:

@@ -15,6 +15,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation, StandbyStatus, WorldChange
 from resilient_jax.worker.unwinding_delay import UNWINDING_GRACE_S
+from tests.support.kills import generation_of
 from tests.support.sharded_job import ShardedJob
 from tests.support.tiny_job import CONFIG, ONE_DEVICE, TinyJob
 
@@ -22,11 +23,6 @@ HOSTS = 3
 MAX_REFORMS = 2
 SPARE = "host-3"
 SEATS = f'{CONFIG}standby = "seat"\n'
-
-
-def generation_of(report: JobReport) -> Generation:
-    assert report.generation is not None
-    return report.generation
 
 
 def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:

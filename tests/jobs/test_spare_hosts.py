@@ -9,8 +9,9 @@ from pathlib import Path
 from resilient_jax.cli.status import describe_spare
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import Generation, WorkerState, WorldChange
+from resilient_jax.protocol.records import WorkerState, WorldChange
 from tests.support.agents import run_command
+from tests.support.kills import generation_of
 from tests.support.patience import wait_until
 from tests.support.patient_job import PatientJob
 from tests.support.pipelined_job import PipelinedJob
@@ -19,11 +20,6 @@ from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY
 HOSTS, SPARE = 3, "host-3"
 WATCHED_STEPS = 30
 """Enough for a change of members, which takes a few steps."""
-
-
-def generation_of(report: JobReport) -> Generation:
-    assert report.generation is not None
-    return report.generation
 
 
 def is_ready(report: JobReport, host: str) -> bool:

@@ -11,6 +11,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.records import HostStatus, StandbyStatus, WorkerState
 from tests.support.patience import wait_until
+from tests.support.process_ends import is_gone
 from tests.support.tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
 HOSTS = 2
@@ -57,10 +58,6 @@ def find_starting_pid(tiny: TinyJob, host: str) -> int | None:
 
 def list_events(tiny: TinyJob, kind: EventKind, host: str) -> list[Event]:
     return [event for event in tiny.job.read_events() if event.kind is kind and event.host == host]
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
 
 
 def test_a_killed_worker_is_replaced_by_its_standby(shared: TinyJob) -> None:

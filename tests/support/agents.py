@@ -1,6 +1,7 @@
 """Commands and agents as processes, started one by one as on a pod, with their output."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -37,11 +38,17 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str] | None 
     return done.returncode, done.stdout
 
 
+_ports = itertools.cycle(range(10_000 + os.getpid() % 200 * 100, 10_000 + (os.getpid() % 200 + 1) * 100))
+"""Of this process, and below those that the kernel gives to connections: nobody else comes to listen there."""
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("cycles have no end")
 
 
 @contextlib.contextmanager
@@ -114,3 +121,27 @@ class HandStartedAgent:
     def _ended(self, text: str) -> bool:
         assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
         return False
+
+
+def start_agents(
+    work: Path, command: Sequence[str], *, config: str, devices: Sequence[int] = (1, 1)
+) -> list[HandStartedAgent]:
+    """Start the agents of one job, with so many devices each; the first serves the store."""
+    (work / "job.toml").write_text(config)
+    store, agents = f"127.0.0.1:{free_port()}", []
+    for index, count in enumerate(devices):
+        options = {
+            "--store": store,
+            "--job": "by-hand",
+            "--host-name": f"host-{index}",
+            "--address": f"127.0.0.{index + 2}",
+            "--num-hosts": str(len(devices)),
+            "--run-dir": str(work / f"run-{index}"),
+            "--config": str(work / "job.toml"),
+            "--platform": "cpu",
+            "--devices-per-host": str(count),
+        }
+        words = [word for pair in options.items() for word in pair]
+        words += ["--serve-store"] if index == 0 else []
+        agents.append(HandStartedAgent([*words, "--", *command], work / f"host-{index}.out"))
+    return agents

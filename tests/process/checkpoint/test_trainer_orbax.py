@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnread
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
+from tests.support.agents import free_port
 from tests.support.patience import patience, wait_until
 
 WORKER = Path(__file__).with_name("trainer_orbax_worker.py")
@@ -105,12 +105,6 @@ def names_in(directory):
 
 
 # During training.
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_worker(stack, *arguments):
