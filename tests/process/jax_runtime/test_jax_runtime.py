@@ -1,5 +1,6 @@
 """Worlds of real processes that die, stop and rejoin, on CPU with gloo."""
 
+import itertools
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from tests.process.jax_runtime.jax_processes import (
     strike,
     sum_to,
 )
+from tests.support.full_only import full_but
 from tests.support.patience import Deadline, wait_until
 
 LONG_MESSAGE = 3_000_000
@@ -44,10 +46,12 @@ def pool(shared_pool: Pool, request: pytest.FixtureRequest) -> Iterator[Pool]:
         shared_pool.drop_all()
 
 
-FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def faults(*quick: signal.Signals) -> pytest.MarkDecorator:
+    """Break a process in both ways; `make test` in one, and in the other elsewhere."""
+    return pytest.mark.parametrize("fault", full_but([signal.SIGKILL, signal.SIGSTOP], quick.__contains__))
 
 
-@FAULTS
+@faults(signal.SIGKILL)
 def test_survivors_unwind_from_a_hung_collective_and_shrink_in_place(
     pool: Pool, fault: signal.Signals
 ) -> None:
@@ -153,7 +157,7 @@ def test_forming_is_interrupted_while_the_service_does_not_answer(pool: Pool) ->
         pool.drop(worker)  # their abandoned clients exist until the timeout of `connect`
 
 
-@FAULTS
+@faults(signal.SIGSTOP)
 def test_forming_is_interrupted_while_a_peer_does_not_exchange_its_topology(
     pool: Pool, fault: signal.Signals
 ) -> None:
@@ -195,8 +199,13 @@ def await_clients_gone(workers: list[Worker]) -> None:
     )
 
 
-@pytest.mark.parametrize("order", ["kill_self", "publish_and"])
-@FAULTS
+@pytest.mark.parametrize(
+    ("order", "fault"),
+    full_but(
+        itertools.product(["kill_self", "publish_and"], [signal.SIGKILL, signal.SIGSTOP]),
+        [("kill_self", signal.SIGSTOP), ("publish_and", signal.SIGKILL)].__contains__,
+    ),
+)
 def test_a_clique_is_interrupted_while_it_waits_for_a_peer(
     pool: Pool, order: str, fault: signal.Signals
 ) -> None:
