@@ -11,9 +11,9 @@ import jax
 from resilient_jax.compile.ahead_of_time import check_canceled, is_compiling_ahead
 from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer
+from resilient_jax.compile.training_threads import is_training_thread
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation
@@ -38,8 +38,8 @@ class CompilationMonitor:
         credentials: of the job.
         directory: of this host's programs; None: JAX's cache is off.
         record_event: writes an event; called on any thread.
-        raise_if_ended: raises when the generation has ended; called by training while it waits, on
-            the main thread or the one for collectives.
+        raise_if_ended: raises when the generation has ended; called by training while it waits, on any of its
+            threads.
         hit_failpoint: called before training compiles a program.
     """
 
@@ -141,8 +141,7 @@ class CompilationMonitor:
         if is_compiling_ahead():
             return Patience(is_ahead=True, check=check_canceled)
         # Training waits, and notices the end of its generation; a thread of the user's takes what is there.
-        is_training = threading.current_thread() is threading.main_thread() or collective_thread.is_current
-        if is_training:
+        if is_training_thread():
             return Patience(is_ahead=False, check=self._raise_if_ended)
         return None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_digest import DIGEST_WORDS, digest_state
 from resilient_jax.step.assignment import Assignment
@@ -126,7 +127,9 @@ def _compute_all(
 
     if len(by_replica) <= 1:
         return [pair for replica in by_replica for pair in compute_some(replica)]
-    with ThreadPoolExecutor(len(by_replica), "resilient-jax-audit") as threads:
+    with ThreadPoolExecutor(
+        len(by_replica), "resilient-jax-audit", initializer=mark_training_thread
+    ) as threads:
         return [pair for pairs in threads.map(compute_some, by_replica) for pair in pairs]
 
 

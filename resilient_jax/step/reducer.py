@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
@@ -331,8 +332,7 @@ class Reducer:
     ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
         live = self._live
-        num_hosts = len(live.process_indexes)
-        if num_hosts == 1:
+        if (num_hosts := len(live.process_indexes)) == 1:
             return
         found = find_differing_hosts(lines, describe(), live.host_index, num_hosts, self.all_reduce)
         if found is None:
@@ -426,7 +426,7 @@ class Reducer:
                 call()
         else:
             # If one replica raises, leaving the block waits for the others: none writes to contributions afterwards.
-            with ThreadPoolExecutor(len(calls), "resilient-jax-replica") as threads:
+            with ThreadPoolExecutor(len(calls), "resilient-jax-replica", mark_training_thread) as threads:
                 for done in [threads.submit(exchange.call, call) for call in calls]:
                     done.result()
         # Without this the time measured below could be that of dispatching only.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from resilient_jax.compile.training_threads import is_training_thread
 from resilient_jax.events import EventKind
 from resilient_jax.step.assignment import AccumulationOptions, ReplicaShape
 from resilient_jax.worker.committed_state import CommittedState
@@ -75,6 +76,19 @@ def accumulate(compute, *, reduction: Any = "exact", per_host: Any = 1, committe
         )
     options = AccumulationOptions(reduction=reduction, replica_shape=ReplicaShape(per_host=per_host))
     return jax.tree.map(np.asarray, world.accumulate_microbatches(COUNT, compute, zeros, options=options))
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_training_waits_for_each_thread_that_computes_microbatches(per_host):
+    threads = {}
+
+    def compute(microbatch):
+        threads[threading.get_ident()] = is_training_thread()
+        return Computation()(microbatch)
+
+    accumulate(compute, per_host=per_host)
+    assert len(threads) >= per_host
+    assert all(threads.values())
 
 
 def test_a_sum_in_fixed_point_is_within_its_bound_and_made_once(events):

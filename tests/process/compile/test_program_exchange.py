@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from resilient_jax.compile import compile_claims, program_fetcher
+from resilient_jax.compile.compilation_monitor import CompilationMonitor
 from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
     MAX_WAITING_REQUESTS,
@@ -14,8 +15,10 @@ from resilient_jax.compile.program_exchange import (
     ProgramDirectory,
 )
 from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer, find_owner
+from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.errors import MessageError
-from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_server import SyncServer
 from tests.support.patience import NEVER_S, patience
@@ -26,6 +29,8 @@ FIRST = GenerationNumber(1)
 SUFFIX = "-cache"
 THREADS = 2 * MAX_WAITING_REQUESTS
 TIMEOUT_S = patience(3)
+QUIET_S = 0.3
+"""Asking takes some milliseconds: what has not ended after this time waits."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ class Host:
 
     def __init__(self, name: HostName, folder: Path, handler=None):
         folder.mkdir(exist_ok=True)
-        self.folder, self.failures = folder, []
+        self.name, self.folder, self.failures = name, folder, []
         self.patience: Patience | None = Patience(is_ahead=False, check=lambda: None)
         self.directory = ProgramDirectory(folder, SUFFIX)
         self.server = SyncServer("127.0.0.1:0", credentials=CREDENTIALS, num_threads=THREADS)
@@ -97,13 +102,41 @@ def test_one_host_compiles_and_all_others_get_its_program(hosts, compiles):
     assert first.programs.fetch(key) is None
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(host.programs.fetch, key) for host in hosts if host is not first]
-        done, _ = wait(asking, 0.3)
+        done, _ = wait(asking, QUIET_S)
         assert not done
         first.keep(key, b"program")
         assert first.programs.finish()
     assert [one.result() for one in asking] == [b"program"] * 2
     assert not first.programs.finish(), "there is no other claim"
     assert not any(host.failures for host in hosts)
+
+
+@pytest.mark.parametrize("mark", [mark_training_thread, None], ids=["of a replica", "of the script"])
+def test_a_thread_that_training_waits_for_waits_for_the_host_that_compiles(hosts, mark):
+    compiles, owner, _ = hosts
+    monitor = CompilationMonitor(
+        owner.name,
+        CREDENTIALS,
+        owner.directory,
+        record_event=lambda *_, **__: pytest.fail("nothing is compiled here"),
+        raise_if_ended=lambda: None,
+        hit_failpoint=lambda _: None,
+    )
+    key = key_of(owner, hosts)
+    members = tuple(
+        Member(host=host.name, incarnation=Incarnation(1), seat=Seat(n), endpoint=host.peer.endpoint)
+        for n, host in enumerate(hosts)
+    )
+    monitor.begin_generation(Generation(number=FIRST, phase=GenerationPhase.ACTIVE, members=members))
+    assert compiles.programs.fetch(key) is None
+    with ThreadPoolExecutor(1, initializer=mark) as pool:
+        asking = pool.submit(monitor.fetch, key)
+        done, _ = wait([asking], QUIET_S if mark else TIMEOUT_S)
+        assert bool(done) == (mark is None)
+        compiles.keep(key, b"program")
+        compiles.programs.finish()
+        assert asking.result() == (b"program" if mark else None)
+    monitor.end()
 
 
 def test_a_program_that_could_not_be_kept_is_compiled_by_every_host(hosts):
