@@ -198,11 +198,12 @@ class MailService:
         for sender in senders:
             sender.close()
 
-    def _serve(self, connection: socket.socket, peer: str) -> None:
+    def _serve(self, connection: socket.socket, peer: str, let_in: Callable[[], None]) -> None:
         """Receive the mail of one connection until it ends."""
         configure_mail_socket(connection)
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         hello, welcome = admit(connection, self._gate, self._own_name, peer, deadline_s)
+        let_in()
         with (
             self._lock
         ):  # before the welcome: once the peer has it, its mail may be on the way, and its end, too

@@ -23,7 +23,7 @@ from resilient_jax.errors import (
     SnapshotMissing,
 )
 from resilient_jax.protocol.framing import HEADER, encode_frame
-from resilient_jax.transport import BulkChannel, BulkServer, Credentials
+from resilient_jax.transport import BulkChannel, BulkServer, Credentials, incoming_connections
 from resilient_jax.transport import bulk_channel as bulk_channel_module
 from resilient_jax.transport import bulk_server as bulk_server_module
 from resilient_jax.transport.bulk_server import BulkResponse
@@ -74,7 +74,7 @@ def threads_of_servers():
         frame.f_code.co_name
         for top in sys._current_frames().values()
         for frame, _ in traceback.walk_stack(top)
-        if frame.f_code.co_filename == bulk_server_module.__file__
+        if frame.f_code.co_filename in (bulk_server_module.__file__, incoming_connections.__file__)
         and frame.f_code.co_name in ("_accept", "_serve_connection")
     ]
 
@@ -210,13 +210,13 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(said):
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
         wait_until("the end of the connection", lambda: "_serve_connection" not in threads_of_servers())
-        assert not server._connections
+        assert not len(server._incoming)
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("admitted", [True, False])
 def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(incoming_connections, "MAX_CONNECTIONS", 2)
     authority = Authority(tmp_path / "job", "job") if secured else None
     theirs = Credentials("token", authority.sign("server")) if authority else CREDENTIALS
     ours = Credentials("token", authority.sign("client")) if authority else CREDENTIALS
@@ -230,13 +230,13 @@ def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, 
             else:
                 with channel_to(server, ours, ticket=bytes(16)) as channel, pytest.raises(PeerUnreachable):
                     read(channel, 0, 8, timeout_s=WAIT_S)
-        wait_until("the end of all connections", lambda: not server._connections)
+        wait_until("the end of all connections", lambda: not len(server._incoming))
     wait_until("the end of all threads", lambda: not threads_of_servers())
     wait_until("the descriptors of before", lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(incoming_connections, "MAX_CONNECTIONS", 1)
     with serving() as server, channel_to(server) as second:
         found = []
         with channel_to(server) as first:
@@ -259,7 +259,7 @@ def test_a_server_out_of_descriptors_accepts_again_once_some_are_free():
                 while True:
                     fillers.append(socket.socket())
             early.connect(("127.0.0.1", server.port))
-            time.sleep(2 * bulk_server_module.ACCEPT_RETRY_INTERVAL_S)
+            time.sleep(2 * incoming_connections.ACCEPT_RETRY_INTERVAL_S)
             for filler in fillers:
                 filler.close()
         finally:
