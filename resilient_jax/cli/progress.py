@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from resilient_jax.cluster.launcher import JobView
+from resilient_jax.cluster.job_view import JobView
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.telemetry.metric_text import format_metrics

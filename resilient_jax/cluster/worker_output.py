@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from resilient_jax.cluster.child_process import LineReader
 from resilient_jax.cluster.gloo_output import GlooFilter
 from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shorten_traceback
 from resilient_jax.telemetry.log_file import LogFile
@@ -79,14 +80,10 @@ class WorkerOutput:
         self._is_crashing = False
         self._gloo = GlooFilter()
 
-    async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
+    async def follow(self, reader: LineReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
         while True:
-            try:
-                line = await reader.readline()
-            except ValueError:  # a line longer than the reader's limit: show what there is
-                line = await reader.read(2**16)
-            if not line:
+            if not (line := await reader.readline()):
                 return
             self.write(line.rstrip(b"\r\n"), is_error=is_error)
 
