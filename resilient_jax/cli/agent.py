@@ -177,10 +177,15 @@ def agent(
         show_all_output=verbose,
         is_launched=launched,
     )
+    sys.exit(_run_to_end(settings, access, serve_here=serve_store_here))
+
+
+def _run_to_end(settings: AgentSettings, access: StoreAccess, *, serve_here: bool) -> int:
+    """Run the agent, and print how it ended; return the exit code."""
     with unblocked_output():
-        outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
+        outcome = asyncio.run(_run(settings, access, serve_here=serve_here))
         _print_end(settings, outcome)
-    sys.exit(outcome.exit_code)
+    return outcome.exit_code
 
 
 def _print_end(settings: AgentSettings, outcome: JobOutcome) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -106,8 +106,11 @@ class ChildProcess(abc.ABC):
         self.kill()
         return await self.wait_exited()
 
-    async def wait_exited_or_stopped(self) -> int:
+    async def wait_exited_or_stopped(self, on_stopped: Callable[[], None] | None = None) -> int:
         """Wait for the process's end, and end it if it is stopped, for then it serves no other process.
+
+        Args:
+            on_stopped: called in place of ending it, again and again while it is stopped.
 
         Returns:
             The exit code.
@@ -116,7 +119,7 @@ class ChildProcess(abc.ABC):
         try:
             while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_INTERVAL_S))[0]:
                 if self.is_stopped():
-                    self.kill()
+                    (on_stopped or self.kill)()
             return exited.result()
         finally:
             exited.cancel()

@@ -1,13 +1,14 @@
 """A host that comes back to a healthy job never ends it, however its agent ends."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.protocol.records import GenerationPhase
 from tests.benchmarks.paths import JOBS
 from tests.support.patience import wait_until
@@ -28,7 +29,9 @@ class GatedJob:
     def __init__(self, work: Path) -> None:
         self._work = work
         (work / "gate.sh").write_text(GATE)
-        (work / "job.toml").write_text('standby = "off"\nlease_ttl_s = 2.0\nmin_hosts = 1\n')
+        (work / "job.toml").write_text(
+            'standby = "off"\nlease_ttl_s = 2.0\nmin_hosts = 1\nmax_restarts = 1\n'
+        )
         sites = [
             f'[[sites]]\naddress = "127.0.0.{index + 2}"\n'
             f'command_prefix = ["sh", "{work}/gate.sh", "{work}/host-{index}.code"]\n'
@@ -106,3 +109,22 @@ def test_a_host_that_never_came_ends_the_job_with_its_agents_code(tmp_path: Path
         assert gated.job.wait() == 83, gated.job.read_tail()
         assert "no host is left: " in gated.job.read_output()
         assert "host-1 ended with JOIN_REFUSED (83)" in gated.job.read_output()
+
+
+def test_a_worker_that_cannot_be_started_for_a_while_costs_its_host_no_restarts(gated: GatedJob) -> None:
+    gated.wait_members("host-0", "host-1")
+    report = gated.job.read_report()
+    assert report is not None
+    (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
+    limits = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, (3, limits[1]))
+    gated.job.kill(JobComponent.WORKER, "host-1", signal.SIGKILL)
+    refused = "host-1: no worker could be started: [Errno 24] Too many open files; trying again in "
+    for pause in ("1 s", "2 s", "4 s"):
+        gated.wait_said(refused + pause)
+    gated.wait_members("host-0")
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, limits)
+    gated.wait_members("host-0", "host-1")
+    after = gated.job.read_report()
+    assert after is not None
+    assert list(find_pids(after, JobComponent.AGENT, "host-1")) == [agent], "it lived on"
