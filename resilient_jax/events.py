@@ -46,6 +46,8 @@ class EventKind(enum.StrEnum):
     """A worker is started as a process of its own, because the fork server cannot fork it. Detail: `why`."""
     FORK_SERVER_STARTED = "fork_server.started"
     """The process that the workers of `launch` are forked from was started. Detail: `pid`."""
+    FORK_SERVER_CONTINUED = "fork_server.continued"
+    """The process that workers are forked from had been stopped (SIGSTOP), and was told to go on. Detail: `pid`."""
     FORK_SERVER_EXITED = "fork_server.exited"
     """The process that workers are forked from ended, and they with it; others are started as processes of their own.
     Detail: `pid`, `exit_code`."""

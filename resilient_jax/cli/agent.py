@@ -57,6 +57,7 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.state_machine import FIRST_REVISION
 from resilient_jax.store.store_access import StoreAccess, make_store_access
+from resilient_jax.telemetry.screen_output import unblocked_output
 from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
@@ -176,9 +177,15 @@ def agent(
         show_all_output=verbose,
         is_launched=launched,
     )
-    outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
-    _print_end(settings, outcome)
-    sys.exit(outcome.exit_code)
+    sys.exit(_run_to_end(settings, access, serve_here=serve_store_here))
+
+
+def _run_to_end(settings: AgentSettings, access: StoreAccess, *, serve_here: bool) -> int:
+    """Run the agent, and print how it ended; return the exit code."""
+    with unblocked_output():
+        outcome = asyncio.run(_run(settings, access, serve_here=serve_here))
+        _print_end(settings, outcome)
+    return outcome.exit_code
 
 
 def _print_end(settings: AgentSettings, outcome: JobOutcome) -> None:

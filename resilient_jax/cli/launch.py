@@ -57,6 +57,7 @@ from resilient_jax.jax_runtime.local_gpus import (
     make_gpu_share_environment,
 )
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
+from resilient_jax.telemetry.screen_output import unblocked_output
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -264,14 +265,16 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
     directory = settings.run_directory
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
-    with claim_directory(directory), progress:
-        print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job)")
-        if is_used:
-            print_line(NOTE_OF_USED_FOLDER)
-        started_s = time.time()
-        outcome = asyncio.run(launcher.run())
-    hosts = make_host_names(settings.num_hosts + settings.num_spares)
-    print_line(describe_for_launch(outcome, directory, read_script_errors(directory, hosts, started_s)))
+    with unblocked_output():
+        with claim_directory(directory), progress:
+            print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job)")
+            if is_used:
+                print_line(NOTE_OF_USED_FOLDER)
+            started_s = time.time()
+            outcome = asyncio.run(launcher.run())
+        hosts = make_host_names(settings.num_hosts + settings.num_spares)
+        errors = read_script_errors(directory, hosts, started_s)
+        print_line(describe_for_launch(outcome, directory, errors))
     return outcome.exit_code
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import typer
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.telemetry.screen_output import unblocked_output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def main() -> None:
     try:
         build_app([asked] if asked in COMMANDS else COMMANDS)()
     except ResilientJaxError as error:
-        sys.stderr.write(f"resilient-jax: {error}\n")
+        with unblocked_output():  # an agent ends, whoever reads its last line
+            sys.stderr.write(f"resilient-jax: {error}\n")
         sys.exit(int(error.exit_code))
 
 

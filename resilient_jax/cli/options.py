@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.config.struct_schema import suggest_key
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.protocol.records import Versions
 from resilient_jax.store.etcd_address import EtcdAddress
+from resilient_jax.telemetry.screen_output import print_bytes
 from resilient_jax.topology import load_topology
 from resilient_jax.topology.errors import UnknownHost
 

@@ -12,10 +12,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+MAX_LINE_BYTES = 2**20
+"""Of a process's output; a longer line is cut into parts."""
 STOPPED_POLL_INTERVAL_S = 0.1
 """How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
 
@@ -104,8 +106,11 @@ class ChildProcess(abc.ABC):
         self.kill()
         return await self.wait_exited()
 
-    async def wait_exited_or_stopped(self) -> int:
+    async def wait_exited_or_stopped(self, on_stopped: Callable[[], None] | None = None) -> int:
         """Wait for the process's end, and end it if it is stopped, for then it serves no other process.
+
+        Args:
+            on_stopped: called in place of ending it, again and again while it is stopped.
 
         Returns:
             The exit code.
@@ -114,7 +119,7 @@ class ChildProcess(abc.ABC):
         try:
             while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_INTERVAL_S))[0]:
                 if self.is_stopped():
-                    self.kill()
+                    (on_stopped or self.kill)()
             return exited.result()
         finally:
             exited.cancel()
@@ -210,9 +215,32 @@ def restore_normal_priority(pid: int) -> None:
                     os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
-async def open_line_reader(pipe: int) -> "tuple[asyncio.StreamReader, asyncio.ReadTransport]":
+class LineReader(asyncio.StreamReader):
+    """A stream of lines of any length: one that is longer than the limit comes in parts, each as a line.
+
+    The reader of a process's output must read on whatever that prints: else the process stops at a full pipe.
+    """
+
+    _is_cut = False
+    """The last line was a part without the end of its line."""
+
+    async def readline(self) -> bytes:
+        """Return the next line with its end, or the next part of one; empty at the end of the stream."""
+        was_cut, self._is_cut = self._is_cut, False
+        try:
+            line = await self.readuntil()
+        except asyncio.IncompleteReadError as error:
+            return error.partial
+        except asyncio.LimitOverrunError as error:
+            self._is_cut = True
+            return await self.readexactly(error.consumed)
+        # The end of a line whose last part was returned without it.
+        return await self.readline() if was_cut and line == b"\n" else line
+
+
+async def open_line_reader(pipe: int) -> "tuple[LineReader, asyncio.ReadTransport]":
     """Return a stream over the read end of a pipe, for `async for line in ...`, and what closes it before its end."""
-    reader = asyncio.StreamReader(limit=2**20)
+    reader = LineReader(limit=MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     # A duplicate, because the transport closes its descriptor, and the caller closes that of the pipe.
     transport, _ = await loop.connect_read_pipe(

@@ -5,6 +5,7 @@ memory.
 """
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -73,6 +74,11 @@ class ForkServerProcess:
         self._connection.close()
         await self._child.kill_and_wait()
 
+    def _continue(self) -> None:
+        """Have the server go on that was stopped: its end would be that of all workers of this machine."""
+        self._log.record(EventKind.FORK_SERVER_CONTINUED, pid=self._child.pid)
+        self._child.send_signal(signal.SIGCONT)
+
     async def _watch(self) -> None:
-        code = await self._child.wait_exited_or_stopped()
+        code = await self._child.wait_exited_or_stopped(self._continue)
         self._log.record(EventKind.FORK_SERVER_EXITED, pid=self._child.pid, exit_code=code)

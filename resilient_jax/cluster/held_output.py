@@ -2,6 +2,7 @@
 
 import asyncio
 
+from resilient_jax.cluster.child_process import LineReader
 from resilient_jax.cluster.worker_output import WorkerOutput
 
 MAX_HELD_BYTES = 2**20
@@ -21,14 +22,10 @@ class HeldOutput:
         self._held: list[tuple[bytes, bool]] = []
         self._num_bytes = 0
 
-    async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
+    async def follow(self, reader: LineReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
         while not self._released.is_set() and self._num_bytes < MAX_HELD_BYTES:
-            try:
-                line = await reader.readline()
-            except ValueError:  # a line longer than the reader's limit
-                line = await reader.read(2**16)
-            if not line:
+            if not (line := await reader.readline()):
                 return
             self._take(line.rstrip(b"\r\n"), is_error=is_error)
         await self._released.wait()

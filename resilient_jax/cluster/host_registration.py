@@ -8,6 +8,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.leader import Leader
+from resilient_jax.cluster.name_holder import ask_name_holder
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.cluster.status_combiner import StatusForwarder
@@ -73,6 +74,7 @@ class HostRegistration:
             self._make_status,
             lambda until_s: self._supervisor.send_order(LeaseRenewed(valid_until_s=until_s)),
             write_through=self._forwarder.write,
+            ask_holder=lambda holder: ask_name_holder(holder, self._context.settings.credentials),
         )
 
     async def stay_registered(self, session: StoreSession) -> None:

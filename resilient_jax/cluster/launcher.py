@@ -7,6 +7,7 @@ job is over. It takes no part in the job, but serves the embedded store; the job
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import signal
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cluster.child_process import SpawnedProcess, get_signal_name, open_line_reader
+from resilient_jax.cluster.agent_end import FATAL_EXIT_CODES, OWN_EXIT_CODES, describe_agent_end
+from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.cluster.fork_server_process import ForkServerProcess
+from resilient_jax.cluster.host_keeper import HostCare, HostKeeper
+from resilient_jax.cluster.job_view import JobView
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
-from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import (
     EndedJob,
     JobContact,
@@ -33,7 +36,7 @@ from resilient_jax.cluster.stored_records import decode_generation, decode_host_
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
-from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.memory import MemoryStore
@@ -53,12 +56,8 @@ PROGRESS_INTERVAL_S = 0.25
 """How often the leader is asked how far the hosts are."""
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
-FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
-"""Exit codes with which an agent would end again, wherever it is started."""
 LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
 """Exit codes of agents that were ordered to leave."""
-AGENT_EXIT_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
-"""With any other positive code an agent passes on the script's."""
 
 
 class HostSite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,40 +107,13 @@ class LaunchSettings:
     fork_environment: Mapping[str, str] | None = None
 
 
-class JobView:
-    """What a progress line or a table shows of a job; the launcher keeps it up to date."""
-
-    def __init__(self) -> None:
-        self.generation: Generation | None = None
-        self.hosts: dict[HostName, HostStatus] = {}
-        self.step = 0
-        """The newest step that any host reported."""
-        self.metrics: dict[str, float] = {}
-        """The metrics of that step."""
-
-    def update_host(self, status: HostStatus) -> None:
-        """Take in a host's new status."""
-        self.hosts[status.host] = status
-        if status.step > self.step:
-            self.step, self.metrics = status.step, status.metrics
-
-    @property
-    def outcome(self) -> JobOutcome | None:
-        """How the job ended; None while it runs."""
-        return self.generation.outcome if self.generation is not None else None
-
-
 def make_host_names(count: int) -> list[HostName]:
     """Return the names of a local job's hosts, its spares last."""
     return [HostName(f"host-{index}") for index in range(count)]
 
 
 class Launcher:
-    """Runs one job. `run` is its complete life; `view` may be read meanwhile.
-
-    Attributes:
-        agents: the running agent processes by host, for tests and campaigns that break them.
-    """
+    """Runs one job. `run` is its complete life; `view` may be read meanwhile."""
 
     def __init__(
         self,
@@ -155,9 +127,9 @@ class Launcher:
         self._on_change = on_change
         self._credentials = Credentials(secrets.token_hex(16))
         self._interrupted = 0
-        self._codes: dict[HostName, int] = {}
+        self._over = asyncio.Event()
+        self._keepers: dict[HostName, HostKeeper] = {}
         self.view = JobView()
-        self.agents: dict[HostName, SpawnedProcess] = {}
         self.address = ""
         self._leader_endpoint = ""
         self._fork_server: ForkServerProcess | None = None
@@ -248,13 +220,26 @@ class Launcher:
         )
 
     async def _run_hosts(self) -> JobOutcome:
-        names = make_host_names(self._settings.num_hosts + self._settings.num_spares)
-        hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
+        settings = self._settings
+        care = HostCare(
+            view=self.view,
+            over=self._over,
+            end_job=lambda: self._on_signal(signal.SIGINT),
+            on_line=self._on_line,
+            restart_delay_s=settings.host_restart_delay_s,
+            max_restarts=settings.max_host_restarts,
+        )
+        self._keepers = {
+            name: HostKeeper(name, functools.partial(self._start_agent, name, index), care)
+            for index, name in enumerate(make_host_names(settings.num_hosts + settings.num_spares))
+        }
+        hosts = [asyncio.create_task(keeper.run()) for keeper in self._keepers.values()]
         try:
             await self._wait_end(hosts)
         finally:
-            for child in list(self.agents.values()):
-                child.kill()
+            for keeper in self._keepers.values():
+                if keeper.agent is not None:
+                    keeper.agent.kill()
             for host in hosts:
                 host.cancel()
             await asyncio.gather(*hosts, return_exceptions=True)
@@ -287,13 +272,15 @@ class Launcher:
         """
         if outcome.exit_code != ExitCode.DONE:
             return outcome
-        cut_short = [code for code in self._codes.values() if code in LEAVING_EXIT_CODES]
+        # An agent that had failed before says nothing about a script that came to its end on the other hosts.
+        codes = self._list_codes(with_failed=False)
+        cut_short = [code for code in codes.values() if code in LEAVING_EXIT_CODES]
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
         # These codes mean that a host left or was given up: the others finished the job without it.
         failed = [
-            (h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in AGENT_EXIT_CODES
+            (host, code) for host, code in sorted(codes.items()) if code > 0 and code not in OWN_EXIT_CODES
         ]
         if not failed:
             return outcome
@@ -303,7 +290,8 @@ class Launcher:
 
     def _outcome_without_leader(self) -> JobOutcome:
         """Return the outcome of a job whose hosts were refused, interrupted or killed, or exhausted their restarts."""
-        ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
+        codes = self._list_codes(with_failed=True)
+        ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in codes.items()}
         # Fatal codes first: they are the reason why the other agents were ended.
         fatal = [code for code in ends.values() if code in FATAL_EXIT_CODES]
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
@@ -311,45 +299,20 @@ class Launcher:
         if code == ExitCode.INTERRUPTED:
             message = f"interrupted after {self.view.step} steps; none of the job's processes is left"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message=message)
-        how = ", ".join(f"{host} {_describe_exit(code)}" for host, code in sorted(self._codes.items()))
+        how = ", ".join(f"{host} {describe_agent_end(code)}" for host, code in sorted(codes.items()))
         return JobOutcome(
             kind=_outcome_kind_of(code),
             exit_code=code,
             message=f"no host is left: {how}; the output of each is above and in its log",
         )
 
-    async def _run_host(self, name: HostName, index: int) -> None:
-        """Keep one host's agent running until it ends by itself."""
-        budget = RestartBudget(max_restarts=self._settings.max_host_restarts, window_s=600.0, backoff_s=0.0)
-        while not self._interrupted and self.view.outcome is None:
-            child = self._start_agent(name, index)
-            self.agents[name] = child
-            assert child.stdout is not None, "started with a pipe"
-            lines, _ = await open_line_reader(child.stdout.fileno())
-            printing = asyncio.create_task(self._print(lines))
-            child.stdout.close()
-            try:
-                code = await child.wait_exited()
-                # Its last lines may still be in the pipe; a process that inherited the pipe must not delay the end.
-                await asyncio.wait((printing,), timeout=0.5)
-            finally:
-                printing.cancel()
-                child.kill()
-            self.agents.pop(name, None)
-            self._codes[name] = code
-            if code in FATAL_EXIT_CODES and self.view.outcome is None:
-                self._on_signal(signal.SIGINT)  # all agents were started with what one was refused for
-                return
-            delay_s = self._settings.host_restart_delay_s
-            is_down = code < 0 or code == ExitCode.OUT_OF_RESOURCES
-            if not is_down or self._interrupted or self.view.outcome is not None or delay_s is None:
-                return
-            budget, backoff_s = budget.spend(asyncio.get_running_loop().time())
-            if backoff_s is None:
-                return
-            why = get_signal_name(-code) if code < 0 else ExitCode(code).name
-            self._on_line(f"[{name}] the host is down ({why})".encode())
-            await asyncio.sleep(delay_s + backoff_s)
+    def _list_codes(self, *, with_failed: bool) -> dict[HostName, int]:
+        """Return the exit code of each host's last agent, also if it `is_out` when `with_failed`."""
+        return {
+            name: keeper.exit_code
+            for name, keeper in self._keepers.items()
+            if keeper.exit_code is not None and (with_failed or not keeper.is_out)
+        }
 
     def _start_agent(self, name: HostName, index: int) -> SpawnedProcess:
         settings = self._settings
@@ -384,10 +347,6 @@ class Launcher:
             environment[FORK_SERVER_VARIABLE] = str(descriptor)
             return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, pass_fds=(descriptor,))
 
-    async def _print(self, lines: asyncio.StreamReader) -> None:
-        while line := await lines.readline():
-            self._on_line(line.rstrip(b"\n"))
-
     async def _watch(self, store: Store) -> None:
         prefix = f"/{self._settings.job}/"
         while True:
@@ -407,6 +366,8 @@ class Launcher:
         job = self._settings.job
         if isinstance(event, PutEvent) and event.key == make_generation_key(job):
             self.view.generation = decode_generation(event.key_value)
+            if self.view.outcome is not None:
+                self._over.set()
         elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
             self.view.update_host(decode_host_status(event.key_value))
         elif isinstance(event, PutEvent) and event.key == make_leader_key(job):
@@ -429,17 +390,11 @@ class Launcher:
     def _on_signal(self, number: signal.Signals) -> None:
         """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""
         self._interrupted += 1
+        self._over.set()
         forward = number if self._interrupted == 1 else signal.SIGINT
-        for child in self.agents.values():
-            child.send_signal(forward)
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was ended by {get_signal_name(-code)}"
-    if code in AGENT_EXIT_CODES:
-        return f"ended with {ExitCode(code).name} ({code})"
-    return f"exited with code {code}"
+        for keeper in self._keepers.values():
+            if keeper.agent is not None:
+                keeper.agent.send_signal(forward)
 
 
 def _outcome_kind_of(code: int) -> JobOutcomeKind:

@@ -1,6 +1,7 @@
 """How often a worker may be started again, and how long to wait before each restart. Pure."""
 
 import dataclasses
+import math
 
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
 
@@ -10,12 +11,14 @@ class RestartBudget:
     """At most `max_restarts` in any `window_s` seconds; the first at once, then after `backoff_s`, doubled each time.
 
     Attributes:
+        max_backoff_s: what a wait is not doubled beyond.
         restarts: monotonic times of the restarts so far, in seconds.
     """
 
     max_restarts: int
     window_s: float
     backoff_s: float
+    max_backoff_s: float = math.inf
     restarts: tuple[float, ...] = ()
 
     def spend(self, now: float) -> tuple["RestartBudget", float | None]:
@@ -24,5 +27,6 @@ class RestartBudget:
         tries = {Tries.RESTARTS: self.max_restarts}
         if choose_action(Evidence.WORKER_DIED, len(recent), tries) is not Action.RESTART_WORKER:
             return dataclasses.replace(self, restarts=recent), None
-        delay_s = 0.0 if not recent else self.backoff_s * 2 ** (len(recent) - 1)
+        doubled_s = 0.0 if not recent else self.backoff_s * 2 ** (len(recent) - 1)
+        delay_s = min(doubled_s, self.max_backoff_s)
         return dataclasses.replace(self, restarts=(*recent, now)), delay_s

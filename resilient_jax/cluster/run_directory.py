@@ -93,7 +93,8 @@ def create_run_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = path / f".writable-{os.getpid()}"  # several agents share the directory
-        probe.write_bytes(b"x")
+        with _removed_at_failure(probe):
+            probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -154,9 +155,16 @@ def claim_directory(directory: Path) -> Iterator[None]:
 
 
 def write_contact(directory: Path, contact: JobContact) -> None:
-    """Write how to reach the job, and forget how the one before it ended. The directory must have been claimed."""
-    (directory / END_FILE).unlink(missing_ok=True)
-    _write_atomically(directory / CONTACT_FILE, contact)
+    """Write how to reach the job, and forget how the one before it ended. The directory must have been claimed.
+
+    Raises:
+        LogUnwritable: it cannot be written.
+    """
+    try:
+        (directory / END_FILE).unlink(missing_ok=True)
+        _write_atomically(directory / CONTACT_FILE, contact)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
 
 
 def write_ended_job(directory: Path, ended: EndedJob) -> None:
@@ -168,9 +176,20 @@ def write_ended_job(directory: Path, ended: EndedJob) -> None:
 def _write_atomically(path: Path, content: msgspec.Struct) -> None:
     unfinished = path.with_suffix(".unfinished")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with _removed_at_failure(unfinished), os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(content))
     unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def _removed_at_failure(path: Path) -> Iterator[None]:
+    """Remove the file when it cannot be written: a full disk has room for the name of an empty one."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def remove_contact(directory: Path, contact: JobContact) -> None:

@@ -5,6 +5,7 @@ then; so a server may start after the worker, and outlives any number of workers
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -84,7 +85,8 @@ class SnapshotServerProcess:
         settings = self._settings
         ours, theirs = socket.socketpair()
         # The server gets a copy of its end; one that stayed open here would hide the server's death.
-        with theirs:
+        with contextlib.ExitStack() as unless_started, theirs:
+            unless_started.enter_context(ours)
             message = ServerSettings(
                 host=settings.host,
                 address=settings.address,
@@ -99,6 +101,7 @@ class SnapshotServerProcess:
                 stderr=None,
                 pass_fds=(theirs.fileno(),),
             )
+            unless_started.pop_all()
         self._connection = AsyncConnection(ours, SERVER_TO_AGENT_DECODER)
         self._log.record(EventKind.SNAPSHOT_SERVER_STARTED, pid=self._child.pid)
         self._tasks = [

@@ -6,9 +6,11 @@ then may rejoin.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from resilient_jax.clock import Clock
+from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_alive
 from resilient_jax.cluster.status_messages import NOT_WRITTEN, StatusWrite
 from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
@@ -20,6 +22,7 @@ from resilient_jax.store.interface import (
     Compare,
     CompareOperator,
     CompareTarget,
+    KeyValue,
     PutOp,
     RangeOp,
     RangeResponse,
@@ -29,6 +32,11 @@ from resilient_jax.store.interface import (
 
 RENEWALS_PER_TTL = 3
 TAKEN_NAME_POLL_INTERVAL_S = 0.25
+LEAVING_S = 2.0
+"""Beyond a lease, until the name of an agent that answers counts as taken."""
+SILENCE_S = 120.0
+"""Beyond a lease, until the name of an agent that does not answer counts as taken: each election of an etcd cluster
+prolongs the lease of a dead one by its time to live, and a living one that is cut off from us renews it."""
 
 
 StatusWriter = Callable[[StatusWrite], Awaitable[Revision]]
@@ -60,6 +68,7 @@ class StoreSession:
         on_renewed: Callable[[float], None] = lambda until_s: None,
         *,
         write_through: StatusWriter = write_nothing,
+        ask_holder: AskHolder = assume_alive,
     ) -> None:
         """Prepare the session.
 
@@ -71,6 +80,7 @@ class StoreSession:
             status: returns the host's status now.
             on_renewed: called with `valid_until_s` after each renewal of the lease.
             write_through: asked first to write a status that has changed.
+            ask_holder: finds out whether the agent lives that has the host's name.
         """
         self._store = store
         self._job = job
@@ -79,6 +89,7 @@ class StoreSession:
         self._status = status
         self._on_renewed = on_renewed
         self._write_through = write_through
+        self._ask_holder = ask_holder
         self._changed = asyncio.Event()
         self._renewed_s = 0.0
         self._written_revision = Revision(0)
@@ -88,7 +99,7 @@ class StoreSession:
         """The status that is in the store."""
 
     async def open(self) -> None:
-        """Register the host.
+        """Register the host, as soon as no other agent has its name.
 
         Raises:
             JoinRefused: a live agent has the host's name, or the host's versions differ from the job's.
@@ -100,8 +111,7 @@ class StoreSession:
         self._renewed_s = self._clock.monotonic_s()
         self.lease = await self._store.grant(self._ttl_s)
         key = make_host_key(self._job, status.host)
-        # A predecessor that was killed keeps the name until its lease ends: wait that long, not longer.
-        deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
+        began_s = self._renewed_s
         while True:
             status = self._status()
             result = await self._store.transaction(
@@ -112,13 +122,42 @@ class StoreSession:
             if result.succeeded:
                 self._written_revision, self.written = result.revision, status
                 return
-            if self._clock.monotonic_s() > deadline_s:
-                raise JoinRefused(_name_taken(status.host, result.responses[0]))
+            found = result.responses[0]
+            assert isinstance(found, RangeResponse), "the failure operation is a range"
+            if found.key_values:
+                await self._settle_name(found.key_values[0], self._clock.monotonic_s() - began_s)
             await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
             # Taken before the request: the store counts from later, so this
             # host counts itself as dead before the others do.
             self._renewed_s = self._clock.monotonic_s()
             await self._store.keep_alive(self.lease)
+
+    async def _settle_name(self, holder: KeyValue, waited_s: float) -> None:
+        """End the lease of an agent that has this host's name, if that agent is gone.
+
+        Raises:
+            JoinRefused: it lives, or has not answered for too long.
+        """
+        status, found = decode_host_status(holder), NameHolder.SILENT
+        if status.agent_id == self._status().agent_id:
+            found = NameHolder.GONE  # our own session before this one, which was lost
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(
+                    self._ttl_s / RENEWALS_PER_TTL
+                ):  # our own lease must be renewed meanwhile
+                    found = await self._ask_holder(status)
+        match found:
+            case NameHolder.GONE:
+                with contextlib.suppress(LeaseExpired):  # it has ended
+                    await self._store.revoke(holder.lease)
+            case NameHolder.ALIVE:
+                # An agent that is about to end has so long to do it.
+                if waited_s > self._ttl_s + LEAVING_S:
+                    raise JoinRefused(_name_taken(status, ""))
+            case NameHolder.SILENT:
+                if waited_s > self._ttl_s + SILENCE_S:
+                    raise JoinRefused(_name_taken(status, f", which has not answered for {waited_s:.0f} s"))
 
     @property
     def valid_until_s(self) -> float:
@@ -225,12 +264,9 @@ class StoreSession:
                 )
 
 
-def _name_taken(host: HostName, found: object) -> str:
-    where = ""
-    if isinstance(found, RangeResponse) and found.key_values:
-        other = decode_host_status(found.key_values[0])
-        where = f" (agent process {other.agent_pid} at {other.address})"
+def _name_taken(holder: HostStatus, remark: str) -> str:
+    where = f" (agent process {holder.agent_pid} at {holder.address})"
     return (
-        f"host name {host} is taken by another living agent{where}; every host needs a name of its own: "
+        f"host name {holder.host} is taken by another living agent{where}{remark}; every host needs a name of its own: "
         "choose another with --host-name"
     )

@@ -6,16 +6,15 @@ shown once for all hosts, and without frames that do not help.
 
 import asyncio
 import collections
-import contextlib
-import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from resilient_jax.cluster.child_process import LineReader
 from resilient_jax.cluster.gloo_output import GlooFilter
 from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shorten_traceback
 from resilient_jax.telemetry.log_file import LogFile
+from resilient_jax.telemetry.screen_output import print_bytes
 
 LIBRARY_LOG_PATTERN = re.compile(
     rb"^\[[\w./+-]+\.(?:cc|h|cpp):\d+\] "  # gloo's errors, such as a refused connection: [FILE:LINE] ERROR ...
@@ -37,17 +36,6 @@ LAST_LINES = 10
 """How much is shown of a standard error without a traceback."""
 HOLD_S = 3.0
 """How long a traceback is held back: a script that ends with it has ended by then, or has reported its failure."""
-
-
-def print_bytes(text: bytes) -> None:
-    """Print text on the screen. Never raises: a job does not end because its output is closed.
-
-    Unbuffered, so that nothing is left to be written, and to fail, at the end of the process.
-    """
-    if sys.stdout is None:  # closed (`>&-`) before Python began
-        return
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, a closed stream
-        os.write(sys.stdout.fileno(), text)
 
 
 class WorkerOutput:
@@ -79,14 +67,10 @@ class WorkerOutput:
         self._is_crashing = False
         self._gloo = GlooFilter()
 
-    async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
+    async def follow(self, reader: LineReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
         while True:
-            try:
-                line = await reader.readline()
-            except ValueError:  # a line longer than the reader's limit: show what there is
-                line = await reader.read(2**16)
-            if not line:
+            if not (line := await reader.readline()):
                 return
             self.write(line.rstrip(b"\r\n"), is_error=is_error)
 

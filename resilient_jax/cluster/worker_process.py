@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.child_process import ChildProcess, SpawnedProcess, open_line_reader
+from resilient_jax.cluster.child_process import ChildProcess, LineReader, SpawnedProcess, open_line_reader
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
@@ -62,7 +62,7 @@ main()"""
 class OutputReader(Protocol):
     """What reads a worker's output; `WorkerOutput` and `HeldOutput` do."""
 
-    async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
+    async def follow(self, reader: LineReader, *, is_error: bool) -> None:
         """Read lines until the stream ends."""
         ...
 

@@ -1,10 +1,19 @@
 """The budget of a host's restarts, as its agent spends it."""
 
+import asyncio
+import sys
+
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+"""Before a start is tried again for which there was no descriptor, process or memory: the first and the longest."""
+SHORTAGE_WINDOW_S = 120.0
+"""After which a shortage does not make the pauses of the next one longer."""
 
 
 class WorkerRestarts:
@@ -18,6 +27,26 @@ class WorkerRestarts:
             window_s=config.restart_window_s,
             backoff_s=config.restart_backoff_s,
         )
+        # It has no end: a shortage is not the worker's fault, and says nothing about the next one.
+        self._shortages = RestartBudget(
+            max_restarts=sys.maxsize,
+            window_s=SHORTAGE_WINDOW_S,
+            backoff_s=FIRST_PAUSE_S,
+            max_backoff_s=MAX_PAUSE_S,
+        )
+
+    def spend_shortage(self, process: str, error: OSError) -> float:
+        """Say that a process could not be started; return the seconds to wait before that is tried again."""
+        self._shortages, delay_s = self._shortages.spend(self._context.clock.monotonic_s())
+        pause_s = max(delay_s or 0.0, FIRST_PAUSE_S)
+        why = f"no {process} could be started: {error}; trying again in {pause_s:g} s"
+        self._context.print_line(f"{self._context.settings.host}: {why}")
+        return pause_s
+
+    async def wait_for_resources(self, error: OSError) -> None:
+        """Wait before a worker's start is tried again that the machine has refused."""
+        self._context.log.record(EventKind.WORKER_START_FAILED, error=str(error))
+        await asyncio.sleep(self.spend_shortage("worker", error))
 
     def spend(self) -> float | None:
         """Return the seconds to wait before the next start; None if the budget is spent."""

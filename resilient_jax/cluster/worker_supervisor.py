@@ -27,7 +27,14 @@ from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_restarts import WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
-from resilient_jax.errors import ExitCode, HostCorrupt, JoinRefused, PeerError, ScriptRefused
+from resilient_jax.errors import (
+    EXHAUSTION_ERRNOS,
+    ExitCode,
+    HostCorrupt,
+    JoinRefused,
+    PeerError,
+    ScriptRefused,
+)
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
@@ -56,8 +63,6 @@ LAST_LINES_TIMEOUT_S = 1.0
 """For the last lines of a worker that has ended, and for the record of its error."""
 STACKS_TIMEOUT_S = 2.0
 """For the stacks of a worker that is to be killed: one that holds the interpreter cannot send them."""
-START_RETRY_INTERVAL_S = 1.0
-"""How long after a failed start (no descriptor, process or memory left) the next is tried."""
 JOINING_STATES = (WorkerState.STARTING, WorkerState.PREPARING)
 """What a worker that is about to join does before it is idle."""
 FINISH_REMINDER_INTERVAL_S = 60.0
@@ -155,15 +160,15 @@ class WorkerSupervisor:
                 return started
             worker, watching = started
             try:
-                code = await watching
-            except asyncio.CancelledError:
-                await worker.child.kill_and_wait()
-                raise
+                code = await _wait_exited(worker, watching)
             finally:
                 if self._admitting is not None:
                     self._admitting.cancel()
             if self._refusal is not None:
                 raise self._refusal
+            if isinstance(code, OSError):
+                await self._restarts.wait_for_resources(code)
+                continue
             self._log.record(
                 EventKind.WORKER_EXITED,
                 generation=worker.report.generation,
@@ -195,12 +200,10 @@ class WorkerSupervisor:
             try:
                 return await self._start_once()
             except OSError as error:
-                self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
-                self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
-            delay_s = self._restarts.spend()
-            if delay_s is None:
-                return self._restarts.make_outcome(self._output.read_last_errors())
-            await asyncio.sleep(max(delay_s, START_RETRY_INTERVAL_S))
+                await self._restarts.wait_for_resources(error)
+                # What no shortage explains, such as a Python that is away, may stay.
+                if error.errno not in EXHAUSTION_ERRNOS and self._restarts.spend() is None:
+                    return self._restarts.make_outcome(self._output.read_last_errors())
 
     async def _start_once(self) -> "tuple[WorkerProcess, asyncio.Task[int]]":
         """Return the next worker, which its predecessor's standby may be already, and the wait for its end."""
@@ -314,9 +317,11 @@ class WorkerSupervisor:
         try:
             self._snapshots.start()
         except OSError as error:
-            why = f"no snapshot server could be started: {error}"
-            self._print_line(f"{self._settings.host}: {why}")
-            self.kill(why)  # the next worker requests one again
+            pause_s = self._restarts.spend_shortage("snapshot server", error)
+            asyncio.get_running_loop().call_later(
+                pause_s,
+                lambda: self._wants_snapshots and not self._is_over() and self._start_snapshot_server(),
+            )
         self.on_snapshots_changed()
 
     async def _admit(self, worker: WorkerProcess, script: dict[str, str]) -> None:
@@ -428,6 +433,18 @@ class WorkerSupervisor:
         await self.seat_standby.close()
         await self.standby.close()
         self._output.close()
+
+
+async def _wait_exited(worker: WorkerProcess, watching: "asyncio.Task[int]") -> int | OSError:
+    """Return the exit code of a worker, or why it was ended at its start: no descriptor was left to read its output."""
+    try:
+        return await watching
+    except OSError as error:
+        await worker.child.kill_and_wait()
+        return error
+    except asyncio.CancelledError:
+        await worker.child.kill_and_wait()
+        raise
 
 
 async def _let_script_end(

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
+from collections.abc import Iterator
 
 from tests.support.patience import Deadline, patience
 
@@ -38,3 +40,21 @@ def list_targets() -> list[str]:
         with contextlib.suppress(OSError):  # closed meanwhile
             targets.append(os.readlink(f"/proc/self/fd/{number}"))
     return targets
+
+
+@contextlib.contextmanager
+def free_descriptors(count: int) -> Iterator[None]:
+    """Let this process open only `count` more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    used = set(map(int, os.listdir("/proc/self/fd"))) - {probe}
+    limit = probe
+    while count > 0 or limit in used:
+        count -= limit not in used
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -314,6 +314,23 @@ def test_workers_end_with_the_server_and_the_next_ones_are_not_forked(tmp_path: 
     assert on_machine(tmp_path, check) == ["fork_server.started", "fork_server.exited"]
 
 
+def test_a_server_that_is_stopped_goes_on_and_its_workers_live(tmp_path: Path) -> None:
+    async def check(machine: Machine) -> None:
+        worker = await fork(machine, "wait")
+        await read(worker)
+        for _ in range(2):
+            os.kill(machine.server.pid, signal.SIGSTOP)
+            other = await fork(machine, "--steps", "3")
+            await read(other)
+            assert await other.wait_exited() == 7
+        assert worker.exit_code is None
+        worker.kill()
+        await worker.wait_exited()
+
+    kinds = on_machine(tmp_path, check)
+    assert kinds == ["fork_server.started", "fork_server.continued", "fork_server.continued"]
+
+
 def test_another_environment_is_refused_by_the_names_of_the_variables(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
         assert await machine.fork(environment={**machine.environment, "XLA_FLAGS": "", "B": "1"}) is None

@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,27 +29,10 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.server_address import bind_server
+from tests.support.open_descriptors import free_descriptors
 from tests.support.patience import patience, wait_until
 
 ID = SnapshotId(step=1, generation=GenerationNumber(1))
-
-
-@contextlib.contextmanager
-def free_descriptors(count: int) -> Iterator[None]:
-    """Let this process open only `count` more descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probe = os.dup(0)
-    os.close(probe)
-    used = set(map(int, os.listdir("/proc/self/fd"))) - {probe}
-    limit = probe
-    while count > 0 or limit in used:
-        count -= limit not in used
-        limit += 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_connection() -> None:

@@ -3,18 +3,25 @@
 import asyncio
 import contextlib
 import signal
+import time
 
 import pytest
 
 from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
+from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.name_holder import NameHolder
+from resilient_jax.cluster.store_session import LEAVING_S, StoreSession
 from resilient_jax.errors import (
     CallerError,
     CompactedRevision,
+    PeerError,
     PeerUnreachable,
     StoreUnreachable,
     Unauthenticated,
 )
-from resilient_jax.ids import Revision
+from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.protocol.records import HostStatus, Versions
+from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_connection import EtcdUser
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
@@ -87,6 +94,44 @@ def test_the_loss_of_the_leader_interrupts_neither_leases_nor_watches(fault, clu
             assert await store.get("held") is not None
 
     run(main)
+
+
+def test_an_agent_waits_for_a_ghost_whose_lease_elections_prolong(cluster):
+    ttl_s = 3.0
+
+    def session(store, pid):
+        async def ask(holder):
+            return NameHolder.SILENT  # its machine is gone, too
+
+        versions = Versions(python="3", resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
+        status = HostStatus(
+            host=HostName("a"), agent_id=f"a-{pid}", agent_pid=pid, address="10.0.0.7", versions=versions
+        )
+        return StoreSession(store, JobName("job"), ttl_s, SystemClock(), lambda: status, ask_holder=ask)
+
+    async def main():
+        async with connect(cluster, "ghost") as store:
+            await session(store, 7).open()  # never renewed
+            began_s = time.monotonic()
+            second = session(store, 8)
+            waiting = asyncio.create_task(open_until_done(second))
+            while time.monotonic() - began_s < ttl_s + LEAVING_S + 1.0:
+                leader = await asyncio.to_thread(cluster.find_leader)
+                cluster.signal(leader, signal.SIGKILL)
+                await asyncio.sleep(ttl_s / 2)
+                await asyncio.to_thread(cluster.restore)
+            await waiting
+            found = await store.get(make_host_key(JobName("job"), HostName("a")))
+            assert found is not None
+            assert found.lease == second.lease
+
+    run(main)
+
+
+async def open_until_done(session):
+    while True:
+        with contextlib.suppress(PeerError):
+            return await session.open()
 
 
 @pytest.mark.parametrize("member", range(3))

@@ -1,6 +1,9 @@
 """The run directory, which belongs to one job while that job runs."""
 
+import contextlib
+import resource
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from resilient_jax.cluster.run_directory import (
     JobContact,
     claim_directory,
     create_numbered_directory,
+    create_run_directory,
     read_contact,
     read_ended_job,
     remove_contact,
@@ -35,6 +39,30 @@ def test_a_new_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LogUnwritable, match=r"file/run: Not a directory; expected a folder"):
         create_numbered_directory(tmp_path / "file" / "run")
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_takes_nothing_is_refused_and_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+    ended = EndedJob(
+        job="job", outcome=JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0), step=3, metrics={}, wall_s=0.0
+    )
+    with full_disk():
+        with pytest.raises(LogUnwritable, match="expected a folder that this user may write, on a disk with"):
+            create_run_directory(tmp_path)
+        with pytest.raises(LogUnwritable, match="Choose another with --run-dir, or free space"):
+            write_contact(tmp_path, OURS)
+        write_ended_job(tmp_path, ended)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_claimed_by_one_job_at_a_time(tmp_path: Path) -> None:

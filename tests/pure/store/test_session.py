@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from resilient_jax.clock import Clock, ManualClock
+from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_alive
 from resilient_jax.cluster.store_session import RENEWALS_PER_TTL, SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId
@@ -58,13 +59,14 @@ def make_session(
     pid: int = 7,
     versions: Versions = VERSIONS,
     on_renewed: Callable[[float], None] = lambda until_s: None,
+    ask_holder: AskHolder = assume_alive,
 ) -> StoreSession:
     def status() -> HostStatus:
         return HostStatus(
             host=HostName("a"), agent_id=f"a-{pid}", agent_pid=pid, address="10.0.0.7", versions=versions
         )
 
-    return StoreSession(store, JOB, TTL_S, clock, status, on_renewed)
+    return StoreSession(store, JOB, TTL_S, clock, status, on_renewed, ask_holder=ask_holder)
 
 
 def run(main: Callable[[Distant, ManualClock], Awaitable[None]]) -> None:
@@ -197,6 +199,81 @@ def test_the_name_of_an_agent_that_was_killed_is_free_when_its_lease_ends() -> N
         assert found is not None
         assert found.lease == second.lease
         assert TTL_S <= clock.monotonic_s() <= TTL_S + EXPIRY_CHECK_INTERVAL_S + 0.25
+
+    run(main)
+
+
+async def hold_name(store: Distant, clock: ManualClock, pid: int = 7) -> "asyncio.Task[None]":
+    """Have an agent take the name under a lease that does not end."""
+    first = make_session(store, clock, pid)
+    await first.open()
+    return asyncio.create_task(first.keep_alive())
+
+
+def test_the_lease_of_an_agent_that_is_gone_is_ended_however_long_it_would_last() -> None:
+    async def main(store: Distant, clock: ManualClock) -> None:
+        renewing = await hold_name(store, clock)
+        asked: list[str] = []
+
+        async def ask(holder: HostStatus) -> NameHolder:
+            asked.append(holder.agent_id)
+            return NameHolder.GONE
+
+        second = make_session(store, clock, 8, ask_holder=ask)
+        await second.open()
+        found = await store.get(KEY)
+        assert found is not None
+        assert found.lease == second.lease
+        assert asked == ["a-7"]
+        renewing.cancel()
+
+    run(main)
+
+
+def test_an_agent_that_does_not_answer_keeps_its_name_until_its_lease_ends() -> None:
+    async def main(store: Distant, clock: ManualClock) -> None:
+        renewing = await hold_name(store, clock)
+
+        async def ask(_: HostStatus) -> NameHolder:
+            if clock.monotonic_s() > 20 * TTL_S:
+                renewing.cancel()  # the cluster prolongs it no more
+            await asyncio.sleep(TTL_S)  # longer than may be waited for an answer
+            return NameHolder.ALIVE
+
+        second = make_session(store, clock, 8, ask_holder=ask)
+        await second.open()
+        assert clock.monotonic_s() > 20 * TTL_S
+        found = await store.get(KEY)
+        assert found is not None
+        assert found.lease == second.lease
+
+    run(main)
+
+
+def test_a_name_is_not_waited_for_without_end() -> None:
+    async def main(store: Distant, clock: ManualClock) -> None:
+        renewing = await hold_name(store, clock)
+
+        async def ask(_: HostStatus) -> NameHolder:
+            return NameHolder.SILENT
+
+        with pytest.raises(
+            JoinRefused, match=r"at 10\.0\.0\.7\), which has not answered for 12\d s; every host"
+        ):
+            await make_session(store, clock, 8, ask_holder=ask).open()
+        renewing.cancel()
+
+    run(main)
+
+
+def test_an_agent_that_lost_its_session_takes_its_own_name_again() -> None:
+    async def main(store: Distant, clock: ManualClock) -> None:
+        renewing = await hold_name(store, clock)
+        began_s = clock.monotonic_s()
+        again = make_session(store, clock)
+        await again.open()
+        assert clock.monotonic_s() - began_s < TTL_S
+        renewing.cancel()
 
     run(main)
 
