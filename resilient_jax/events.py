@@ -78,14 +78,16 @@ class EventKind(enum.StrEnum):
     LEADER_ELECTED = "leader.elected"
     """This host's agent leads from now on. Detail: `token` (grows with every leader)."""
     LEADER_RESIGNED = "leader.resigned"
-    """This host's agent no longer leads: another revision or leader was found in the store."""
+    """This host's agent no longer leads: another revision or leader was found in the store; or it got a
+    notice to leave, and lets another host lead."""
     HOST_LOST = "host.lost"
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
     HOST_FOUND_DEAD = "host.found_dead"
     """No process listens any more where a host's agent did, so this host's agent ended its lease before its time.
     Detail: `dead` (the host)."""
     HOST_DRAINING = "host.draining"
-    """A preemption notice (SIGTERM): this host leaves between two steps; in a pipeline, once blocks are copied."""
+    """A notice (SIGTERM): this host leaves between two steps; in a pipeline, once blocks are copied.
+    Detail: `signal`, `seconds` (of its grace)."""
     HOST_QUARANTINED = "host.quarantined"
     """A host takes no part in the job for a while. Detail: `quarantined` (the host), `seconds`, `reason`."""
     DEVICE_QUARANTINED = "device.quarantined"

@@ -24,6 +24,7 @@ from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.cluster.fork_server_process import ForkServerProcess
 from resilient_jax.cluster.host_keeper import HostCare, HostKeeper
 from resilient_jax.cluster.job_view import JobView
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE, NoticeGrace
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.run_directory import (
     EndedJob,
@@ -35,6 +36,7 @@ from resilient_jax.cluster.run_directory import (
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
@@ -54,8 +56,8 @@ STORE_TIMEOUT_S = 30.0
 WATCH_RETRY_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
 """How often the leader is asked how far the hosts are."""
-END_GRACE_S = 35.0
-"""Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
+END_GRACE_S = 10.0
+"""Agents clean up in well under a second after the grace of a notice; this bounds the wait for one that cannot."""
 LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
 """Exit codes of agents that were ordered to leave."""
 
@@ -86,6 +88,7 @@ class LaunchSettings:
         store_host: address that the embedded store listens at.
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
+        grace: of a notice to leave, which agents get in `agent_options`, too.
         fork_environment: of workers that are forked from one process of this machine; None: each is a process of its
             own.
     """
@@ -104,6 +107,7 @@ class LaunchSettings:
     store_host: str = "127.0.0.1"
     store: str | None = None
     store_tls: Path | None = None
+    grace: NoticeGrace = DEFAULT_GRACE
     fork_environment: Mapping[str, str] | None = None
 
 
@@ -129,6 +133,8 @@ class Launcher:
         self._interrupted = 0
         self._over = asyncio.Event()
         self._keepers: dict[HostName, HostKeeper] = {}
+        self._grace_s = settings.grace.seconds
+        """Of the notice that agents have got, or may get."""
         self.view = JobView()
         self.address = ""
         self._leader_endpoint = ""
@@ -143,8 +149,8 @@ class Launcher:
         """Start everything, wait for the job's end, leave no process behind."""
         settings, directory = self._settings, self._settings.run_directory
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        for number in (signal.SIGINT, *list_handled_notices()):
+            loop.add_signal_handler(number, self._on_signal, number)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         async with self._open_store(log) as store:
             contact = JobContact(
@@ -253,7 +259,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         while pending:
             if deadline_s is None and self._is_ending():
-                deadline_s = loop.time() + END_GRACE_S
+                deadline_s = loop.time() + self._grace_s + END_GRACE_S
             if deadline_s is not None and loop.time() > deadline_s:
                 return
             finished, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
@@ -341,11 +347,17 @@ class Launcher:
         environment = {**settings.environment, **own, TOKEN_VARIABLE: self._credentials.token}
         connection = self._fork_server.connect_agent() if self._fork_server is not None else None
         if connection is None:
-            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT)
+            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, answers_notices=True)
         with connection:
             descriptor = connection.fileno()
             environment[FORK_SERVER_VARIABLE] = str(descriptor)
-            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, pass_fds=(descriptor,))
+            return SpawnedProcess(
+                command,
+                env=environment,
+                stderr=subprocess.STDOUT,
+                pass_fds=(descriptor,),
+                answers_notices=True,
+            )
 
     async def _watch(self, store: Store) -> None:
         prefix = f"/{self._settings.job}/"
@@ -388,13 +400,16 @@ class Launcher:
             self._on_change(self.view)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""
+        """Give all hosts the notice, once, or end them now (SIGINT)."""
+        if number is not signal.SIGINT:
+            if self._interrupted:
+                return
+            self._grace_s = self._settings.grace.find_s(number, time.time())
         self._interrupted += 1
         self._over.set()
-        forward = number if self._interrupted == 1 else signal.SIGINT
         for keeper in self._keepers.values():
             if keeper.agent is not None:
-                keeper.agent.send_signal(forward)
+                keeper.agent.send_signal(number)
 
 
 def _outcome_kind_of(code: int) -> JobOutcomeKind:

@@ -14,12 +14,12 @@ from resilient_jax.protocol.records import (
     Member,
     SeatId,
     SnapshotServerStatus,
-    Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.versions import Versions
 
 VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")
 GROUP_HOSTS: Final = 8
@@ -65,6 +65,10 @@ def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
         return status
     match generation.phase:
         case GenerationPhase.QUIESCE:
+            return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
+        case GenerationPhase.PAUSE:
+            return change_report(status, generation=number, earliest_stop_step=status.step)
+        case GenerationPhase.BOUNDARY:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.FORM:
             return _form(status, generation, member)
