@@ -3,6 +3,7 @@
 from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.traceback_text import is_start
 from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.health.error_texts import summarize_error
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind
 from resilient_jax.protocol.worker_messages import JOB_OVER_EXIT_CODE, RESTART_EXIT_CODE
@@ -41,6 +42,13 @@ def describe_exit(code: int) -> str:
     if code < 0:
         return f"was ended by {get_signal_name(-code)}"
     return f"exited with code {code}"
+
+
+def describe_end(worker: WorkerProcess, code: int) -> str:
+    """Return how a worker ended, with the error of a script that failed, as the predicate of a sentence."""
+    error = summarize_error(find_error(worker) or find_reported_error(worker))
+    at = f" ({error.place})" if error.place else ""
+    return f"{describe_exit(code)}: {error.message}{at}" if error.what else describe_exit(code)
 
 
 def apply_exit_code(

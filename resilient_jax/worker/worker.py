@@ -259,14 +259,16 @@ class Worker:
         except GenerationEnded:
             return False, None
         except Exception as error:
+            text = _format_from_script(error)
+            is_of_others = is_collective_failure(error) or isinstance(error, PeerError)
             # Whatever an interrupted call raises is no failure of this host's: the generation had ended before.
             if self._agent.is_interrupted:
-                return False, None
-            text = _format_from_script(error)
+                late = WorkerFailure(kind=WorkerFailureKind.LATE, text=text)
+                return False, None if is_of_others else late
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=_summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
-            if is_collective_failure(error) or isinstance(error, PeerError):
+            if is_of_others:
                 self._record_event(EventKind.COLLECTIVE_FAILED, error=_summarize(error))
                 is_explained = isinstance(error, ServiceEnded)
                 kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE

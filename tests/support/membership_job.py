@@ -23,14 +23,19 @@ from resilient_jax.protocol.records import (
     GenerationPhase,
     HostStatus,
     SeatId,
-    SnapshotServerStatus,
     Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.recovery_records import TimedChange
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotPhase,
+    SnapshotServerStatus,
+    SnapshotStatus,
+)
 from tests.support.checked_membership import CheckedMachine
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")

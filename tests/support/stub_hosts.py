@@ -13,13 +13,18 @@ from resilient_jax.protocol.records import (
     HostStatus,
     Member,
     SeatId,
-    SnapshotServerStatus,
     Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotPhase,
+    SnapshotServerStatus,
+    SnapshotStatus,
+)
 
 VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")
 GROUP_HOSTS: Final = 8
