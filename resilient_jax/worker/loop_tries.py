@@ -54,7 +54,8 @@ class LoopTries:
             raise ErrorSwallowed(
                 f"steps: found a loop that was left {self._count} times in a row in the step after {committed} "
                 f"commits, by an exception at {self._place} that the script catches; expected one that leaves "
-                "`train`. Raise it again where it is caught: this host's worker is then started again, or the job ends with that error"
+                "`train`. Raise it again where it is caught: this host's worker is then started again, or the job ends "
+                "with that error"
             )
 
 
