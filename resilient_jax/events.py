@@ -242,6 +242,8 @@ class EventKind(enum.StrEnum):
     GPU_FAILED = "gpu.failed"
     """A GPU of this host must not train any more; what follows depends on `gpu_health`. Detail: `gpu`, `what` (such as
     XID 79), `why`, `is_worker_ended` (whether work on it cannot be trusted, or is lost)."""
+    GPU_SUSPECTED = "gpu.suspected"
+    """The error of a script is one that a device causes: the GPUs of this host are read at once. Detail: `error`."""
     GPU_NOTED = "gpu.noted"
     """A GPU of this host, or its driver, reported something that is no reason to stop. Detail: `gpu`, `what`, `why`."""
     GPU_THROTTLED = "gpu.throttled"

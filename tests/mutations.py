@@ -99,7 +99,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "membership",
-        "membership/rules.py",
+        "membership/generation_end.py",
         "GenerationNumber(state.generation.number + 1)",
         "state.generation.number",
         "two sets of members have one number",
@@ -120,10 +120,24 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "membership",
-        "membership/rules.py",
+        "membership/generation_end.py",
         "attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0",
         "attempts = 0",
         "failures that no death explains are retried for ever",
+    ),
+    Mutation(
+        "membership",
+        "membership/raised_errors.py",
+        "one.host != error.host and one.is_same_error(error)",
+        "one.is_same_error(error)",
+        "an error that one host alone raises ends the job",
+    ),
+    Mutation(
+        "membership",
+        "membership/worker_errors.py",
+        "return outcome if is_known else None",
+        "return outcome",
+        "what a host raises because it is interrupted counts as its own error",
     ),
     Mutation(
         "membership",

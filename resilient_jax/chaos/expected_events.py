@@ -192,7 +192,7 @@ def _matches(event: Event, expected: Sequence[EventKind], host: str) -> bool:
         return False
     detail = event.detail
     match event.kind:
-        case EventKind.USER_ERROR:  # the first host that reports an error ends the job for all
+        case EventKind.USER_ERROR:  # a host that another's error interrupts does not report its own
             return True
         case EventKind.HOST_LOST:
             return detail.get("lost") == host

@@ -266,7 +266,8 @@ class Agent:
         )
 
     def _on_generation(self, generation: Generation) -> None:
-        """Bring the status in the store up to date when a generation has ended."""
+        """Bring the status in the store up to date when a generation has ended, and note whose errors it names."""
+        self._supervisor.errors.read(generation)
         session = self._registration.session
         if session is None or session.written is None:
             return

@@ -75,6 +75,9 @@ class GpuWatch:
         self._monitor = GpuMonitor()
         self._acts = context.settings.config.gpu_health == "act"
         self._stop = threading.Event()
+        self._is_suspected = threading.Event()
+        """Set to have the thread read the GPUs now: an error of the worker's is one that a device causes."""
+        supervisor.on_suspicion = self._is_suspected.set
         self._first: asyncio.Future[_Observation] | None = None
         """The first reading; as long as it is awaited, the host has not joined."""
         self._ended: asyncio.Future[None] | None = None
@@ -259,7 +262,8 @@ class GpuWatch:
             if xids is None:
                 self._stop.wait(XID_WAIT_S)
             readings: tuple[GpuReading, ...] = ()
-            if clock.monotonic_s() >= next_s:
+            if clock.monotonic_s() >= next_s or self._is_suspected.is_set():
+                self._is_suspected.clear()
                 readings, next_s = reader.read(), clock.monotonic_s() + READ_INTERVAL_S
             problem = "" if reader.xid_problem == told else reader.xid_problem
             told = reader.xid_problem

@@ -184,6 +184,7 @@ def _make_leader(
             quiesce_timeout_s=config.quiesce_timeout_s,
             forming_timeout_s=config.forming_timeout_s,
             max_collective_retries=config.max_collective_retries,
+            max_error_restarts=config.max_error_restarts,
             state_loss_policy=StateLossPolicy(config.state_loss_policy),
             spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
             replaces_workers=settings.replaces_workers,

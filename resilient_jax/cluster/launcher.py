@@ -34,6 +34,7 @@ from resilient_jax.cluster.run_directory import (
     write_ended_job,
 )
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
+from resilient_jax.cluster.worker_exit import describe_missing, find_killed_scripts
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.notices import list_handled_notices
@@ -284,9 +285,15 @@ class Launcher:
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
+        trained = [] if self.view.generation is None else [m.host for m in self.view.generation.members]
+        killed = find_killed_scripts(codes, trained)
+        for host, number in killed.items():
+            self._on_line(f"{host}: {describe_missing(-number)}".encode())
         # These codes mean that a host left or was given up: the others finished the job without it.
         failed = [
-            (host, code) for host, code in sorted(codes.items()) if code > 0 and code not in OWN_EXIT_CODES
+            (host, code)
+            for host, code in sorted(codes.items())
+            if code > 0 and code not in OWN_EXIT_CODES and host not in killed
         ]
         if not failed:
             return outcome

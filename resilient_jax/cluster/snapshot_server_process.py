@@ -18,8 +18,7 @@ from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.async_connection import AsyncConnection
-from resilient_jax.protocol.records import SnapshotServerStatus
-from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.protocol.snapshots import SnapshotServerStatus, SnapshotStatus
 from resilient_jax.snapshot.messages import (
     SERVER_TO_AGENT_DECODER,
     SETTINGS_ENV_VARIABLE,

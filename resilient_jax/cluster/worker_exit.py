@@ -1,8 +1,13 @@
 """What the end of a worker means for its host and its job. Pure."""
 
+import signal
+from collections.abc import Collection, Mapping
+
 from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.traceback_text import is_start
 from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.errors import ExitCode
+from resilient_jax.health.error_texts import summarize_error
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind
 from resilient_jax.protocol.worker_messages import JOB_OVER_EXIT_CODE, RESTART_EXIT_CODE
@@ -43,6 +48,41 @@ def describe_exit(code: int) -> str:
     return f"exited with code {code}"
 
 
+def describe_end(worker: WorkerProcess, code: int) -> str:
+    """Return how a worker ended, with the error of a script that failed, as the predicate of a sentence."""
+    error = summarize_error(find_error(worker) or find_reported_error(worker))
+    at = f" ({error.place})" if error.place else ""
+    return f"{describe_exit(code)}: {error.message}{at}" if error.what else describe_exit(code)
+
+
+def describe_missing(code: int) -> str:
+    """Return what is missing where a signal ended a script after training."""
+    return (
+        f"training is done, but the script {describe_exit(code)} before its end; what it does after training is "
+        "missing on this host"
+    )
+
+
+def find_killed_scripts(codes: Mapping[HostName, int], trained: Collection[HostName]) -> dict[HostName, int]:
+    """Return the hosts whose script a signal ended after training, and the signals, if another has come to its end.
+
+    All hosts have the result of training, and run the same script with it: one that did is enough. A script that ended
+    with an error of its own is none of these: another host's success does not excuse it.
+
+    Args:
+        codes: the exit codes of all agents.
+        trained: the hosts that trained to the end.
+    """
+    if not any(codes.get(host) == 0 for host in trained):
+        return {}
+    signals = {int(number) for number in signal.valid_signals()}
+    return {
+        host: code - SIGNAL_EXIT_CODE_BASE
+        for host, code in sorted(codes.items())
+        if code - SIGNAL_EXIT_CODE_BASE in signals and code != ExitCode.INTERRUPTED
+    }
+
+
 def apply_exit_code(
     outcome: JobOutcome, worker: WorkerProcess, host: HostName, earlier_code: int | None
 ) -> tuple[JobOutcome, str]:
@@ -73,14 +113,10 @@ def apply_exit_code(
         code = earlier_code
     if code == 0:
         return outcome, ""
-    missing = (
-        f"training is done, but the script {describe_exit(code)} before its end; what it does after training is "
-        "missing on this host"
-    )
     failed = JobOutcome(
         kind=JobOutcomeKind.USER_ERROR,
         exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
         host=host,
-        message=find_error(worker) if code > 0 else missing,
+        message=find_error(worker) if code > 0 else describe_missing(code),
     )
     return failed, ""

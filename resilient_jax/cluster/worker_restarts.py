@@ -1,4 +1,4 @@
-"""The budget of a host's restarts, as its agent spends it."""
+"""The budget of a host's restarts, as its agent spends it, and which errors may be tried again."""
 
 import asyncio
 import sys
@@ -7,7 +7,37 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.protocol.records import Generation, JobOutcome, JobOutcomeKind
+
+
+class NotedErrors:
+    """The newest worker of this host whose error the leader has noted, and decided about.
+
+    Args:
+        host: this one.
+    """
+
+    def __init__(self, host: HostName) -> None:
+        self._host = host
+        self._noted = Incarnation(0)
+        self._changed = asyncio.Event()
+
+    def read(self, generation: Generation) -> None:
+        """Take in what a generation says."""
+        noted = max(
+            (one.incarnation for one in generation.raised if one.host == self._host), default=self._noted
+        )
+        if noted > self._noted:
+            self._noted = noted
+            self._changed.set()
+
+    async def wait_noted(self, incarnation: Incarnation) -> None:
+        """Wait until the leader has noted this worker's error; for ever if the job ends with it."""
+        while self._noted < incarnation:
+            self._changed.clear()
+            await self._changed.wait()
+
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0

@@ -18,14 +18,14 @@ from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mi
 from resilient_jax.cluster.worker_exit import (
     SIGNAL_EXIT_CODE_BASE,
     apply_exit_code,
-    describe_exit,
+    describe_end,
     find_error,
     find_reported_error,
     is_users_error,
 )
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
-from resilient_jax.cluster.worker_restarts import WorkerRestarts
+from resilient_jax.cluster.worker_restarts import NotedErrors, WorkerRestarts
 from resilient_jax.cluster.worker_starter import WorkerStarter
 from resilient_jax.errors import (
     EXHAUSTION_ERRNOS,
@@ -36,6 +36,7 @@ from resilient_jax.errors import (
     ScriptRefused,
 )
 from resilient_jax.events import Event, EventKind
+from resilient_jax.health.error_texts import Blame, summarize_error
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
@@ -84,6 +85,8 @@ class WorkerSupervisor:
         status: what the store is given of it.
         progress: the last step and metrics that it sent.
         on_event: called with each event of the worker; returns why the host must leave the job, or None.
+        errors: of its workers that the leader has noted.
+        on_suspicion: called when the error of a worker is one that a device causes.
         standby: the process that waits to replace it, unless that has a seat.
         seat_standby: the process that waits in a seat.
     """
@@ -105,6 +108,7 @@ class WorkerSupervisor:
         self._clock = context.clock
         self._devices = context.devices
         self.on_event: OnEvent = lambda event: None
+        self.on_suspicion: Callable[[], None] = lambda: None
         self._print_line = context.print_line
         self._admission = context.admission
         self._admitting: asyncio.Task[None] | None = None
@@ -135,6 +139,7 @@ class WorkerSupervisor:
         self._is_job_failed = False
         """Whether the job has ended with an error of the user's, on whichever host."""
         self._restarts = WorkerRestarts(context)
+        self.errors = NotedErrors(settings.host)
         self._stacks = StacksFile(directory, settings.host)
         self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
@@ -178,10 +183,7 @@ class WorkerSupervisor:
             )
             self._settle_traceback(worker, code)
             self._on_changed(worker)
-            if self._is_over() or is_users_error(code):
-                # After the user's error its status stays, for the leader to end the job with: another
-                # worker's status would hide it, and the error would be retried.
-                await self._take_back(worker)
+            if not await self._is_tried_again(worker, code):
                 return None
             if worker.report.is_done:
                 self._done_and_killed = code
@@ -190,7 +192,7 @@ class WorkerSupervisor:
             if delay_s is None:
                 return self._restarts.make_outcome(self._output.read_last_errors())
             then = "starting another" if self._promoted is None else "its standby is the worker now"
-            self._print_line(f"{self._settings.host}: worker {describe_exit(code)}; {then}")
+            self._print_line(f"{self._settings.host}: worker {describe_end(worker, code)}; {then}")
             if self._promoted is None:
                 await asyncio.sleep(delay_s)
 
@@ -244,13 +246,22 @@ class WorkerSupervisor:
         )
         self._on_changed(promoted.process)
 
-    async def _take_back(self, ended: WorkerProcess) -> None:
-        """End a standby that took over from a worker whose end was no death, but stands."""
+    async def _is_tried_again(self, ended: WorkerProcess, code: int) -> bool:
+        """Return whether another worker follows this one; after an error of the script's once the leader has noted it.
+
+        Until then its status stays, which another worker's would hide: that of a standby that has taken over, too.
+        """
+        # With its peers gone, JAX may end a process by a signal that is ending with its script's error.
+        if not self._is_over() and not is_users_error(code) and not find_reported_error(ended):
+            return True
         promoted, self._promoted = self._promoted, None
         if promoted is not None and not self._is_over():
             self.worker = ended
             self._on_changed(ended)
             await promoted.process.child.kill_and_wait()
+        if not self._is_over():
+            await self.errors.wait_noted(ended.incarnation)
+        return not self._is_over()
 
     def _settle_traceback(self, worker: WorkerProcess, code: int) -> None:
         """Record the error of a script that failed; print it, unless `launch` shows one in its last lines."""
@@ -258,6 +269,9 @@ class WorkerSupervisor:
         error = (find_error(worker) or find_reported_error(worker)) if is_failed else ""
         if error:
             self._log.record(EventKind.SCRIPT_FAILED, exit_code=code, error=error)
+            if (summary := summarize_error(error)).blame is Blame.DEVICE:
+                self._log.record(EventKind.GPU_SUSPECTED, error=summary.message)
+                self.on_suspicion()
         # A script that was killed while it ended with a traceback had most likely the error that the job ended with.
         if (error or self._is_job_failed) and self._settings.is_launched:
             self._output.forget_traceback()

@@ -65,6 +65,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and is quarantined, and
     the others continue without it. Zero: never restart."""
 
+    max_error_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 1
+    """Restarts of one host's worker at one step after errors that its script alone raises; after one more the host is
+    quarantined. What two hosts raise alike ends the job at once. Each counts against `max_restarts`, too."""
+
     max_host_losses: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
     """Losses of one host within `restart_window_s`, without a notice that it leaves; after one more it is quarantined,
     unless fewer than `min_hosts` would be left."""

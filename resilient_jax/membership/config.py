@@ -37,6 +37,8 @@ class MembershipConfig:
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0
     max_collective_retries: int = 3
+    max_error_restarts: int = 1
+    """How often the worker of a host is started again at one step, after errors of its script."""
     checkpoint_poll_timeout_s: float = 30.0
     """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
     progress_interval_s: float = 10.0

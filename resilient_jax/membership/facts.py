@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.protocol.dropped_worker import DroppedWorker
@@ -14,16 +13,12 @@ from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
     HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
     Member,
     SeatId,
-    WorkerFailureKind,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
-from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
 
@@ -273,35 +268,6 @@ def has_lost_service(state: MembershipState) -> bool:
     One that formed without needs none: no clique is formed in it.
     """
     return bool(state.generation.service_address) and not has_service(state)
-
-
-def find_user_error(state: MembershipState) -> JobOutcome | None:
-    """Return the user's own error, from any worker; None if there is none."""
-    # By name, so that each leader would name the same host.
-    found = (find_user_error_on(status) for _, status in sorted(state.hosts.items()))
-    return next((outcome for outcome in found if outcome is not None), None)
-
-
-def find_user_error_on(status: HostStatus) -> JobOutcome | None:
-    """Return the user's own error from one host's worker; None if there is none."""
-    worker = status.worker
-    if worker is None:
-        return None
-    failure, code = worker.report.failure, worker.exit_code
-    if code is not None and code > 0 and code != RESTART_EXIT_CODE:
-        text = worker.error or (failure.text if failure else "")
-    elif code == 0 and not worker.report.is_done:
-        code, text = (
-            int(ExitCode.USAGE),
-            "the script ended before rj.run(...) had returned; call rj.run(train) in it",
-        )
-    elif failure is not None and failure.kind is WorkerFailureKind.USER and code is None:
-        if worker.is_unresponsive:
-            return None
-        code, text = 1, failure.text
-    else:
-        return None
-    return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=status.host, message=text)
 
 
 def find_suspect(state: MembershipState, min_hosts: int) -> HostName | None:

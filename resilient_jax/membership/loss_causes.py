@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.worker_errors import find_user_error_on
 from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.recovery_records import LossCause
 
@@ -54,5 +55,6 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
         and worker.incarnation == member.incarnation
         and worker.exit_code is None
         and not worker.is_dying
+        and find_user_error_on(status) is None
     )
     return LossCause.LEFT_OUT if is_there else LossCause.WORKER

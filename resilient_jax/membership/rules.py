@@ -19,7 +19,8 @@ The rules, from which the code below follows:
    none in a job that had made progress, all begin with the newest checkpoint that a host sees on storage; without one
    the job ends with that reason, unless its policy is to restart.
    Members that find a host which computes wrongly say which states it cannot have touched: others count no more.
-7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
+7. A host whose script raises an error is tried again, and taken out; what two hosts raise alike, or none can do
+   without, ends the job (`raised_errors`). A collective that fails although no host died is
    retried a few times; then the host that reported most of the failures is quarantined, and if that does not help, the
    job ends with the error. A worker that keeps the others waiting (`hangs`) is left out. What escalates, and how, is in
    `severities`. A host in quarantine leaves as after a notice, and does not join.
@@ -50,7 +51,6 @@ from typing import assert_never
 import msgspec
 
 from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import (
     ALL_LATE_FACTOR,
@@ -59,7 +59,7 @@ from resilient_jax.membership.config import (
     MembershipConfig,
 )
 from resilient_jax.membership.disruptions import Disruption, find_disruption
-from resilient_jax.membership.doubt import doubt_newer_states, doubt_parts, find_corrupt_hosts
+from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_hosts
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
@@ -67,20 +67,18 @@ from resilient_jax.membership.facts import (
     find_recoverable_step,
     find_snapshot,
     find_suspect,
-    find_user_error,
     find_worker,
     has_service,
     have_all_finished_step,
     is_idle,
     is_snapshot_needed,
     join_names,
-    list_dropped_workers,
     list_joiners,
     list_live_workers,
-    list_replaced_workers,
     list_survivors,
     owes_answer,
 )
+from resilient_jax.membership.generation_end import break_off, finish, quiesce
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.job_end import (
     decide_to_end,
@@ -90,10 +88,11 @@ from resilient_jax.membership.job_end import (
     must_save_first,
 )
 from resilient_jax.membership.job_history import note_progress, note_transition
-from resilient_jax.membership.kept_stages import list_groups, note_stage_hosts
+from resilient_jax.membership.kept_stages import note_stage_hosts
 from resilient_jax.membership.planned_axes import find_constants, list_axes
 from resilient_jax.membership.planned_change import decide_in_pause, plan_change
-from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
+from resilient_jax.membership.raised_errors import explain_by_error, react_to_errors
+from resilient_jax.membership.recovery_decision import decide_after_loss
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
@@ -107,7 +106,6 @@ from resilient_jax.membership.spare_hosts import (
 from resilient_jax.membership.state_loss import (
     decide_after_state_loss,
     is_any_polling_checkpoints,
-    make_state_loss_outcome,
 )
 from resilient_jax.membership.world_formation import (
     StartCoordinationService,
@@ -169,15 +167,8 @@ def _next_transition(
     generation = state.generation
     if generation.phase is GenerationPhase.FINISHED:
         return None
-    # Before disruptions: the exit of a worker with an error of the user's
-    # is a lost member as well, and would be retried.
-    if (outcome := _find_outcome(state)) is not None:
-        return _finish(generation, outcome)
-    # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
-    if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
-        return _break_off(state, disruption, config)
-    if hang := find_hang(state):
-        return _end_hang(state, hang, config)
+    if (ended := _end_early(state, config)) is not None:
+        return ended
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return _in_quiesce(state, now, config)
@@ -194,62 +185,19 @@ def _next_transition(
             assert_never(generation.phase)
 
 
-def _find_outcome(state: MembershipState) -> JobOutcome | None:
-    """Return how the job ends at once: by an error of the user's, or because all hosts must leave now."""
-    if outcome := find_user_error(state):
-        lost = state.generation.state_loss
-        return outcome if lost is None else make_state_loss_outcome(lost, outcome)
-    return make_notice_outcome(state) if is_out_of_time(state) else None
-
-
-def _finish(generation: Generation, outcome: JobOutcome) -> Generation:
-    return msgspec.structs.replace(
-        generation,
-        phase=GenerationPhase.FINISHED,
-        outcome=outcome,
-        reason=str(outcome.kind),
-        decision=decide_to_stop(generation, outcome),
-    )
-
-
-def _quiesce(
-    state: MembershipState, why: Disruption, members: tuple[Member, ...] | None = None
-) -> Generation:
-    """Return the next number, in QUIESCE, with the members that are left."""
-    generation, number = state.generation, GenerationNumber(state.generation.number + 1)
-    # Before any of them is left out, for only that one may know it.
-    doubted = doubt_newer_states(state, number) or generation
-    members = list_survivors(state) if members is None else members
-    no_member_died = members == generation.members
-    # The members' own steps: one that only a dead host committed would count as progress forever.
-    made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
-    # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
-    attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
-    before = generation.suspects if attempts > 1 else ()
-    suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
-    return msgspec.structs.replace(
-        doubted,
-        number=number,
-        phase=GenerationPhase.QUIESCE,
-        members=members,
-        unreadable_snapshots=generation.unreadable_snapshots
-        + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
-        boundary_step=None,
-        ends_job=False,
-        parts_stay=False,
-        next_members=None,
-        earlier_stage_hosts=list_groups(state),
-        dropped_workers=list_dropped_workers(state, members),
-        progress=find_recoverable_step(state),
-        attempts=attempts,
-        are_parts_doubtful=doubt_parts(state, attempts, is_explained=why.is_explained),
-        failed_host=why.failed_host,
-        suspects=suspects,
-        taken_out=generation.taken_out if attempts > 1 else None,
-        failure_text=why.failure_text,
-        reason=why.reason,
-        hang="",
-    )
+def _end_early(state: MembershipState, config: MembershipConfig) -> Generation | None:
+    """Return what follows a generation that is over before its phase is: by an error, a loss, a notice or a hang."""
+    # Before disruptions: the exit of a worker with an error of the script's is a lost member as well.
+    if (reaction := react_to_errors(state, config)) is not None:
+        return reaction
+    if is_out_of_time(state):
+        return finish(state.generation, make_notice_outcome(state))
+    # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
+    if state.generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
+        return break_off(state, disruption, config)
+    if hang := find_hang(state):
+        return _end_hang(state, hang, config)
+    return None
 
 
 def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
@@ -259,23 +207,8 @@ def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> G
     """
     why = Disruption(hang.reason, hang.hosts[0] if hang.hosts else None, hang.reason)
     left = tuple(m for m in list_survivors(state) if m.host not in hang.hosts)
-    quiescing = _break_off(state, why, config, left)
+    quiescing = break_off(state, why, config, left)
     return msgspec.structs.replace(quiescing, hang=hang.reason)
-
-
-def _break_off(
-    state: MembershipState,
-    why: Disruption,
-    config: MembershipConfig,
-    members: tuple[Member, ...] | None = None,
-) -> Generation:
-    """Return the next number, in QUIESCE; without members where all workers of the world are replaced."""
-    left = _quiesce(state, why, members)
-    if not config.replaces_workers:
-        return left
-    return msgspec.structs.replace(
-        left, members=(), dropped_workers=list_replaced_workers(state, left.number)
-    )
 
 
 def _in_quiesce(
@@ -284,7 +217,7 @@ def _in_quiesce(
     generation = state.generation
     lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
-        return _quiesce(state, Disruption(f"lost {join_names(lost)}"))
+        return quiesce(state, Disruption(f"lost {join_names(lost)}"))
     waited_s = now - state.phase_since_s
     waiting: list[tuple[Member, WorkerStatus]] = []
     here: list[WorkerStatus] = []
@@ -316,7 +249,7 @@ def _in_quiesce(
         names = join_names(m.host for m, _ in waiting)
         left = _without_late(generation, waiting)
         text = f"{names} did not stop within {waited_s:.1f} s{describe_places(waiting)}"
-        return _quiesce(state, Disruption(text), left)
+        return quiesce(state, Disruption(text), left)
     return _settle(state, now, config)
 
 
@@ -339,14 +272,14 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
         hosts = [member.host for member, _ in late]
         text = f"{join_names(hosts)} did not join the world within {config.forming_timeout_s:g} s"
         why = Disruption(text + describe_places(late), hosts[0], text)
-        return _break_off(state, why, config)
+        return break_off(state, why, config)
     return None
 
 
 def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
     if generation.members and all(w.report.is_done for w in list_live_workers(state)):
-        return _finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
+        return finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     # So that a job which hosts join and leave all the time advances by a step in every generation.
     if not have_all_finished_step(state):
         return None
@@ -392,7 +325,7 @@ def _settle(
         # All members must leave. They stay for one more generation: joiners fetch from them, or they save a checkpoint.
         if not joiners and not must_save_first(state):
             outcome = decide_to_end(state, waited_s, config)
-            return _finish(generation, outcome) if outcome is not None else None
+            return finish(generation, outcome) if outcome is not None else None
         kept = [state.hosts[m.host] for m in generation.members]
     origin = find_state_origin(state, kept, joiners)
     lost: StateLoss | None = None
@@ -409,7 +342,7 @@ def _settle(
             return None  # storage that hangs must not block the job forever
         decision = decide_after_state_loss(state, [*kept, *joiners], config.state_loss_policy)
         if isinstance(decision, JobOutcome):
-            return _finish(generation, decision)
+            return finish(generation, explain_by_error(generation, decision))
         lost = decision
     return _form(state, kept, joiners, origin, lost, now, config)
 
@@ -431,7 +364,7 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
             f"{generation.reason}"
         )
         left = tuple(m for m in generation.members if m.host != suspect)
-        without = _quiesce(state, Disruption(reason, suspect, generation.failure_text), left)
+        without = quiesce(state, Disruption(reason, suspect, generation.failure_text), left)
         return msgspec.structs.replace(
             without, attempts=generation.attempts, suspects=generation.suspects, taken_out=suspect
         )
@@ -443,7 +376,7 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
         f"no host died{without}; the last error:\n{generation.failure_text or generation.reason}"
     )
     host = generation.failed_host
-    return _finish(
+    return finish(
         generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
     )
 
@@ -460,7 +393,7 @@ def _form(
     """Return the generation of these hosts, unless more are waited for."""
     arrived = decide_to_wait(state, kept, joiners, now - state.phase_since_s, origin, config)
     if isinstance(arrived, JobOutcome):
-        return _finish(state.generation, arrived)
+        return finish(state.generation, arrived)
     if arrived is Rendezvous.WAITING:
         return None
     decision = state.generation.decision

@@ -44,7 +44,7 @@ class Evidence(enum.StrEnum):
     ALL_WORKERS_HANG = "no worker makes progress"
     WORKER_DIED = "a worker's process ended, or could not be started"
     HOST_LOST = "a host was lost without a notice"
-    USER_ERROR = "the script raised an error"
+    RAISED = "a host's script raised an error, or ended too soon"
     GPU_FAILED = "a GPU must not train any more"
 
 
@@ -54,6 +54,7 @@ class Tries(enum.StrEnum):
     COLLECTIVE = "max_collective_retries"
     RESTARTS = "max_restarts"
     HOST_LOSSES = "max_host_losses"
+    ERROR_RESTARTS = "max_error_restarts"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +79,12 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.ALL_WORKERS_HANG: _OF_A_WORKER,
     Evidence.WORKER_DIED: _OF_A_WORKER,
     Evidence.HOST_LOST: (Level(Action.RESTART_WORKER, Tries.HOST_LOSSES), Level(Action.TAKE_HOST_OUT)),
-    Evidence.USER_ERROR: (Level(Action.STOP_JOB),),
+    Evidence.RAISED: (Level(Action.RESTART_WORKER, Tries.ERROR_RESTARTS), Level(Action.TAKE_HOST_OUT)),
     Evidence.GPU_FAILED: (Level(Action.TAKE_DEVICE_OUT, 1), Level(Action.TAKE_HOST_OUT)),
 }
 """A worker that hangs is ended, and so a worker that died: both count against the budget of its host. Where a host
-cannot do without a GPU, to take that out counts as tried."""
+cannot do without a GPU, to take that out counts as tried. When an error of a script's is the program's, and ends the
+job instead, is in `raised_errors`."""
 
 
 def choose_action(evidence: Evidence, num_before: int, settings: Mapping[Tries, int]) -> Action:

@@ -13,7 +13,6 @@ from resilient_jax.membership.disruptions import find_disruption_by
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
-    find_user_error_on,
     find_worker,
     has_taken_seat,
     is_idle,
@@ -25,6 +24,7 @@ from resilient_jax.membership.hangs import HANGING_PHASES
 from resilient_jax.membership.next_members import is_wait_too_long_for
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.membership.spare_hosts import count_missing_places
+from resilient_jax.membership.worker_errors import find_error
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -68,8 +68,8 @@ class Fact(enum.Enum):
     """It has a part of the snapshot that the members resumed from, and is no member's."""
     HOLDS_STATE = enum.auto()
     """Its worker has reported that it has the complete state, whether it lives or not."""
-    ENDED_BY_USER = enum.auto()
-    """Its worker reports an error of the user's."""
+    RAISED = enum.auto()
+    """Its worker reports an error of the script's that the leader has not noted yet."""
     JOINER = enum.auto()
     """Its worker is ready to join."""
     REGULAR_JOINER = enum.auto()
@@ -174,7 +174,7 @@ class MembershipTally:
             Fact.OUT_OF_TIME: is_member and status.is_out_of_time,
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
             Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
-            Fact.ENDED_BY_USER: find_user_error_on(status) is not None,
+            Fact.RAISED: find_error(generation, status) is not None,
             Fact.JOINER: joins,
             Fact.REGULAR_JOINER: joins and not status.is_spare,
             Fact.SEATED_JOINER: joins and has_taken_seat(generation, status),
@@ -219,7 +219,7 @@ class MembershipTally:
     def is_over(self) -> bool:
         """Return whether the generation, or the job, must end now."""
         generation, counts = self._state.generation, self._counts
-        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST] or counts[Fact.OUT_OF_TIME]:
+        if counts[Fact.RAISED] or counts[Fact.LOST] or counts[Fact.OUT_OF_TIME]:
             return True
         # While members unwind, their reports still have the failure that they unwind because of.
         if generation.phase is GenerationPhase.QUIESCE:

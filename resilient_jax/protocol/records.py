@@ -13,9 +13,16 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
+from resilient_jax.protocol.raised_error import RaisedError
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
+from resilient_jax.protocol.snapshots import (
+    SnapshotId,
+    SnapshotPlan,
+    SnapshotServerStatus,
+    SnapshotStatus,
+    VoidSnapshots,
+)
 from resilient_jax.protocol.state_records import NextMembers, StateLoss, StatePart, StateSource
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.protocol.worker_tasks import OverdueTask
@@ -151,6 +158,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         suspects: the hosts that reported those failed attempts, one each; any of them may be the cause.
         taken_out: the host that is quarantined with this number, after failed attempts or as slow; None: no host.
         failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
+        raised: errors of scripts that the leader has noted: the workers that raised them may be started again.
         reason: why the membership changed.
         hang: what hung, for which all hosts keep the stacks of their workers before these unwind; empty: nothing.
         decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
@@ -198,6 +206,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     suspects: tuple[HostName, ...] = ()
     taken_out: HostName | None = None
     failure_text: str = ""
+    raised: tuple[RaisedError, ...] = ()
     reason: str = ""
     hang: str = ""
     decision: RecoveryDecision | None = None
@@ -254,6 +263,8 @@ class WorkerFailureKind(enum.StrEnum):
     """A host has computed wrongly, and committed states are in doubt."""
     USER = "user"
     """The user's function raised although nothing was aborted."""
+    LATE = "late"
+    """It raised while it was interrupted: that counts only if another host has raised the same."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,18 +391,6 @@ class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int
     num_seats: int
     address: str
-    pid: int
-
-
-class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's running snapshot server.
-
-    Attributes:
-        endpoint: the address where it listens for other hosts.
-        pid: its process id.
-    """
-
-    endpoint: str
     pid: int
 
 

@@ -132,3 +132,15 @@ class VoidSnapshots(msgspec.Struct, frozen=True, kw_only=True):
     def has(self, id: SnapshotId) -> bool:
         """Return whether a snapshot is one of them."""
         return id.generation < self.before and id.step > self.after_step
+
+
+class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's running snapshot server.
+
+    Attributes:
+        endpoint: the address where it listens for other hosts.
+        pid: its process id.
+    """
+
+    endpoint: str
+    pid: int

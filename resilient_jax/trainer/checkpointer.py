@@ -11,7 +11,7 @@ from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.errors import CheckpointFailed
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
-from resilient_jax.state.host_rows import gather_texts
+from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.state_layout import StateLayout
@@ -115,17 +115,17 @@ class Checkpointer:
         """Set aside the checkpoints of more than `step` steps, which a host that computed wrongly may have touched."""
         self._store.distrust_after(step, world.record_event)
 
-    def ensure_final_saved(self, layout: StateLayout, state: State) -> None:
-        """Return on every host when the final state, at whichever step training ended, is on storage.
+    def ensure_final_saved(self, layout: StateLayout, state: State) -> str:
+        """Return on every host when the final state, at whichever step training ended, is on storage, or is not.
 
-        If the host that was to save it is dead, the first live host saves it.
+        If the host that was to save it is dead, the first live host saves it. A save that failed is made once more.
 
-        Raises:
-            CheckpointFailed: the last save failed.
+        Returns:
+            Why it is not on storage; empty: it is.
         """
         world, step = layout.world, int(state.step)
         if world.replay is not None:
-            return
+            return ""
         is_saver = world.host_index == 0
         if layout.is_checkpointed_in_parts:
             self._give_up_without_lost_parts(world)
@@ -134,10 +134,20 @@ class Checkpointer:
         is_missing = is_saver and step > 0 and not self._store.has_checkpoint(step)
         if int(world.all_reduce(np.array([is_missing], np.int32))[0]):
             self._start(layout, state, step)
-            if is_saver:
-                self._store.wait_until_saved(world.record_event, world.raise_if_ended)
             # A barrier: no host returns, and ends its process, before the checkpoint is on storage.
-            world.all_reduce(np.zeros(1, np.int32))
+            failure = self._wait_saved(world) if is_saver else ""
+            # ASCII: what is cut off at the end is then no half of a character.
+            told = gather_texts(world, failure.encode("ascii", "backslashreplace")[:ROW_SIZE])
+            return failure or told[0]
+        return ""
+
+    def _wait_saved(self, world: World) -> str:
+        """Wait until the last save has ended; return why it failed, or an empty text."""
+        try:
+            self._store.wait_until_saved(world.record_event, world.raise_if_ended)
+        except CheckpointFailed as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """End the storage process, once a save in flight is done or has taken too long."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.errors import CallerError
+from resilient_jax.trainer.directory_checks import check_no_file, expand_home
 
 
 @refuse_unknown_options
@@ -22,14 +23,16 @@ class Checkpoints:
     none can be read, that is an error. A host reads of each array what its devices need.
 
     Attributes:
-        directory: the same files on every host (a network or cluster file system), unless there is only one host.
+        directory: the same files on every host, `~` for the home folder of the user (a network or cluster file system), unless there is only one host.
         save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
         max_to_keep: how many of the newest checkpoints to keep.
         timeout_s: seconds that writing or reading a checkpoint may take; then it has failed. A failed save is an
-            event, and an error at the end of training if it was the last.
+            event. If it was the last, it is made once more; if that fails, too, an error is logged, and the model is in
+            the result of `fit`, with `checkpoint_failure`. A pipeline without `gather_result` ends with
+            `CheckpointFailed`.
 
     Raises:
-        CallerError: an integer is below 1, or the timeout is not above 0.
+        CallerError: an integer is below 1, the timeout is not above 0, or the directory, or one above it, is a file.
     """
 
     directory: str | Path
@@ -39,6 +42,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "directory", expand_home(self.directory))
+        check_no_file(self.directory)
         if self.save_interval_steps < 1 or self.max_to_keep < 1:
             raise CallerError(
                 f"checkpoints: found save_interval_steps={self.save_interval_steps}, "

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
-from resilient_jax.errors import CallerError, InternalError
+from resilient_jax.errors import CallerError, CheckpointFailed, InternalError
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.state_placement import place_initial_state
@@ -229,19 +229,30 @@ class FitLoop:
                 self._checkpointer.save(generation.layout, state, step)
 
     def finish(self, generation: FitGeneration, state: State) -> FitResult:
-        """Return the result of the last state; with checkpoints when it is on storage. Every host must call this."""
+        """Return the result of the last state; with checkpoints when it is on storage. Every host must call this.
+
+        Raises:
+            CheckpointFailed: it is not on storage, and no host has all of the model in memory.
+        """
+        trained = generation.layout.gather_result(state)  # first: storage that fails must not cost the model
+        failure = ""
         if self._checkpointer is not None:
             with worker_activity.task(WorkerTask.CHECKPOINT):
-                self._checkpointer.ensure_final_saved(generation.layout, state)
-        checkpoints = self._config.checkpoints
+                failure = self._checkpointer.ensure_final_saved(generation.layout, state)
+        if failure and trained.variables is None:
+            raise CheckpointFailed(failure)
+        if failure:
+            logger.error("the trained model is not on storage, but only in the result of `fit`: %s", failure)
+        checkpoints = self._config.checkpoints if not failure else None
         return FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            trained=generation.layout.gather_result(state),
+            trained=trained,
             adapter=self._config.recipe.model,
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=generation.world.host_index,
             checkpoint_directory=checkpoints.directory if checkpoints is not None else None,
+            checkpoint_failure=failure,
         )
 
     # Start of a generation.

@@ -42,7 +42,9 @@ class FitResult:
         adapter: what makes the model from its variables.
         stop_reason: why training ended before the last step; None: it did not.
         host_index: this host's index in the last generation; host 0 prints and saves.
-        checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`.
+        checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`, and
+            if it could not be saved.
+        checkpoint_failure: why it could not be saved: the model is in this result alone; empty: it was, or not asked for.
     """
 
     step: int
@@ -52,6 +54,7 @@ class FitResult:
     stop_reason: str | None
     host_index: int
     checkpoint_directory: str | Path | None
+    checkpoint_failure: str = ""
 
     @property
     def variables(self) -> Variables:

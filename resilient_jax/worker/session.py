@@ -38,6 +38,7 @@ from resilient_jax.step.data_sample import DataSample
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.host_comparison import HostComparison
+from resilient_jax.worker.loop_tries import LoopTries
 from resilient_jax.worker.observers import Observer
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 
@@ -98,6 +99,7 @@ class Session:
         """The tree of abstract arrays that the user's function asked for; until the first commit is like it."""
         self._step: int | None = None
         self._is_resumed = False
+        self._tries = LoopTries(control)
         self._reduced: set[str] = set()
         """Names of the accumulations of this step that are done."""
 
@@ -113,13 +115,19 @@ class Session:
         if self.committed.is_empty and not self._is_resumed:
             _refuse_restart_from_0(self._state_loss)
         uncommitted = 0
+        self._tries.begin(self.committed.step)
         for step in range(self.committed.step, num_steps):
             self._control.begin_step(step)
             self._step = step
             self._reduced.clear()
             for observer in self._observers:
                 observer.on_step_begin(step)
-            yield step
+            try:
+                yield step
+            except GeneratorExit:
+                if self.committed.step <= step:
+                    self._tries.note_left(self.committed.step)
+                raise
             # Also after the last step: in a generation that has ended `train` must not return as if it were done.
             self._control.raise_if_ended()
             uncommitted = 0 if self.committed.step > step else uncommitted + 1

@@ -17,6 +17,13 @@ class GenerationEnded(BaseException):
     """
 
 
+class ErrorSwallowed(BaseException):
+    """The script catches an error of its own around its steps, each time that it comes; see `loop_tries`.
+
+    Not an `Exception`: it would be caught as well. The worker reports it as the script's error.
+    """
+
+
 class CorruptionFound(GenerationEnded):
     """Unwinds the user's train function: a host has computed wrongly, and states that were committed are in doubt.
 

@@ -70,7 +70,7 @@ from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.state_handover import StateHandover
-from resilient_jax.worker.training_control import CorruptionFound, GenerationEnded
+from resilient_jax.worker.training_control import CorruptionFound, ErrorSwallowed, GenerationEnded
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
 
@@ -260,15 +260,17 @@ class Worker:
             return False, found.failure
         except GenerationEnded:
             return False, None
-        except Exception as error:
+        except (Exception, ErrorSwallowed) as error:
+            text = _format_from_script(error)
+            is_of_others = is_collective_failure(error) or isinstance(error, PeerError)
             # Whatever an interrupted call raises is no failure of this host's: the generation had ended before.
             if self._agent.is_interrupted:
-                return False, None
-            text = _format_from_script(error)
+                late = WorkerFailure(kind=WorkerFailureKind.LATE, text=text)
+                return False, None if is_of_others else late
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=_summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
-            if is_collective_failure(error) or isinstance(error, PeerError):
+            if is_of_others:
                 self._record_event(EventKind.COLLECTIVE_FAILED, error=_summarize(error))
                 is_explained = isinstance(error, ServiceEnded)
                 kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE
@@ -482,7 +484,7 @@ def drop_programs(compiler: AheadOfTimeCompiler) -> bool:
     return is_idle
 
 
-def _format_from_script(error: Exception) -> str:
+def _format_from_script(error: BaseException) -> str:
     """Return the traceback from the script's first line on, as Python prints it if no code catches the error."""
     formatted = traceback.TracebackException.from_exception(error)
     callers = traceback.extract_stack()[:-2]  # without this function and the frame that caught the error

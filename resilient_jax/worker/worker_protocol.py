@@ -37,6 +37,7 @@ Rules:
 - Before the job ends a training that saves checkpoints has one more step after its limit, the last one, in which it
   knows that (`is_leaving`).
 - A world is formed once in a generation, and a seat tried once: agents may send an order again.
+- A failure in a generation that has ended is not reported, but for one that another host's may be the same as (LATE).
 - An order is taken and reported in one transition, so that the next order finds this worker busy, and interrupts it.
 """
 
@@ -48,7 +49,14 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, WorldId
 from resilient_jax.protocol.plan_records import PlanOutlook
-from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerReport, WorkerState, is_busy
+from resilient_jax.protocol.records import (
+    SeatId,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+    is_busy,
+)
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import NextMembers, StatePart
@@ -343,6 +351,7 @@ def report_idle(
     """The main thread has left the user's function, and waits for an order."""
     # A failure in a generation that has ended already is no news: reported, it would end the next one as well.
     is_answered = failure is None or state.report.generation < state.newest
+    is_late = failure is not None and failure.kind is WorkerFailureKind.LATE  # ends none, but may explain one
     return _report(
         dataclasses.replace(state, is_interrupted=False, held_pause=None),
         state=WorkerState.IDLE,
@@ -359,7 +368,7 @@ def report_idle(
         is_done=done,
         is_compiling=False,
         has_formed=done,
-        failure=None if is_answered else failure,
+        failure=None if is_answered and not is_late else failure,
         overdue=None,
         # Also if it is answered: only this worker may know it.
         trusted_step=failure.trusted_step if failure is not None else None,

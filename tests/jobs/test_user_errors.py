@@ -1,4 +1,4 @@
-"""Errors in user code: shown once, as the last output, without frames of the package, and never retried."""
+"""Errors that all hosts raise: shown once, as the last output, without frames of the package. What one raises alone."""
 
 import re
 from pathlib import Path
@@ -14,11 +14,11 @@ def run_with(fault: str, work: Path) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("fault", ["one-host", "all-hosts", "in-loss"])
+@pytest.mark.parametrize("fault", ["all-hosts", "in-loss"])
 def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_path: Path) -> None:
     ended = run_with(fault, tmp_path)
     assert ended.code == 1
-    assert ended.worker_starts == 2, "an error of the user's own was retried"
+    assert ended.worker_starts <= 3, "what both hosts raise was tried again"
     words = ended.last_words
     assert words.startswith("the job ended: user_error on host-"), ended.output
     assert words.rstrip().endswith("ValueError: bad batch at step 5"), ended.output
@@ -28,20 +28,27 @@ def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_p
     assert words.count("/faulty.py") == ended.output.count('File "'), "a frame that is not of the script"
     assert words.splitlines()[2].endswith(", in <module>"), "not from the first line of the script on"
     assert ended.output.count("Traceback") == 1, ended.output
-    if fault == "one-host":
-        assert words.startswith("the job ended: user_error on host-1\n"), ended.output
-        assert "(host-1.log has the complete traceback)" in ended.output
-        log = (tmp_path / "host-1.log").read_text()
-        assert "resilient_jax/worker/run.py" in log
-        assert "ValueError: bad batch at step 5" in log
+
+
+def test_a_host_whose_script_fails_alone_each_time_does_not_end_the_job(tmp_path: Path) -> None:
+    ended = run_with("one-host", tmp_path)
+    assert ended.code == 0, ended.output
+    # As a traceback's end, or by a signal: JAX may end the process once its peers have gone on without it.
+    assert re.search(
+        r"host-1: worker (exited with code 1|was ended by \w+): ValueError: bad batch at step 5 \(faulty.py:\d+\); "
+        "starting another",
+        ended.output,
+    ), ended.output
+    log = (tmp_path / "host-1.log").read_text()
+    assert "resilient_jax/worker/run.py" in log
+    assert "ValueError: bad batch at step 5" in log
 
 
 def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
     ended = run_with("exit-7", tmp_path)
     assert ended.code == 7, ended.output
-    assert ended.last_words.startswith("the job ended: user_error on host-1\n")
+    assert ended.last_words.startswith("the job ended: user_error on host-")
     assert "the script exited with code 7 and wrote nothing to standard error" in ended.last_words
-    assert ended.worker_starts == 2
 
 
 def test_a_second_run_in_a_process_is_refused(tmp_path: Path) -> None:
@@ -52,7 +59,6 @@ def test_a_second_run_in_a_process_is_refused(tmp_path: Path) -> None:
 def test_an_exception_at_import_time_ends_the_job(tmp_path: Path) -> None:
     ended = run_with("import", tmp_path)
     assert ended.code == 1
-    assert ended.worker_starts == 2
     assert ended.last_words.rstrip().endswith(
         "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"
     ), ended.output

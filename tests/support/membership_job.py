@@ -23,13 +23,18 @@ from resilient_jax.protocol.records import (
     GenerationPhase,
     HostStatus,
     SeatId,
-    SnapshotServerStatus,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.recovery_records import TimedChange
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotPhase,
+    SnapshotServerStatus,
+    SnapshotStatus,
+)
 from resilient_jax.protocol.versions import Versions
 from tests.support.checked_membership import CheckedMachine
 

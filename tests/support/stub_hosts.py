@@ -13,12 +13,17 @@ from resilient_jax.protocol.records import (
     HostStatus,
     Member,
     SeatId,
-    SnapshotServerStatus,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotPhase,
+    SnapshotServerStatus,
+    SnapshotStatus,
+)
 from resilient_jax.protocol.versions import Versions
 
 VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")

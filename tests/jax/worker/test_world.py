@@ -1,5 +1,9 @@
 """`World` on one host without an agent: resuming, reductions, and the moments at which observers are called."""
 
+import contextlib
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +18,7 @@ from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.observers import Observer
+from resilient_jax.worker.training_control import ErrorSwallowed
 from tests.support.standalone_world import make_world
 
 LOST = StateLoss(step=9, is_lower_bound=False, reason="two hosts", checkpoint_step=5)
@@ -62,6 +67,39 @@ def test_a_loop_that_never_commits_passes_for_no_training(num_steps, found):
     with pytest.raises(StateError, match=rf"{found} without a commit, expected world\.commit\(state\)"):
         for _ in make_world().steps(num_steps):
             pass
+
+
+def train_and_swallow(world, tries):
+    """Train as a script does that catches its error around the loop, and goes on."""
+    while True:
+        with contextlib.suppress(Exception):
+            for step in world.steps(8):
+                if step == 2:
+                    tries.append(step)
+                    raise ValueError("bad batch")  # the line
+                world.commit({"w": jnp.zeros(())})
+
+
+def test_a_loop_that_swallows_its_error_each_time_ends_with_the_line_that_raised_it():
+    tries = []
+    with pytest.raises(ErrorSwallowed, match=r"left 3 times in a row in the step after 2 commits") as ended:
+        train_and_swallow(make_world(), tries)
+    assert len(tries) == 3
+    (line,) = re.findall(r"test_world\.py:(\d+)", str(ended.value))
+    assert "# the line" in Path(__file__).read_text().splitlines()[int(line) - 1]
+
+
+def test_a_loop_that_gets_further_after_an_error_may_catch_it():
+    world, failing, done = make_world(), [2, 3, 4, 5], []
+    while len(done) < 8:
+        with contextlib.suppress(ValueError):
+            for step in world.steps(8):
+                if step in failing:
+                    failing.remove(step)
+                    raise ValueError("bad batch")
+                world.commit({"w": jnp.zeros(())})
+                done.append(step)
+    assert done == list(range(8))
 
 
 def test_a_loop_that_commits_some_steps_must_commit_the_last():

@@ -653,18 +653,68 @@ def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
         assert to_bytes(store.load(2, abstract(make_state(2)))) == to_bytes(make_state(2))
 
 
-def test_the_final_state_is_saved_although_no_checkpoint_was_due(tmp_path):
+def make_small_trainer(directory, **options):
     rows = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
-    trainer = rj.Trainer(
+    return rj.Trainer(
         model=lambda key: {"w": jax.random.normal(key, (3, 1))},
         optimizer=optax.sgd(0.1),
         loss_fn=lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
         data=rows,
         batch_size=8,
         microbatch_size=4,
-        checkpoints=rj.Checkpoints(directory=tmp_path),
-        callbacks=[lambda report: report.step == 5],
+        checkpoints=rj.Checkpoints(directory=directory),
+        **options,
     )
+
+
+def test_a_model_whose_last_checkpoint_fails_is_in_the_result(tmp_path, caplog):
+    directory = tmp_path / "checkpoints"
+
+    def break_storage(report):
+        if report.step == 4:
+            shutil.rmtree(directory)
+            directory.write_text("in the way")
+
+    directory.mkdir()
+    result = make_small_trainer(directory, callbacks=[break_storage]).fit(5)
+    assert (result.step, result.checkpoint_directory) == (5, None)
+    assert "the last save failed" in result.checkpoint_failure
+    assert "the trained model is not on storage" in caplog.text
+    assert result.params_sha256 == make_small_trainer(tmp_path / "whole").fit(5).params_sha256
+
+
+def test_a_last_checkpoint_that_fails_once_is_made_again(tmp_path):
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+
+    def break_storage(report):
+        if report.step == 5:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    result = make_small_trainer(directory, callbacks=[break_storage]).fit(5)
+    assert (result.checkpoint_directory, result.checkpoint_failure) == (directory, "")
+    with open_store(directory) as store:
+        assert store.find_newest_step() == 5
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_file_in_the_place_of_the_directory_is_refused_before_training(tmp_path, below):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CallerError, match=r"directory=.*where .*/file is a file, expected a directory"):
+        rj.Checkpoints(directory=file / below)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_small_trainer(kind("~/checkpoints"), log_directory=kind("~/logs")).fit(1)
+    assert names_in(tmp_path) == ["checkpoints", "logs"]
+    assert names_in(tmp_path / "checkpoints") == ["1"]
+
+
+def test_the_final_state_is_saved_although_no_checkpoint_was_due(tmp_path):
+    trainer = make_small_trainer(tmp_path, callbacks=[lambda report: report.step == 5])
     assert trainer.fit(50).step == 5
     with open_store(tmp_path) as store:
         assert store.find_newest_step() == 5

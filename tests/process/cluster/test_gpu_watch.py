@@ -23,7 +23,15 @@ from tests.support.fake_nvml import FakeNvml
 from tests.support.patience import patience, wait_until
 
 HOST = "host-0"
-STUB = "import time\ntime.sleep(1000)\n"
+STUB = """
+import pathlib, time
+mark = pathlib.Path(__file__).with_name("fail")
+while True:
+    time.sleep(0.02)
+    if mark.exists():
+        mark.unlink()
+        raise RuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure")
+"""
 GPU_IS_LOST, DRIVER_NOT_LOADED = 15, 9
 THERMAL = 0x40
 
@@ -156,6 +164,21 @@ def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(h
         assert host.wait_event(EventKind.DEVICES_CHANGED, num=2).detail["why"] == "a device is back"
         assert host.device_quarantine() == ()
         assert len(host.events(EventKind.GPU_FAILED)) == 1
+        assert agent.interrupt() == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+def test_a_device_that_an_error_blames_is_out_only_if_nvml_agrees(host: GpuHost, *, agrees: bool) -> None:
+    with host.start(after_loss="even") as agent:
+        before = host.wait_worker()
+        host.nvml.answer(gpu0__remap_failed=int(agrees))
+        (host.work / "fail").touch()
+        wait_until("another worker", lambda: host.wait_worker() != before)
+        assert "CUDA_ERROR_LAUNCH_FAILED" in str(host.wait_event(EventKind.GPU_SUSPECTED).detail["error"])
+        if agrees:
+            wait_until("the record", lambda: bool(host.device_quarantine()))
+        else:
+            assert host.device_quarantine() == ()
         assert agent.interrupt() == ExitCode.INTERRUPTED
 
 

@@ -74,7 +74,6 @@ from resilient_jax.protocol.records import (
     JobOutcomeKind,
     Member,
     SeatId,
-    SnapshotServerStatus,
     StandbyState,
     StandbyStatus,
     WorkerFailure,
@@ -86,7 +85,13 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotPhase,
+    SnapshotServerStatus,
+    SnapshotStatus,
+)
 from resilient_jax.protocol.store_keys import (
     make_generation_key,
     make_host_key,

@@ -12,7 +12,7 @@ from resilient_jax.membership.severities import (
     choose_action,
 )
 
-SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1, Tries.HOST_LOSSES: 3}
+SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1, Tries.HOST_LOSSES: 3, Tries.ERROR_RESTARTS: 2}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SETTINGS = {Tries.COLLECTIVE: 2, Tries.RESTARTS: 1, Tries.HOST_LOSSES: 3}
         ),
         (Evidence.WORKER_HANGS, [Action.RESTART_WORKER, *[Action.TAKE_HOST_OUT] * 4]),
         (Evidence.HOST_LOST, [*[Action.RESTART_WORKER] * 3, *[Action.TAKE_HOST_OUT] * 2]),
-        (Evidence.USER_ERROR, [Action.STOP_JOB] * 5),
+        (Evidence.RAISED, [*[Action.RESTART_WORKER] * 2, *[Action.TAKE_HOST_OUT] * 3]),
     ],
 )
 def test_what_did_not_help_is_followed_by_something_harder(evidence: Evidence, actions: list[Action]) -> None:

@@ -33,7 +33,7 @@ elif FAULT == "killed":
 def fail(step: int, host: str) -> None:
     if FAULT == "chatty":
         print("\n".join(100 * "x" for _ in range(20_000)))  # far more than the capacity of a pipe
-    if FAULT == "exit-7" and host == "host-1":
+    if FAULT == "exit-7":
         sys.exit(7)
     if FAULT == "one-host" and host == "host-1":
         raise ValueError(f"bad batch at step {step}")
