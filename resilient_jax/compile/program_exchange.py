@@ -161,13 +161,13 @@ class ProgramDirectory:
         if found is not None:
             return found, ProgramChunk(size=len(found), crc32=zlib.crc32(found))
         claimant = request.claimant
-        if claimant is None:
-            return b"", ProgramChunk(size=-1)
         with self._changed:
             holder = self._claims.find_holder(request.key)
             # A holder that asks no longer has the program, such as after an eviction: it compiles again.
-            if holder is not None and holder != claimant.endpoint:
+            if holder is not None and (claimant is None or holder != claimant.endpoint):
                 return b"", ProgramChunk(size=-1, holder=holder)
+            if claimant is None:
+                return b"", ProgramChunk(size=-1)
             verdict = self._claims.claim(request.key, claimant, time.monotonic())
         return b"", ProgramChunk(size=-1, verdict=verdict)
 

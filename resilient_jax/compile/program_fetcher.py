@@ -94,7 +94,7 @@ class ProgramFetcher:
         self._renewing: threading.Thread | None = None
 
     def begin_generation(self, number: GenerationNumber, peers: Sequence[ProgramPeer]) -> None:
-        """Set the hosts of this generation, this one among them; the same on every host."""
+        """Set the hosts of this generation, the same on every host; this one is among them, or is to be."""
         with self._lock:
             self._generation = number
             self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
@@ -115,9 +115,10 @@ class ProgramFetcher:
         """Return a program that another host has or compiles; None: compile it here, then call `finish`."""
         with self._lock:
             owner, me = find_owner(key, self._peers), self._describe_self()
-        if owner is None or me is None or self._directory is None or len(self._peers) == 1:
+        if owner is None or self._directory is None or (me is not None and len(self._peers) == 1):
             return None
-        patience = self._find_patience()
+        # A host that is to be a member, and rehearses, takes what there is: members wait for none but members.
+        patience = self._find_patience() if me is not None else None
         deadline_s = time.monotonic() + WAIT_TIMEOUT_S
         while time.monotonic() < deadline_s:
             asked_s, wait_s = time.monotonic(), 0.0
@@ -125,7 +126,11 @@ class ProgramFetcher:
                 patience.check()
                 wait_s = MAX_WAIT_S if patience.is_ahead else TRAINING_WAIT_S
             # A thread that does not wait makes no claim, either.
-            claimant = patience and msgspec.structs.replace(me, is_ahead=patience.is_ahead)
+            claimant = (
+                msgspec.structs.replace(me, is_ahead=patience.is_ahead)
+                if me is not None and patience
+                else None
+            )
             found, head = self._ask(owner, ProgramRequest(key=key, claimant=claimant, wait_s=wait_s))
             if head.holder is not None:
                 found = self._read_from_holder(head.holder, key)

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_IDLE_S: Final = 30.0
 """A rehearsal that neither compiles nor ends for so long waits for the other hosts."""
+REHEARSED_MICROBATCHES: Final = 2
+"""Of a replica. What adds the second one to the first is a program of its own."""
 CHECK_INTERVAL_S: Final = 0.5
 ABORT_INTERVAL_S: Final = 0.02
 
@@ -168,7 +170,13 @@ def _rehearse(
         is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)
-    reducer = Reducer(jax.devices, info.process_index, committed.contributions, session, max_microbatches=1)
+    reducer = Reducer(
+        jax.devices,
+        info.process_index,
+        committed.contributions,
+        session,
+        max_microbatches=REHEARSED_MICROBATCHES,
+    )
     try:
         with collective_thread.rehearse(), _watch(control, interrupt):
             train_fn(World(info, session, control, reducer, mail=mail))

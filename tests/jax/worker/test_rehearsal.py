@@ -74,7 +74,7 @@ def test_the_train_function_is_unwound_at_its_first_commit():
 
     assert run(train)
     assert seen[:2] == [(True, False, "b"), STEP]
-    assert len({word for word in seen[2:] if str(word).startswith("reads")}) == 1, "one microbatch of eight"
+    assert len({word for word in seen[2:] if str(word).startswith("reads")}) == 2, "of eight"
     assert not [word for word in seen if str(word).startswith("after")]
 
 

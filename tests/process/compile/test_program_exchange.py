@@ -139,6 +139,21 @@ def test_a_thread_that_training_waits_for_waits_for_the_host_that_compiles(hosts
     monitor.end()
 
 
+def test_a_host_that_is_no_member_yet_has_what_members_have_and_claims_nothing(hosts, tmp_path):
+    owner, holds, _ = hosts
+    newcomer = Host(HostName("newcomer"), tmp_path / "empty")
+    newcomer.programs.begin_generation(FIRST, [host.peer for host in hosts])
+    key = key_of(owner, hosts)
+    assert newcomer.programs.fetch(key) is None
+    assert not newcomer.programs.finish(), "members do not wait for what it compiles"
+    assert holds.programs.fetch(key) is None, "the first member that asks compiles it"
+    assert newcomer.programs.fetch(key) is None, "it does not wait for it"
+    holds.keep(key, b"program")
+    assert holds.programs.finish()
+    assert newcomer.programs.fetch(key) == b"program"
+    newcomer.server.stop()
+
+
 def test_a_program_that_could_not_be_kept_is_compiled_by_every_host(hosts):
     key = key_of(hosts[0], hosts)
     for host in hosts:
