@@ -52,6 +52,8 @@ FORK_SERVER_LOG = "fork_server.log"
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""
 WATCH_RETRY_INTERVAL_S = 0.1
+FOLDER_CHECK_INTERVAL_S = 0.5
+"""How often it is looked whether the run folder is still there."""
 PROGRESS_INTERVAL_S = 0.25
 """How often the leader is asked how far the hosts are."""
 END_GRACE_S = 35.0
@@ -121,10 +123,21 @@ class Launcher:
         *,
         on_line: Callable[[bytes], None],
         on_change: Callable[[JobView], None] = lambda view: None,
+        restore_folder: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Prepare the job.
+
+        Args:
+            settings: of the job.
+            on_line: prints a line; it must not wait.
+            on_change: called when the view has changed.
+            restore_folder: makes the run folder again if somebody has removed it, and returns whether it did; called in
+                a thread.
+        """
         self._settings = settings
         self._on_line = on_line
         self._on_change = on_change
+        self._restore_folder = restore_folder
         self._credentials = Credentials(secrets.token_hex(16))
         self._interrupted = 0
         self._over = asyncio.Event()
@@ -145,6 +158,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         async with self._open_store(log) as store:
             contact = JobContact(
@@ -160,6 +175,7 @@ class Launcher:
             watching = [
                 asyncio.create_task(self._watch(store)),
                 asyncio.create_task(self._follow_progress()),
+                asyncio.create_task(self._keep_folder(contact)),
             ]
             try:
                 outcome = await self._run_hosts()
@@ -386,6 +402,33 @@ class Launcher:
                 if (status := self.view.hosts.get(progress.host)) is not None:
                     self.view.update_host(add_progress(status, progress))
             self._on_change(self.view)
+
+    async def _keep_folder(self, contact: JobContact) -> None:
+        """Make the run folder again when somebody removes it: other commands find the job there, and logs go there."""
+        directory, is_due, said = self._settings.run_directory, False, ""
+        while True:
+            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S)
+            try:
+                if await asyncio.to_thread(self._restore_folder):
+                    is_due = True
+                    self._on_line(
+                        f"the run folder {directory} was removed while the job runs, and is made again; what was in it "
+                        "is lost: logs, compiled programs, and the job's copy of its script".encode()
+                    )
+                if is_due:
+                    await asyncio.to_thread(write_contact, directory, contact)
+                    is_due = False
+            except ResilientJaxError as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._on_line(f"the run folder was removed while the job runs: {said}".encode())
+
+    def _on_hangup(self) -> None:
+        """Give all hosts the notice (SIGHUP), once: it comes from the kernel and from the shell."""
+        if not self._interrupted:
+            words = "got SIGHUP, as when a terminal is closed: the job ends at the next step boundary; `nohup` keeps it"
+            self._on_line(words.encode())
+            self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""
