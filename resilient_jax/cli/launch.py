@@ -271,9 +271,11 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
     """Run the job and show how it goes; return the exit code. `is_used`: a job ran in this folder before."""
     directory = settings.run_directory
     progress = ProgressLine()
-    launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with unblocked_output():
-        with claim_directory(directory), progress:
+        with claim_directory(directory) as claim, progress:
+            launcher = Launcher(
+                settings, on_line=progress.print_line, on_change=progress.update, restore_folder=claim.restore
+            )
             print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job)")
             if is_used:
                 print_line(NOTE_OF_USED_FOLDER)

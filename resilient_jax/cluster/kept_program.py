@@ -3,7 +3,8 @@
 1. The agent keeps the script when it starts, and a worker keeps each module of its user's when it first imports it.
 2. Who keeps a file first decides: a copy is never written again. So all processes with this run folder run the same
    program, whatever happens to the files that it was read from.
-3. A copy is complete and on the disk before it has its name, and a record of it follows; what a record names is there.
+3. Who removes the run folder of a running job removes the copies: agents make them again from the same files.
+4. A copy is complete and on the disk before it has its name, and a record of it follows; what a record names is there.
 """
 
 import contextlib
@@ -118,6 +119,31 @@ class KeptProgram:
         """
         names = sorted(name for name in os.listdir(self._records) if not name.startswith("."))
         return [record for name in names if (record := self._read_record(name)) is not None]
+
+    def restore(self) -> None:
+        """Keep again what this object knows to have been kept, if somebody has removed the folder.
+
+        From the disk, where the files need still be what they were: their digests are known.
+
+        Raises:
+            OSError: the folder cannot be written.
+            KeptFileDamaged: a file is another one on disk now, or is gone.
+        """
+        lost = {name: kept for name, kept in self._known.items() if not (self._records / name).exists()}
+        if not lost:
+            return
+        self.create()
+        for name, kept in lost.items():
+            try:
+                content = Path(kept.file).read_bytes()
+            except OSError as error:
+                raise self._damaged(kept, f"nothing, and on disk: {error.strerror}") from error
+            if _digest(content) != kept.digest:
+                raise self._damaged(kept, "nothing, and another file on disk")
+            copy = self._make_path(kept.file)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _write_first(copy, content)
+            _write_first(self._records / name, msgspec.json.encode(kept))
 
     def note_change(self, file: str) -> bool:
         """Note that a file has changed on disk; return whether no process with this folder has noted it before.

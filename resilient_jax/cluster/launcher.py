@@ -55,6 +55,8 @@ FORK_SERVER_LOG = "fork_server.log"
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""
 WATCH_RETRY_INTERVAL_S = 0.1
+FOLDER_CHECK_INTERVAL_S = 0.5
+"""How often it is looked whether the run folder is still there."""
 PROGRESS_INTERVAL_S = 0.25
 """How often the leader is asked how far the hosts are."""
 END_GRACE_S = 10.0
@@ -126,10 +128,21 @@ class Launcher:
         *,
         on_line: Callable[[bytes], None],
         on_change: Callable[[JobView], None] = lambda view: None,
+        restore_folder: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Prepare the job.
+
+        Args:
+            settings: of the job.
+            on_line: prints a line; it must not wait.
+            on_change: called when the view has changed.
+            restore_folder: makes the run folder again if somebody has removed it, and returns whether it did; called in
+                a thread.
+        """
         self._settings = settings
         self._on_line = on_line
         self._on_change = on_change
+        self._restore_folder = restore_folder
         self._credentials = Credentials(secrets.token_hex(16))
         self._interrupted = 0
         self._over = asyncio.Event()
@@ -151,7 +164,8 @@ class Launcher:
         settings, directory = self._settings, self._settings.run_directory
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, *list_handled_notices()):
-            loop.add_signal_handler(number, self._on_signal, number)
+            react = self._on_hangup if number is signal.SIGHUP else functools.partial(self._on_signal, number)
+            loop.add_signal_handler(number, react)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         async with self._open_store(log) as store:
             contact = JobContact(
@@ -167,6 +181,7 @@ class Launcher:
             watching = [
                 asyncio.create_task(self._watch(store)),
                 asyncio.create_task(self._follow_progress()),
+                asyncio.create_task(self._keep_folder(contact)),
             ]
             try:
                 outcome = await self._run_hosts()
@@ -405,6 +420,33 @@ class Launcher:
                 if (status := self.view.hosts.get(progress.host)) is not None:
                     self.view.update_host(add_progress(status, progress))
             self._on_change(self.view)
+
+    async def _keep_folder(self, contact: JobContact) -> None:
+        """Make the run folder again when somebody removes it: other commands find the job there, and logs go there."""
+        directory, is_due, said = self._settings.run_directory, False, ""
+        while True:
+            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S)
+            try:
+                if await asyncio.to_thread(self._restore_folder):
+                    is_due = True
+                    self._on_line(
+                        f"the run folder {directory} was removed while the job runs, and is made again; what was in it "
+                        "is lost: logs, compiled programs, and the job's copy of its script".encode()
+                    )
+                if is_due:
+                    await asyncio.to_thread(write_contact, directory, contact)
+                    is_due = False
+            except ResilientJaxError as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._on_line(f"the run folder was removed while the job runs: {said}".encode())
+
+    def _on_hangup(self) -> None:
+        """Give all hosts the notice (SIGHUP), once: it comes from the kernel and from the shell."""
+        if not self._interrupted:
+            words = "got SIGHUP, as when a terminal is closed: the job ends at the next step boundary; `nohup` keeps it"
+            self._on_line(words.encode())
+            self._on_signal(signal.SIGHUP)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Give all hosts the notice, once, or end them now (SIGINT)."""

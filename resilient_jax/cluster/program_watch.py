@@ -38,8 +38,9 @@ class ProgramWatch:
     async def run(self) -> None:
         """Look again and again, in a thread: the files may be on a file system that does not answer."""
         while (program := self._admission.kept) is not None:
-            # Without the folder nothing is known of changes; a worker that needs it says so.
+            # What cannot be made again says the next start of a worker.
             with contextlib.suppress(OSError, KeptFileDamaged):
+                await asyncio.to_thread(program.restore)
                 self._record(program, await asyncio.to_thread(find_changed_files, program, self._unchanged))
             await asyncio.sleep(LOOK_INTERVAL_S)
 

@@ -3,8 +3,10 @@
 import contextlib
 import enum
 import fcntl
+import hashlib
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,32 +128,100 @@ def _unwritable(path: Path, error: OSError) -> LogUnwritable:
     )
 
 
-@contextlib.contextmanager
-def claim_directory(directory: Path) -> Iterator[None]:
-    """Claim the directory: within the `with` no other launcher starts a job in it.
+class DirectoryClaim:
+    """A run folder that no other launcher takes, also while somebody removes it.
 
-    The kernel holds the lock for this process and drops it with the process. A process number in a file would outlive a
-    killed launcher, and may be reused for another process.
+    The kernel holds two locks for this process and drops them with the process: one on a file of the folder, which
+    counts for all machines that see the folder, and one on the folder's name, which outlives the folder. A process
+    number in a file would outlive a killed launcher, and may be reused for another process.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Claim the directory.
+
+        Raises:
+            CallerError: another launcher has claimed it.
+            LogUnwritable: the directory cannot be written, or its file system has no locks.
+        """
+        self._directory = directory
+        self._name = _lock_name(directory)
+        try:
+            self._descriptor = _lock_file(directory)
+        except BaseException:
+            self._name.close()
+            raise
+
+    def restore(self) -> bool:
+        """Make the folder and the lock in it again if somebody has removed them; return whether that was done.
+
+        Raises:
+            CallerError: another launcher has claimed it meanwhile.
+            LogUnwritable: the directory cannot be written.
+        """
+        try:
+            if os.path.samestat((self._directory / LOCK_FILE).stat(), os.fstat(self._descriptor)):
+                return False
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a file system that does not answer now
+            return False
+        create_run_directory(self._directory)
+        removed, self._descriptor = self._descriptor, _lock_file(self._directory)
+        os.close(removed)
+        return True
+
+    def close(self) -> None:
+        """Let another launcher have the folder."""
+        os.close(self._descriptor)
+        self._name.close()
+
+
+@contextlib.contextmanager
+def claim_directory(directory: Path) -> Iterator[DirectoryClaim]:
+    """Claim the directory: within the `with` no other launcher starts a job in it.
 
     Raises:
         CallerError: another launcher has claimed it.
         LogUnwritable: the directory cannot be written, or its file system has no locks.
     """
+    with contextlib.closing(DirectoryClaim(directory)) as claim:
+        yield claim
+
+
+def _lock_file(directory: Path) -> int:
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _unwritable(directory, error) from error
-    with os.fdopen(descriptor):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CallerError(
-                f"{directory}: found a job that still runs in this folder, expected one of its own for each job. "
-                f"Choose another with --run-dir, or wait until that one ends (`resilient-jax status {directory}`)"
-            ) from error
-        except OSError as error:  # a file system without locks
-            raise _unwritable(directory, error) from error
-        yield
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise _claimed(directory) from error
+        raise _unwritable(directory, error) from error  # a file system without locks
+    return descriptor
+
+
+def _lock_name(directory: Path) -> socket.socket:
+    """Return what holds the folder's name in this machine's (abstract) name space of sockets."""
+    path = directory.resolve()
+    found = path.parent.stat()  # not the parent's path: containers have other folders of the same path
+    name = f"{found.st_dev}:{found.st_ino}/{path.name}"
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(f"\0resilient-jax/{hashlib.sha256(os.fsencode(name)).hexdigest()}")
+    except OSError as error:
+        lock.close()
+        raise _claimed(directory) from error
+    return lock
+
+
+def _claimed(directory: Path) -> CallerError:
+    return CallerError(
+        f"{directory}: found a job that still runs in this folder, expected one of its own for each job. "
+        f"Choose another with --run-dir, or wait until that one ends (`resilient-jax status {directory}`)"
+    )
 
 
 def write_contact(directory: Path, contact: JobContact) -> None:

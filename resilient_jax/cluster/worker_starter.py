@@ -46,8 +46,11 @@ class WorkerStarter:
         """Return a worker that has just been started.
 
         Raises:
+            KeptFileDamaged: its program is gone from the run folder, and from the disk.
             OSError: there is no descriptor, process or memory left for it.
         """
+        if self._admission.kept is not None:
+            self._admission.kept.restore()
         self._incarnation = self._choose_incarnation()
         settings = self._devices.settings
         launch = functools.partial(self._launch, settings)

@@ -49,8 +49,10 @@ class LogFile:
         self._open()
 
     def write(self, line: bytes) -> None:
-        """Append `line` and a newline."""
+        """Append `line` and a newline; to a new file if somebody has removed this one."""
         self._pending.append(line)
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+            self.close()
         if self._descriptor is None and time.monotonic() >= self._retry_at_s:
             self._open()
         if self._descriptor is not None:
@@ -78,7 +80,7 @@ class LogFile:
 
     def _open(self) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = os.open(
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
             )

@@ -1,6 +1,7 @@
 """A file of a program is kept as it was first read, and a change of it on disk is found."""
 
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -114,3 +115,28 @@ def test_without_its_folder_a_program_is_not_begun_anew(tmp_path: Path, script: 
     with pytest.raises(KeptFileDamaged, match="found no such folder"):
         KeptProgram(tmp_path / "removed").keep("__main__", str(script))
     assert not (tmp_path / "removed").exists()
+
+
+def test_a_folder_that_was_removed_is_made_again_from_the_same_files(
+    program: KeptProgram, script: Path
+) -> None:
+    kept = program.keep("__main__", str(script))
+    shutil.rmtree(program.folder)
+    program.restore()
+    program.restore()
+    later = KeptProgram(program.folder)
+    assert later.list_files() == [kept]
+    assert later.read(kept) == b"rate = 0.1\n"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_that_was_removed_is_not_made_again_from_other_files(
+    program: KeptProgram, script: Path, is_there: bool
+) -> None:
+    program.keep("__main__", str(script))
+    shutil.rmtree(program.folder)
+    script.write_text("rate = 0.2\n") if is_there else script.unlink()
+    with pytest.raises(
+        KeptFileDamaged, match=r"found nothing, and .*on disk.*, expected .* as the job read it first"
+    ):
+        program.restore()

@@ -1,6 +1,7 @@
 """The event log of a host: it keeps every event, and never interrupts training."""
 
 import os
+import shutil
 
 import pytest
 
@@ -171,3 +172,12 @@ def test_a_closed_file_has_closed_its_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before + 1
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_log_whose_file_was_removed_goes_on_in_a_new_one(tmp_path):
+    log = LogFile(tmp_path / "folder" / "log")
+    log.write(b"before")
+    shutil.rmtree(tmp_path / "folder")
+    log.write(b"after")
+    log.close()
+    assert (tmp_path / "folder" / "log").read_bytes() == b"after\n"
