@@ -85,7 +85,7 @@ def _can_take_over(worker: WorkerView, standby: WorkerView) -> bool:
     """Return whether a standby replaces a worker that has died."""
     failure = worker.report.failure
     if failure is not None and failure.kind is WorkerFailureKind.USER:
-        return False  # the job ends with it
+        return False  # the leader is to see it first
     # One that starts may be about to fail, and its error would count as the worker's.
     is_past_script = standby.report.state in (WorkerState.IDLE, WorkerState.PREPARING)
     return is_past_script and not standby.is_unresponsive

@@ -10,7 +10,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.health.error_texts import summarize_error
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind
-from resilient_jax.protocol.worker_messages import JOB_OVER_EXIT_CODE, RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 SIGNAL_EXIT_CODE_BASE = 128
 """What shells add to a signal's number for the exit code of a process that it ended."""
@@ -106,8 +106,8 @@ def apply_exit_code(
             outcome,
             f"Python's shutdown {describe_exit(code)}; the script had come to its end, nothing is missing",
         )
-    # This worker did not train to the end: it was ready too late, and ended by order or was killed.
-    if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
+    # This worker did not train to the end: it was ready too late, or its error was one that the others outlived.
+    if not worker.report.is_done and code != 0:
         if earlier_code is None:
             return outcome, "training was done without this host; what its script does then is left out"
         code = earlier_code

@@ -23,7 +23,8 @@ class Checkpoints:
     none can be read, that is an error. A host reads of each array what its devices need.
 
     Attributes:
-        directory: the same files on every host, `~` for the home folder of the user (a network or cluster file system), unless there is only one host.
+        directory: the same files on every host (a network or cluster file system), unless there is only one host; `~`
+            is the user's home folder.
         save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
         max_to_keep: how many of the newest checkpoints to keep.
         timeout_s: seconds that writing or reading a checkpoint may take; then it has failed. A failed save is an

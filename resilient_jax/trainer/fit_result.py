@@ -44,7 +44,7 @@ class FitResult:
         host_index: this host's index in the last generation; host 0 prints and saves.
         checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`, and
             if it could not be saved.
-        checkpoint_failure: why it could not be saved: the model is in this result alone; empty: it was, or not asked for.
+        checkpoint_failure: why it could not be saved; the model is in this result alone. Empty: it was, or need not be.
     """
 
     step: int

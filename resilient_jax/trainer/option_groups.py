@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from resilient_jax.argument_checks import describe_value, find_refused_call
 from resilient_jax.errors import CallerError
 from resilient_jax.trainer.checkpoints import Checkpoints
+from resilient_jax.trainer.directory_checks import expand_home
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.fit_config import Parallelism, ReadOptions
@@ -78,8 +79,8 @@ def check_callbacks(callbacks: object) -> None:
             )
 
 
-def check_log_directory(directory: object) -> None:
-    """Check that `log_directory` is None, or a directory that this process can create and write to.
+def check_log_directory(directory: object) -> str | Path | None:
+    """Return `log_directory` if it is None, or a directory that this process can create and write to, without a `~`.
 
     A directory that is missing is created. Whether the disk has space is not checked: a full one stops no training.
 
@@ -87,11 +88,12 @@ def check_log_directory(directory: object) -> None:
         CallerError: it is not.
     """
     if directory is None:
-        return
+        return None
     if not isinstance(directory, str | Path):
         raise CallerError(
             f"log_directory: found {describe_value(directory)}, expected the path of a directory, or None"
         )
+    directory = expand_home(directory)
     path, advice = Path(directory), "Each host writes a file of its own there; choose another path"
     if path.exists() and not path.is_dir():
         raise CallerError(f"log_directory: found the file {path}, expected a directory. {advice}")
@@ -106,3 +108,4 @@ def check_log_directory(directory: object) -> None:
             f"log_directory: found the directory {path}, which this user may not write to, expected one to write to. "
             f"{advice}, or change its permissions"
         )
+    return directory

@@ -18,7 +18,6 @@ from resilient_jax.sharding.stage_sharding import STAGE_AXES
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.trainer.arrangement import REPLICA_AXES
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.directory_checks import expand_home
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
 from resilient_jax.trainer.fit_config import FitConfig, Parallelism, ReadOptions, StateSharding
@@ -136,9 +135,7 @@ class Trainer:
         check_option_groups(evaluation=evaluation, early_stopping=early_stopping, checkpoints=checkpoints)
         check_option_groups(read_options=read_options)
         check_callbacks(callbacks)
-        if isinstance(log_directory, str | Path):
-            log_directory = expand_home(log_directory)
-        check_log_directory(log_directory)
+        log_directory = check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
         _check_planner(planner, parallelism, wrt)

@@ -10,6 +10,8 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
+
 from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
@@ -20,8 +22,16 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
-from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, StandbyState, WorkerState
+from resilient_jax.ids import GenerationNumber, Incarnation
+from resilient_jax.protocol.raised_error import RaisedError
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    JobOutcome,
+    JobOutcomeKind,
+    StandbyState,
+    WorkerState,
+)
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
@@ -126,6 +136,10 @@ async def running_agent(work: Path) -> "AsyncIterator[tuple[Agent, asyncio.Task[
             agent.log.close()
 
 
+def make_generation(raised: RaisedError) -> Generation:
+    return Generation(number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, raised=(raised,))
+
+
 def test_a_standby_is_the_worker_as_soon_as_the_threads_of_its_predecessor_have_ended(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_agent(tmp_path) as (agent, _):
@@ -163,7 +177,7 @@ def test_takeovers_count_as_restarts(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_error_of_a_script_stays_the_hosts_status_after_its_standby_took_over(tmp_path: Path) -> None:
+def test_the_error_of_a_script_stays_the_hosts_status_until_the_leader_has_noted_it(tmp_path: Path) -> None:
     """Threads end before the exit code is known."""
 
     async def main() -> None:
@@ -173,11 +187,19 @@ def test_the_error_of_a_script_stays_the_hosts_status_after_its_standby_took_ove
             failed.send_order(Quiesce(generation=GENERATION))
             await wait_until(lambda: agent.worker is standby)
             failed.send_order(RunToBoundary(generation=GENERATION, boundary_step=5))
-            assert await asyncio.wait_for(supervising, WAIT_S) is None
+            await wait_until(lambda: standby.child.exit_code == -signal.SIGKILL)
             status = agent.supervisor.status
             assert status is not None
             assert (status.incarnation, status.exit_code) == (failed.incarnation, 5)
-            assert standby.child.exit_code == -signal.SIGKILL
+            earlier = RaisedError(
+                host=HOST, incarnation=Incarnation(failed.incarnation - 1), step=1, what="exit code 5"
+            )
+            agent.supervisor.errors.read(make_generation(earlier))
+            assert agent.worker is failed
+            assert not supervising.done()
+            noted = msgspec.structs.replace(earlier, incarnation=failed.incarnation)
+            agent.supervisor.errors.read(make_generation(noted))
+            await wait_until(lambda: agent.worker is not failed)
 
     asyncio.run(main())
 
