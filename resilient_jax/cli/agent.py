@@ -63,7 +63,13 @@ from resilient_jax.store.service import serve_store
 from resilient_jax.store.state_machine import FIRST_REVISION
 from resilient_jax.store.store_access import StoreAccess, make_store_access
 from resilient_jax.telemetry.screen_output import unblocked_output
-from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE, Credentials, TlsFiles
+from resilient_jax.transport.credentials import (
+    MISSING_TOKEN,
+    TOKEN_VARIABLE,
+    Credentials,
+    TlsFiles,
+    describe_exposure,
+)
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
 
@@ -185,6 +191,8 @@ def agent(
         is_launched=launched,
     )
     with unblocked_output():
+        if exposure := describe_exposure(host_name, own_address, credentials):
+            print_line(exposure)
         code = _end(settings, asyncio.run(_run(settings, access, serve_here=serve_store_here)))
     sys.exit(code)
 

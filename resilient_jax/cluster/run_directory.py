@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,13 +88,16 @@ _ENDED_JOB_DECODER = msgspec.json.Decoder(EndedJob)
 
 
 def create_run_directory(path: Path) -> Path:
-    """Create the directory, for this user alone.
+    """Create the directory, for this user alone; one that is there already is taken if nobody else could write there.
 
     Raises:
+        ConfigError: it is another user's, or everybody may write there: the job's token, program and compiled programs
+            would be in others' hands.
         LogUnwritable: it cannot be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(path)
         probe = path / f".writable-{os.getpid()}"  # several agents share the directory
         with _removed_at_failure(probe):
             probe.write_bytes(b"x")
@@ -101,6 +105,18 @@ def create_run_directory(path: Path) -> Path:
     except OSError as error:
         raise _unwritable(path, error) from error
     return path
+
+
+def _check_owner(path: Path) -> None:
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid() or mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"run folder {path}: found owner {found.st_uid} and mode {mode:03o}, expected a folder of this user "
+            f"({os.geteuid()}) that nobody else may write. Choose one that is not there yet, such as {path / 'run'}"
+        )
+    if mode & stat.S_IWGRP:  # as `mkdir` makes it where the umask is 002
+        path.chmod(mode & ~stat.S_IWGRP)
 
 
 def create_numbered_directory(path: Path) -> Path:
@@ -245,7 +261,8 @@ def write_ended_job(directory: Path, ended: EndedJob) -> None:
 
 def _write_atomically(path: Path, content: msgspec.Struct) -> None:
     unfinished = path.with_suffix(".unfinished")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    unfinished.unlink(missing_ok=True)  # of a process that was killed; never a file that a link leads to
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with _removed_at_failure(unfinished), os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(content))
     unfinished.replace(path)

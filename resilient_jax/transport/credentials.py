@@ -1,6 +1,8 @@
 """Credentials of a job: its token, and TLS certificates where they are configured."""
 
+import contextlib
 import dataclasses
+import ipaddress
 import ssl
 from pathlib import Path
 from typing import Self
@@ -140,3 +142,20 @@ def _read_pem(path: Path, role: str) -> bytes:
     if b"-----BEGIN" not in content:
         raise ConfigError(f"TLS {role} file {path} is not a PEM file: it has no '-----BEGIN' line")
     return content
+
+
+def describe_exposure(host: str, address: str, credentials: Credentials) -> str:
+    """Return what others on the network can read of a job, for people; empty: nothing leaves this machine in the clear.
+
+    >>> describe_exposure("a", "127.0.0.2", Credentials("secret"))
+    ''
+    """
+    with contextlib.suppress(ValueError):  # a name: of a machine in a network
+        if ipaddress.ip_address(address.strip("[]")).is_loopback:
+            return ""
+    if credentials.tls is not None:
+        return ""
+    return (
+        f"{host}: the job's token, states and programs cross the network in the clear; --tls encrypts them "
+        "(docs/operations.md, Security)"
+    )

@@ -1,6 +1,7 @@
 """The run directory, which belongs to one job while that job runs."""
 
 import contextlib
+import os
 import resource
 import stat
 from collections.abc import Iterator
@@ -74,6 +75,46 @@ def test_a_folder_is_claimed_by_one_job_at_a_time(tmp_path: Path) -> None:
             pass
     with claim_directory(tmp_path):
         pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user, which root alone may")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1)
+    with pytest.raises(
+        ConfigError, match=r"run: found owner 12345 and mode 700, expected a folder of this user"
+    ):
+        create_run_directory(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_everybody_may_write_is_refused_and_a_new_one_in_it_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"mode 777.*Choose one that is not there yet, such as .*shared/run"
+    ):
+        create_run_directory(folder)
+    assert create_run_directory(folder / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_group_may_not_write_into_a_folder_that_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o775)
+    assert create_run_directory(folder).stat().st_mode & 0o777 == 0o755
+
+
+def test_a_link_in_place_of_a_file_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("of somebody")
+    for name in ("job.json", "job.unfinished"):
+        (tmp_path / name).symlink_to(elsewhere)
+    write_contact(tmp_path, OURS)
+    assert elsewhere.read_text() == "of somebody"
+    assert read_contact(tmp_path) == OURS
 
 
 def test_only_the_user_can_read_the_contact_and_no_temporary_file_is_left(tmp_path: Path) -> None:
