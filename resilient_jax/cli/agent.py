@@ -190,11 +190,15 @@ def agent(
         grace=read_grace(grace_s),
         is_launched=launched,
     )
+    sys.exit(_run_to_end(settings, access, serve_here=serve_store_here))
+
+
+def _run_to_end(settings: AgentSettings, access: StoreAccess, *, serve_here: bool) -> int:
+    """Run the agent, and say what others can read of the job, and how it ended; return the exit code."""
     with unblocked_output():
-        if exposure := describe_exposure(host_name, own_address, credentials):
+        if exposure := describe_exposure(settings.host, settings.address, settings.credentials):
             print_line(exposure)
-        code = _end(settings, asyncio.run(_run(settings, access, serve_here=serve_store_here)))
-    sys.exit(code)
+        return _end(settings, asyncio.run(_run(settings, access, serve_here=serve_here)))
 
 
 def _end(settings: AgentSettings, outcome: JobOutcome) -> int:
