@@ -17,6 +17,7 @@ from typing import Final
 
 from resilient_jax.checkpoint.messages import REPLY_DECODER, Reply, Request
 from resilient_jax.errors import CheckpointFailed
+from resilient_jax.notices import blocked_notices
 from resilient_jax.protocol.connection import Connection
 
 MODULE: Final = "resilient_jax.checkpoint.storage_process"
@@ -31,7 +32,7 @@ class StorageConnection:
 
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
-        with theirs:
+        with theirs, blocked_notices():
             command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,

@@ -35,6 +35,7 @@ from resilient_jax.checkpoint.orbax_writer import WholeTree, remove_old_checkpoi
 from resilient_jax.checkpoint.part_writer import TreeInParts, write_part
 from resilient_jax.checkpoint.stored_tree import StoredLeaf, build_tree, make_stand_in, view_boxes
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.notices import ignore_notices
 from resilient_jax.protocol.connection import Connection, Received
 
 PR_SET_PDEATHSIG: Final = 1
@@ -44,6 +45,7 @@ REASON_CHARACTERS: Final = 500
 
 def run_storage_process(descriptor: int, parent_pid: int) -> None:
     """Serve until the worker has ended."""
+    ignore_notices()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         return  # the worker died before the call to prctl

@@ -16,16 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from resilient_jax.notices import NOTICE_SIGNALS, blocked_notices
+
 STOPPED_POLL_INTERVAL_S = 0.1
 """How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
 
 _SHIM = """
-import ctypes, os, sys
+import ctypes, os, signal, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)  # the parent died before prctl
-os.execvp(sys.argv[2], sys.argv[2:])
+ignored = [int(number) for number in sys.argv[2].split()]
+for number in ignored:
+    signal.signal(number, signal.SIG_IGN)  # stays so in the command
+signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -37,12 +43,17 @@ def get_signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def bind_to_this_process(command: Sequence[str]) -> list[str]:
+def bind_to_this_process(command: Sequence[str], ignored: Sequence[signal.Signals] = ()) -> list[str]:
     """Return the command, wrapped so that the kernel kills the process when this one dies.
 
     A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
+
+    Args:
+        command: words.
+        ignored: signals that the process ignores from the start; blocked until then, if they are where it is started.
     """
-    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+    numbers = " ".join(str(int(number)) for number in ignored)
+    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), numbers, *command]
 
 
 class ChildProcess(abc.ABC):
@@ -160,16 +171,24 @@ class SpawnedProcess(ChildProcess):
         stdout: int | None = subprocess.PIPE,
         stderr: int | None = subprocess.PIPE,
         pass_fds: Sequence[int] = (),
+        answers_notices: bool = False,
     ) -> None:
-        self._process = subprocess.Popen(
-            bind_to_this_process(command),
-            env=dict(env) if env is not None else None,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
-        )
+        """Start the command, which ignores `NOTICE_SIGNALS`; an agent `answers_notices`, and does not.
+
+        Raises:
+            OSError: there is no descriptor, process or memory left for it.
+        """
+        ignored = () if answers_notices else NOTICE_SIGNALS
+        with contextlib.nullcontext() if answers_notices else blocked_notices():
+            self._process = subprocess.Popen(
+                bind_to_this_process(command, ignored),
+                env=dict(env) if env is not None else None,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+            )
         super().__init__(self._process.stdout, self._process.stderr)
         self.stdin = self._process.stdin
         try:

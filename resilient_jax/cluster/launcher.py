@@ -378,11 +378,19 @@ class Launcher:
         environment = {**settings.environment, **own, TOKEN_VARIABLE: self._credentials.token}
         connection = self._fork_server.connect_agent() if self._fork_server is not None else None
         if connection is None:
-            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT)
+            return SpawnedProcess(
+                command, env=environment, stderr=subprocess.STDOUT, answers_notices=True
+            )
         with connection:
             descriptor = connection.fileno()
             environment[FORK_SERVER_VARIABLE] = str(descriptor)
-            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, pass_fds=(descriptor,))
+            return SpawnedProcess(
+                command,
+                env=environment,
+                stderr=subprocess.STDOUT,
+                pass_fds=(descriptor,),
+                answers_notices=True,
+            )
 
     async def _print(self, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():

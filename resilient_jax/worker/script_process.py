@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
+from resilient_jax.notices import catch_notices
 from resilient_jax.worker.kept_imports import are_imports_kept, begin_kept_imports, read_script
 
 
@@ -28,6 +29,7 @@ def run_script(command: Sequence[str]) -> None:
         SystemExit: the script ended with it, or with an error, which has been printed.
     """
     sys.argv[:] = command
+    catch_notices()
     try:
         code, module = _load_script(command[0])
         exec(code, vars(module))

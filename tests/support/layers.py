@@ -12,7 +12,7 @@ ROOT = Path(resilient_jax.__file__).parent
 ROOT_NAME = "resilient_jax"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "ids", "clock", "events", "threads"}),
+    frozenset({"errors", "ids", "clock", "events", "notices", "threads"}),
     frozenset({"argument_checks", "config", "topology", "erasure", "protocol", "pipeline_schedule"}),
     frozenset({"telemetry", "transport", "erasure.kernels"}),
     frozenset({"store", "planning", "health"}),

@@ -31,7 +31,7 @@ import jax
 found = {
     "argv": sys.argv, "path": sys.path, "name": __name__, "file": __file__, "cwd": os.getcwd(),
     "main": "json" in vars(sys.modules["__main__"]), "umask": os.umask(0o22),
-    "signals": [str(signal.pthread_sigmask(signal.SIG_BLOCK, [])), str(signal.getsignal(signal.SIGINT)),
+    "signals": [str(signal.pthread_sigmask(signal.SIG_BLOCK, [])), signal.getsignal(signal.SIGINT).__name__,
                 str(signal.getsignal(signal.SIGCHLD)), str(signal.getsignal(signal.SIGPIPE))],
     "environment": {k: v for k, v in os.environ.items() if "CONNECTION" not in k and "PIPE" not in k},
     "descriptors": sorted(os.readlink(f"/proc/self/fd/{d}").split(":")[0] for d in os.listdir("/proc/self/fd")
