@@ -35,7 +35,8 @@ class ExitCode(enum.IntEnum):
     JOIN_REFUSED = 83
     """This host may not join: host name taken, versions differ, wrong token, or a GPU that must not train."""
     DRAINED = 84
-    """This host left at a step boundary after a notice (SIGTERM); nothing was lost."""
+    """This host left after a notice (SIGTERM), and the others go on; or all hosts did. The outcome says up to which
+    step the job is saved, and whether steps since then are lost."""
     STATE_LOST = 85
     """Every holder of the training state died at once, and nothing else holds it."""
     SCRIPT_DIFFERS = 86
@@ -45,7 +46,7 @@ class ExitCode(enum.IntEnum):
     INTERNAL_ERROR = 89
     """A bug of ours."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """Ctrl-C: the job, or this host, ended at once; steps since the last checkpoint may be lost."""
 
 
 class ResilientJaxError(Exception):

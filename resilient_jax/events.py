@@ -83,7 +83,8 @@ class EventKind(enum.StrEnum):
     """No process listens any more where a host's agent did, so this host's agent ended its lease before its time.
     Detail: `dead` (the host)."""
     HOST_DRAINING = "host.draining"
-    """A preemption notice (SIGTERM): this host leaves between two steps; in a pipeline, once blocks are copied."""
+    """A notice (SIGTERM): this host leaves between two steps; in a pipeline, once blocks are copied.
+    Detail: `signal`, `seconds` (of its grace)."""
     HOST_QUARANTINED = "host.quarantined"
     """A host takes no part in the job for a while. Detail: `quarantined` (the host), `seconds`, `reason`."""
     DEVICE_QUARANTINED = "device.quarantined"

@@ -26,6 +26,19 @@ NOTICE_SIGNALS: Final = (
 )
 
 
+def list_handled_notices() -> list[signal.Signals]:
+    """Return the signals that an agent, or the launcher, takes for a notice: not SIGINT, which a person sends.
+
+    SIGHUP that was ignored from the start (`nohup`) stays so: the end of a terminal is no notice then.
+    """
+    is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [
+        number
+        for number in NOTICE_SIGNALS
+        if number is not signal.SIGINT and not (number is signal.SIGHUP and is_hangup_ignored)
+    ]
+
+
 @contextlib.contextmanager
 def blocked_notices() -> Iterator[None]:
     """Block the signals in this thread, and in the processes that it starts meanwhile, until these ignore them."""

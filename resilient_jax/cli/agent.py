@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from resilient_jax.cli.job_environment import make_job_environment
 from resilient_jax.cli.options import (
     ConfigOption,
     DevicesOption,
+    GraceOption,
     PlatformOption,
     RunDirectoryOption,
     ScriptArgument,
@@ -33,11 +35,13 @@ from resilient_jax.cli.options import (
     load_job_config,
     note_misplaced_options,
     print_line,
+    read_grace,
     read_versions,
 )
 from resilient_jax.cli.outcome_text import describe_for_agent
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import (
     EXHAUSTION_ERRNOS,
@@ -48,6 +52,7 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
@@ -124,6 +129,7 @@ def agent(
     failure_domain: DomainOption = "",
     topology: TopologyOption = None,
     spare: SpareOption = False,
+    grace_s: GraceOption = DEFAULT_GRACE_S,
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
     launched: LaunchedOption = False,
@@ -132,9 +138,10 @@ def agent(
 
     The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
 
-    SIGTERM is a preemption notice: the host leaves between two steps, so no step is repeated; after 25 s the
-    host leaves anyway. With --serve-store the agent serves the store until all other hosts have ended. The time that
-    the script takes after training is not limited.
+    SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are a notice: the host leaves between two steps, so no step is repeated; after
+    --grace-s the host leaves anyway. If all hosts get one, the job saves a checkpoint and ends. Further notices change
+    nothing; Ctrl-C ends the host now. With --serve-store the agent serves the store until all other hosts have ended.
+    The time that the script takes after training is not limited.
 
     Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80 store
     lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug, 130
@@ -174,6 +181,7 @@ def agent(
         failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
+        grace=read_grace(grace_s),
         is_launched=launched,
     )
     outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
@@ -219,10 +227,17 @@ async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool
 
 
 async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> None:
-    """Serve the store until the agents of all other hosts have ended, which need the store, or a signal arrives."""
+    """Serve the store until the agents of all other hosts have ended, which need the store; or until Ctrl-C, or the
+    end of the grace of a notice, which they may have got, too.
+    """
     loop, signaled = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signaled.set)
+
+    def end_later(notice: signal.Signals) -> None:
+        loop.call_later(settings.grace.find_s(notice, time.time()), signaled.set)
+
+    loop.add_signal_handler(signal.SIGINT, signaled.set)
+    for number in list_handled_notices():
+        loop.add_signal_handler(number, end_later, number)
     prefix = make_hosts_prefix(settings.job)
     before: list[str] = []
     while not signaled.is_set():

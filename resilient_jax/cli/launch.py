@@ -15,6 +15,7 @@ from resilient_jax.cli.job_environment import make_job_environment
 from resilient_jax.cli.options import (
     ConfigOption,
     DevicesOption,
+    GraceOption,
     PlatformOption,
     ScriptArgument,
     StoreTlsOption,
@@ -30,6 +31,7 @@ from resilient_jax.cli.options import (
     load_job_config,
     note_misplaced_options,
     print_line,
+    read_grace,
 )
 from resilient_jax.cli.outcome_text import describe_for_launch
 from resilient_jax.cli.progress import ProgressLine
@@ -40,6 +42,7 @@ from resilient_jax.cluster.launcher import (
     LaunchSettings,
     make_host_names,
 )
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import (
     claim_directory,
     create_numbered_directory,
@@ -136,11 +139,12 @@ def launch(
     store: EtcdOption = None,
     store_tls: StoreTlsOption = None,
     fork_workers: ForkOption = True,
+    grace_s: GraceOption = DEFAULT_GRACE_S,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts on this machine, each with an agent as on a pod.
 
-    Ctrl-C ends the job at once; SIGTERM ends the job at the next step boundary. Exit codes: see `agent --help`.
+    Ctrl-C ends the job at once; SIGTERM ends it at a step boundary, with a checkpoint. Exit codes: see `agent --help`.
 
     Example: resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     """
@@ -163,9 +167,11 @@ def launch(
         num_hosts=hosts,
         num_spares=spares,
         command=command,
-        agent_options=_list_agent_options(
-            checked_platform, devices_per_host, config, topology, verbose=verbose
+        agent_options=(
+            *_list_agent_options(checked_platform, devices_per_host, config, topology, verbose=verbose),
+            *("--grace-s", str(grace_s)),
         ),
+        grace=read_grace(grace_s),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,

@@ -1,6 +1,8 @@
 """Options and checks that several commands share."""
 
 import importlib.metadata
+import math
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from resilient_jax.cluster.notice_grace import NoticeGrace
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.config.struct_schema import suggest_key
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.jax_runtime.worker_environment import Platform
-from resilient_jax.protocol.records import Versions
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.topology import load_topology
 from resilient_jax.topology.errors import UnknownHost
@@ -59,8 +62,39 @@ TopologyOption = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
 ]
+GraceOption = Annotated[
+    float,
+    typer.Option(
+        "--grace-s",
+        help="Seconds from a notice (SIGTERM) until the scheduler kills: a host that is to leave, or a checkpoint "
+        "before the job ends, has so long.",
+    ),
+]
+END_TIME_VARIABLE = "SLURM_JOB_END_TIME"
+"""When Slurm ends the job, as seconds since 1970."""
 MAX_DEVICES = 256
 """The most devices of one host; a larger number is mistyped."""
+
+
+def read_grace(grace_s: float) -> NoticeGrace:
+    """Return the time that a notice leaves, from the option and Slurm's variable.
+
+    Raises:
+        CallerError: one of them is no time.
+    """
+    if not 0 < grace_s < math.inf:
+        raise CallerError(
+            f"--grace-s: found {grace_s:g}, expected the seconds from SIGTERM to SIGKILL, such as 25"
+        )
+    end = os.environ.get(END_TIME_VARIABLE, "")
+    if not end:
+        return NoticeGrace(seconds=grace_s)
+    try:
+        return NoticeGrace(seconds=grace_s, end_wall_s=float(int(end)))
+    except ValueError:
+        raise CallerError(
+            f"{END_TIME_VARIABLE}: found {end!r}, expected seconds since 1970, as Slurm sets it. Unset it"
+        ) from None
 
 
 def load_job_config(path: Path | None, hosts: int) -> JobConfig:

@@ -34,6 +34,7 @@ from resilient_jax.errors import ExitCode, PeerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.facts import owes_answer
+from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -50,8 +51,8 @@ ANSWER_DELAY_S = 0.5
 """Time after the end of a generation in which a member's worker should stop; its report takes new snapshots along."""
 QUARANTINE_TIMEOUT_S = 3.0
 """For the record of a host that gives up; without a store it has ended all the same."""
-DRAIN_GRACE_S = 25.0
-"""Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
+END_RECORD_S = 1.0
+"""Time for the leader to record the end of a job all of whose hosts must leave, when the grace of a notice is over."""
 
 
 class Agent:
@@ -80,6 +81,7 @@ class Agent:
         )
         serve_agent(self._server, self._context, self._make_status)
         self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
+        self._is_out_of_time = False
         self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
@@ -127,7 +129,8 @@ class Agent:
             StoreUnreachable: the store did not answer for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_notice)
+        for notice in list_handled_notices():
+            loop.add_signal_handler(notice, self._on_notice, notice)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
         tasks: list[asyncio.Task[None]] = []
@@ -160,21 +163,33 @@ class Agent:
 
     # Signals.
 
-    def _on_notice(self) -> None:
-        """Leave between two steps (SIGTERM); in a pipeline once blocks are copied, as far as there is time."""
+    def _on_notice(self, notice: signal.Signals) -> None:
+        """Leave between two steps; in a pipeline once blocks are copied, as far as there is time.
+
+        Further notices change nothing: schedulers send several within a second. Who means now sends SIGINT.
+        """
         if self._follower.is_leaving:
-            self._on_interrupt()
             return
-        self._log.record(EventKind.HOST_DRAINING)
-        asyncio.get_running_loop().call_later(DRAIN_GRACE_S, self._leave)
+        grace_s = self._settings.grace.find_s(notice, self._context.clock.wall_s())
+        self._log.record(EventKind.HOST_DRAINING, signal=notice.name, seconds=grace_s)
+        asyncio.get_running_loop().call_later(grace_s, self._end_grace)
         when = (
-            f"the script has {DRAIN_GRACE_S:g} s to end"
+            f"the script has {grace_s:.0f} s to end"
             if self._is_done()
-            else f"leaving between two steps, within {DRAIN_GRACE_S:g} s"
+            else f"leaving between two steps, within {grace_s:.0f} s"
         )
-        self._context.print_line(f"{self._settings.host}: got a notice to leave; {when}")
+        self._context.print_line(f"{self._settings.host}: got a notice to leave ({notice.name}); {when}")
         self._mark_changed()
         self._follower.leave_when_possible()
+
+    def _end_grace(self) -> None:
+        """Leave; first tell the leader that there is no time left: if all hosts leave, it says how the job ends."""
+        if self._is_done():
+            self._leave()
+            return
+        self._is_out_of_time = True
+        self._mark_changed()
+        asyncio.get_running_loop().call_later(END_RECORD_S, self._leave)
 
     def _leave(self) -> None:
         self._leave_with(ExitCode.DRAINED, "drained")
@@ -218,6 +233,7 @@ class Agent:
             port=parse_address(self._server.address)[1],
             generation=generation.number if generation is not None else GenerationNumber(0),
             is_draining=self._follower.is_leaving,
+            is_out_of_time=self._is_out_of_time,
             is_spare=self._settings.is_spare,
             worker=self._supervisor.status,
             services=self._services.running,

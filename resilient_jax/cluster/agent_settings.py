@@ -3,9 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE, NoticeGrace
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import Versions
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.transport.credentials import Credentials
 
 
@@ -22,6 +23,7 @@ class AgentSettings:
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: of logs and events; None writes none.
         fork_server: the descriptor of this agent's connection to the fork server of `launch`; None: there is none.
+        grace: of a notice to leave.
         is_launched: `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 
@@ -40,6 +42,7 @@ class AgentSettings:
     failure_domain: str = ""
     show_all_output: bool = False
     fork_server: int | None = None
+    grace: NoticeGrace = DEFAULT_GRACE
     is_launched: bool = False
     devices: tuple[int, ...] = ()
 

@@ -350,13 +350,19 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
         case GenerationPhase.QUIESCE:
             return state, (SendOrder(Quiesce(generation=generation.number, reason=generation.reason)),)
         case GenerationPhase.PAUSE:
-            order = Pause(generation=generation.number, next_members=generation.next_members)
+            order = Pause(
+                generation=generation.number,
+                next_members=generation.next_members,
+                ends_job=generation.ends_job,
+            )
             return state, (SendOrder(order),)
         case GenerationPhase.BOUNDARY:
             step = generation.boundary_step
             assert step is not None, "a boundary has a step"
+            # Of a job that ends there memory keeps nothing.
+            takes_snapshot = not (generation.parts_stay or generation.ends_job)
             order = RunToBoundary(
-                generation=generation.number, boundary_step=step, takes_snapshot=not generation.parts_stay
+                generation=generation.number, boundary_step=step, takes_snapshot=takes_snapshot
             )
             return state, (SendOrder(order),)
         case GenerationPhase.FORM:

@@ -20,6 +20,7 @@ import msgspec
 
 from resilient_jax.cluster.child_process import SpawnedProcess, get_signal_name, open_line_reader
 from resilient_jax.cluster.fork_server_process import ForkServerProcess
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE, NoticeGrace
 from resilient_jax.cluster.progress_reader import add_progress, read_progress
 from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.cluster.run_directory import (
@@ -32,6 +33,7 @@ from resilient_jax.cluster.run_directory import (
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
@@ -51,8 +53,8 @@ STORE_TIMEOUT_S = 30.0
 WATCH_RETRY_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
 """How often the leader is asked how far the hosts are."""
-END_GRACE_S = 35.0
-"""Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
+END_GRACE_S = 10.0
+"""Agents clean up in well under a second after the grace of a notice; this bounds the wait for one that cannot."""
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
 """Exit codes with which an agent would end again, wherever it is started."""
 LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
@@ -87,6 +89,7 @@ class LaunchSettings:
         store_host: address that the embedded store listens at.
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
+        grace: of a notice to leave, which agents get in `agent_options`, too.
         fork_environment: of workers that are forked from one process of this machine; None: each is a process of its
             own.
     """
@@ -105,6 +108,7 @@ class LaunchSettings:
     store_host: str = "127.0.0.1"
     store: str | None = None
     store_tls: Path | None = None
+    grace: NoticeGrace = DEFAULT_GRACE
     fork_environment: Mapping[str, str] | None = None
 
 
@@ -155,6 +159,8 @@ class Launcher:
         self._on_change = on_change
         self._credentials = Credentials(secrets.token_hex(16))
         self._interrupted = 0
+        self._grace_s = settings.grace.seconds
+        """Of the notice that agents have got, or may get."""
         self._codes: dict[HostName, int] = {}
         self.view = JobView()
         self.agents: dict[HostName, SpawnedProcess] = {}
@@ -171,8 +177,8 @@ class Launcher:
         """Start everything, wait for the job's end, leave no process behind."""
         settings, directory = self._settings, self._settings.run_directory
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        for number in (signal.SIGINT, *list_handled_notices()):
+            loop.add_signal_handler(number, self._on_signal, number)
         log = EventLog(directory / EVENT_LOG_FILE, "launcher")
         async with self._open_store(log) as store:
             contact = JobContact(
@@ -268,7 +274,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         while pending:
             if deadline_s is None and self._is_ending():
-                deadline_s = loop.time() + END_GRACE_S
+                deadline_s = loop.time() + self._grace_s + END_GRACE_S
             if deadline_s is not None and loop.time() > deadline_s:
                 return
             finished, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
@@ -378,9 +384,7 @@ class Launcher:
         environment = {**settings.environment, **own, TOKEN_VARIABLE: self._credentials.token}
         connection = self._fork_server.connect_agent() if self._fork_server is not None else None
         if connection is None:
-            return SpawnedProcess(
-                command, env=environment, stderr=subprocess.STDOUT, answers_notices=True
-            )
+            return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, answers_notices=True)
         with connection:
             descriptor = connection.fileno()
             environment[FORK_SERVER_VARIABLE] = str(descriptor)
@@ -435,11 +439,14 @@ class Launcher:
             self._on_change(self.view)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""
+        """Give all hosts the notice, once, or end them now (SIGINT)."""
+        if number is not signal.SIGINT:
+            if self._interrupted:
+                return
+            self._grace_s = self._settings.grace.find_s(number, time.time())
         self._interrupted += 1
-        forward = number if self._interrupted == 1 else signal.SIGINT
         for child in self.agents.values():
-            child.send_signal(forward)
+            child.send_signal(number)
 
 
 def _describe_exit(code: int) -> str:

@@ -47,6 +47,7 @@ from resilient_jax.membership.commands import (
 )
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
+from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
@@ -57,7 +58,6 @@ from resilient_jax.membership.machine import (
     Tick,
 )
 from resilient_jax.membership.redundancy import measure_redundancy
-from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated, list_used
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss

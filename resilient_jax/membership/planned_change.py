@@ -12,6 +12,7 @@ from resilient_jax.membership.facts import (
     join_names,
     list_live_workers,
 )
+from resilient_jax.membership.job_end import have_all_notice, saves_on_notice
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.next_members import (
     COPY_TIMEOUT_S,
@@ -59,7 +60,9 @@ def plan_change(
     if reason is None:
         return act_on_slow_host(state, config)
     is_join = decision is not generation.decision
-    pause = begin_pause(generation, reason, _expect_members(state, is_join=is_join, now=now, config=config))
+    ends_job = not joiners and have_all_notice(state) and saves_on_notice(state)
+    members = _expect_members(state, is_join=is_join, now=now, config=config)
+    pause = begin_pause(generation, reason, members, ends_job=ends_job)
     return msgspec.structs.replace(pause, decision=decision)
 
 

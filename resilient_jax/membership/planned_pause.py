@@ -8,7 +8,12 @@ from resilient_jax.protocol.state_records import NextMembers
 
 
 def begin_pause(
-    generation: Generation, reason: str, next_members: NextMembers | None, taken_out: HostName | None = None
+    generation: Generation,
+    reason: str,
+    next_members: NextMembers | None,
+    taken_out: HostName | None = None,
+    *,
+    ends_job: bool = False,
 ) -> Generation:
     """Return the next number, in PAUSE: what was wrong in the present one, whose members train, is over.
 
@@ -17,6 +22,7 @@ def begin_pause(
         reason: of the change.
         next_members: that blocks are copied for; None: for none.
         taken_out: a slow host that the change is to leave out.
+        ends_job: whether the job ends at the boundary.
     """
     return msgspec.structs.replace(
         generation,
@@ -28,4 +34,5 @@ def begin_pause(
         taken_out=taken_out,
         reason=reason,
         next_members=next_members,
+        ends_job=ends_job,
     )

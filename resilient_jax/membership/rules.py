@@ -35,6 +35,8 @@ The rules, from which the code below follows:
    policy finds that worth a planned change (`slowness`): one host at a time.
 13. After a loss the members of a pipeline finish their step in their world, by mail, also if its coordination service
    has ended (`world_formation.can_go_on_by_mail`). A world without a service is left between two steps.
+14. A job all of whose hosts got a notice ends at a boundary: in the last step before it, it saves a checkpoint. Where a
+   host has no time left it ends as it is. Its outcome says what is saved (`job_end`).
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
@@ -43,13 +45,12 @@ state.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import assert_never
 
 import msgspec
 
 from resilient_jax.errors import ExitCode
-from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import (
     ALL_LATE_FACTOR,
@@ -81,9 +82,15 @@ from resilient_jax.membership.facts import (
     owes_answer,
 )
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
+from resilient_jax.membership.job_end import (
+    decide_to_end,
+    have_all_notice,
+    is_out_of_time,
+    make_notice_outcome,
+    must_save_first,
+)
 from resilient_jax.membership.job_history import note_progress, note_transition
 from resilient_jax.membership.kept_stages import list_groups, note_stage_hosts
-from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.planned_axes import find_constants, list_axes
 from resilient_jax.membership.planned_change import decide_in_pause, plan_change
 from resilient_jax.membership.recovery_decision import decide_after_loss, decide_to_stop
@@ -120,28 +127,6 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
-
-FIRST_GENERATION = Generation(
-    number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts"
-)
-
-
-def make_initial_state(
-    generation: Generation | None,
-    statuses: Iterable[HostStatus],
-    now: float,
-    *,
-    quarantined: frozenset[HostName] = frozenset(),
-) -> MembershipState:
-    """Return the state from which a new leader starts: the stored statuses and generation, or the first one."""
-    hosts = {status.host: status for status in statuses}
-    return MembershipState(
-        generation=generation or FIRST_GENERATION,
-        hosts=hosts,
-        phase_since_s=now,
-        quarantined=quarantined,
-        memory=LeaderMemory(observed_until_s=now, decided_s=now),
-    )
 
 
 def decide(
@@ -186,9 +171,8 @@ def _next_transition(
         return None
     # Before disruptions: the exit of a worker with an error of the user's
     # is a lost member as well, and would be retried.
-    if outcome := find_user_error(state):
-        lost = generation.state_loss
-        return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
+    if (outcome := _find_outcome(state)) is not None:
+        return _finish(generation, outcome)
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
         return _break_off(state, disruption, config)
@@ -208,6 +192,14 @@ def _next_transition(
             return _in_active(state, now, config)
         case _:
             assert_never(generation.phase)
+
+
+def _find_outcome(state: MembershipState) -> JobOutcome | None:
+    """Return how the job ends at once: by an error of the user's, or because all hosts must leave now."""
+    if outcome := find_user_error(state):
+        lost = state.generation.state_loss
+        return outcome if lost is None else make_state_loss_outcome(lost, outcome)
+    return make_notice_outcome(state) if is_out_of_time(state) else None
 
 
 def _finish(generation: Generation, outcome: JobOutcome) -> Generation:
@@ -243,6 +235,7 @@ def _quiesce(
         unreadable_snapshots=generation.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary_step=None,
+        ends_job=False,
         parts_stay=False,
         next_members=None,
         earlier_stage_hosts=list_groups(state),
@@ -394,20 +387,14 @@ def _settle(
         return doubted
     kept = list_staying(state)
     joiners = choose_joiners(state, kept, config)
-    if not kept and joiners:
-        # All members must leave: they stay for one more generation, from which the joiners fetch.
-        kept = [state.hosts[m.host] for m in generation.members]
-    if generation.members and not kept:
-        return _finish(
-            generation,
-            JobOutcome(
-                kind=JobOutcomeKind.INTERRUPTED,
-                exit_code=int(ExitCode.DRAINED),
-                message=f"all hosts got a notice to leave; stopped after {find_newest_step(state)} steps",
-            ),
-        )
-    origin = find_state_origin(state, kept, joiners)
     waited_s = now - state.phase_since_s
+    if generation.members and not kept:
+        # All members must leave. They stay for one more generation: joiners fetch from them, or they save a checkpoint.
+        if not joiners and not must_save_first(state):
+            outcome = decide_to_end(state, waited_s, config)
+            return _finish(generation, outcome) if outcome is not None else None
+        kept = [state.hosts[m.host] for m in generation.members]
+    origin = find_state_origin(state, kept, joiners)
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
         are_all_here = sum(not status.is_spare for status in state.hosts.values()) >= config.num_hosts
@@ -477,7 +464,8 @@ def _form(
     if arrived is Rendezvous.WAITING:
         return None
     decision = state.generation.decision
-    if state.generation.phase is GenerationPhase.QUIESCE and state.generation.world > 0:
+    is_loss = state.generation.phase is GenerationPhase.QUIESCE and state.generation.world > 0
+    if is_loss and not have_all_notice(state):  # else there is no time to wait for others
         decision = decide_after_loss(state, kept, joiners, origin, now, config)
         if decision is None:
             return None

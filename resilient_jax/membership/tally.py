@@ -49,6 +49,8 @@ class Fact(enum.Enum):
     IDLE = enum.auto()
     MUST_LEAVE = enum.auto()
     """The member cannot wait for copies that others make."""
+    OUT_OF_TIME = enum.auto()
+    """The member's host got a notice, and must leave now."""
     PAUSED = enum.auto()
     """The member has answered the pause of this number."""
     FORMED = enum.auto()
@@ -169,6 +171,7 @@ class MembershipTally:
                 for s in status.snapshots
             ),
             Fact.MUST_LEAVE: is_member and is_wait_too_long_for(self._state, host),
+            Fact.OUT_OF_TIME: is_member and status.is_out_of_time,
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
             Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
             Fact.ENDED_BY_USER: find_user_error_on(status) is not None,
@@ -216,7 +219,7 @@ class MembershipTally:
     def is_over(self) -> bool:
         """Return whether the generation, or the job, must end now."""
         generation, counts = self._state.generation, self._counts
-        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST]:
+        if counts[Fact.ENDED_BY_USER] or counts[Fact.LOST] or counts[Fact.OUT_OF_TIME]:
             return True
         # While members unwind, their reports still have the failure that they unwind because of.
         if generation.phase is GenerationPhase.QUIESCE:

@@ -192,6 +192,7 @@ def form_next_generation(
     return msgspec.structs.replace(
         built,
         phase=GenerationPhase.FORM,
+        ends_job=False,
         next_members=None,
         step=origin.step,
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),

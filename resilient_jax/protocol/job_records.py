@@ -3,7 +3,7 @@
 import msgspec
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Versions
+from resilient_jax.protocol.versions import Versions
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

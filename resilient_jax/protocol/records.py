@@ -17,6 +17,7 @@ from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus, VoidSnapshots
 from resilient_jax.protocol.state_records import NextMembers, StateLoss, StatePart, StateSource
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.protocol.worker_tasks import OverdueTask
 
 
@@ -125,6 +126,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         service_address: of the world's coordination service; empty until it is known, and if it ended before this.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
+        ends_job: whether the job ends at the boundary, as all members got a notice: they save checkpoints before it.
         parts_stay: whether the members after the boundary have all of the state in parts: no snapshot is waited for.
         next_members: those that a planned change leads to, where blocks are copied before it; None: nothing is.
         sources: members that have the state of `step`; of thousands only some.
@@ -174,6 +176,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     service_address: str = ""
     step: int = 0
     boundary_step: int | None = None
+    ends_job: bool = False
     parts_stay: bool = False
     next_members: NextMembers | None = None
     sources: tuple[StateSource, ...] = ()
@@ -285,6 +288,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         copied: while idle: the newest snapshot of which this host's snapshot server has its part.
         checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while
             idle: its training would resume there without a state in memory. None: there is none, or it saves none.
+        saves_on_notice: whether the training saves checkpoints: before the job ends after a notice, too.
         is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since it became idle.
         earliest_stop_step: the answer to a pause: the worker can stop before this step.
         has_formed: whether the world of `generation` is built and the state is there.
@@ -313,6 +317,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: SnapshotId | None = None
     copied: SnapshotId | None = None
     checkpoint_step: int | None = None
+    saves_on_notice: bool = False
     is_polling_checkpoints: bool = False
     earliest_stop_step: int | None = None
     has_formed: bool = False
@@ -415,22 +420,6 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerStatus | None = None
 
 
-class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """The versions that must be equal on all hosts of a job.
-
-    Attributes:
-        python: the interpreter's version, because a script may be read by its libraries.
-        resilient_jax: the version of this package.
-        jax: the version of JAX.
-        jaxlib: the version of jaxlib.
-    """
-
-    python: str
-    resilient_jax: str
-    jax: str
-    jaxlib: str
-
-
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A host as its agent reports it; in the store exactly as long as the agent's lease is valid.
 
@@ -443,6 +432,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         versions: the versions of what must be equal on all hosts.
         generation: the newest generation that the agent had read when it wrote this.
         is_draining: whether the host leaves after a preemption notice.
+        is_out_of_time: whether the time that such a notice leaves is over, so that the host leaves now.
         is_spare: whether the host was started as a spare: it takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
@@ -470,6 +460,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     generation: GenerationNumber = GenerationNumber(0)
     is_draining: bool = False
+    is_out_of_time: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
     services: tuple[CoordinationServiceStatus, ...] = ()

@@ -26,10 +26,12 @@ class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         next_members: those that blocks are copied for before that; None: nothing is copied.
+        ends_job: the job ends there; a training that saves checkpoints gets one more step, in which it does.
     """
 
     generation: GenerationNumber
     next_members: NextMembers | None = None
+    ends_job: bool = False
 
 
 class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):

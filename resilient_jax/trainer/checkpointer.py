@@ -1,5 +1,6 @@
 """The checkpoints of one `fit`: restored at its beginning, saved during its steps, complete at its end."""
 
+import contextlib
 import secrets
 from typing import Final
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
+from resilient_jax.errors import CheckpointFailed
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.host_rows import gather_texts
@@ -51,6 +53,9 @@ class Checkpointer:
         world = layout.world
         if world.replay is not None or world.is_rehearsal:
             return
+        if world.is_leaving:
+            self._save_before_end(layout, state)
+            return
         self._store.poll_save(world.record_event)
         if layout.is_checkpointed_in_parts:
             self._give_up_without_lost_parts(world)
@@ -73,6 +78,11 @@ class Checkpointer:
         replicated = layout.gather_state(state)
         if world.host_index == 0:
             self._store.start_save(step, replicated, world.record_event, verified_step)
+
+    def _save_before_end(self, layout: StateLayout, state: State) -> None:
+        """Return when the state is on storage, or its save has failed: the job ends, and its outcome says which."""
+        with contextlib.suppress(CheckpointFailed):
+            self.ensure_final_saved(layout, state)
 
     def _agree_on_share(self, world: World, step: int) -> SaveShare | None:
         """Return this host's share of a save; None: the first host's last one is not done. All hosts must call this."""

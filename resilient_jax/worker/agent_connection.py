@@ -199,6 +199,12 @@ class AgentConnection:
         return self._protocol.takes_snapshot
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the job ends after the step under way; from the first look on this worker saves a checkpoint then."""
+        self.report_found(worker_protocol.report_saving, None)
+        return worker_protocol.is_leaving(self._protocol)
+
+    @property
     def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         return self._protocol.held_pause

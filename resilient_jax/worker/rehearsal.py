@@ -85,6 +85,11 @@ class RehearsalControl:
         """Ignore it: it is of no generation of the job."""
 
     @property
+    def is_leaving(self) -> bool:
+        """False: its step is not one of the job's."""
+        return False
+
+    @property
     def held_pause(self) -> None:
         """None: the members copy blocks, and this worker is none yet."""
         return

@@ -31,6 +31,11 @@ class StandaloneControl:
         """Ignore it: without an agent no leader decides."""
 
     @property
+    def is_leaving(self) -> bool:
+        """False: without an agent there is no notice to leave."""
+        return False
+
+    @property
     def held_pause(self) -> None:
         """None: without an agent no member leaves or comes."""
         return

@@ -66,6 +66,11 @@ class TrainingControl(Protocol):
         ...
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the job ends after the step under way; asked by a training that saves a checkpoint then."""
+        ...
+
+    @property
     def held_pause(self) -> HeldPause | None:
         """The pause that is to come when blocks are copied for the members after it; None: there is none."""
         ...

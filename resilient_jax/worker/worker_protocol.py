@@ -20,6 +20,7 @@
 | RUNNING   | `Pause` after blocks are copied| same      | held: neither limit nor answer before `answer_pause`      |
 | RUNNING   | plain `Pause` while one is held| same      | none is held; limit = first step not begun; answers       |
 | RUNNING   | `answer_pause`                 | RUNNING   | limit = the step after the next one; answers              |
+| RUNNING   | `Pause` that ends the job      | same      | where checkpoints are saved: answers with limit + 1       |
 | any       | order `RunToBoundary`          | same      | boundary; up to there the limit does not count            |
 | PREPARING | order `HoldTraining`           | PREPARING | a kept world is void                                      |
 | others    | order `HoldTraining`           | same      | a kept world is void; interrupted                         |
@@ -33,6 +34,8 @@ Rules:
 - The main thread is interrupted from the moment its generation has ended until it reports idle.
 - A pause is held only where this worker has a part of the state. The members release it before the same step, so that
   none of them waits for an order in a step that the others need it for; each has one more step to get that order in.
+- Before the job ends a training that saves checkpoints has one more step after its limit, the last one, in which it
+  knows that (`is_leaving`).
 - A world is formed once in a generation, and a seat tried once: agents may send an order again.
 - An order is taken and reported in one transition, so that the next order finds this worker busy, and interrupts it.
 """
@@ -100,6 +103,7 @@ class WorkerProtocol:
         limit: the step that must not start before a `RunToBoundary`, once paused.
         boundary: the step that must not start in this generation.
         takes_snapshot: whether a snapshot of a state that no host has all of is waited for there.
+        ends_job: whether the job ends there.
         held_pause: that is not answered before blocks are copied.
         prepared_for: the newest generation that blocks are copied for, as far as they are: its pause is not held; None:
             there was none.
@@ -119,6 +123,7 @@ class WorkerProtocol:
     limit: int | None = None
     boundary: int | None = None
     takes_snapshot: bool = True
+    ends_job: bool = False
     held_pause: HeldPause | None = None
     prepared_for: GenerationNumber | None = None
     snapshot_server: str | None = None
@@ -151,7 +156,7 @@ class StepDecision(enum.Enum):
 def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
     """Return the state of a worker that has just started."""
     return WorkerProtocol(
-        report=WorkerReport(is_polling_checkpoints=polls_checkpoints),
+        report=WorkerReport(is_polling_checkpoints=polls_checkpoints, saves_on_notice=polls_checkpoints),
         polls_checkpoints=polls_checkpoints,
         newest=GenerationNumber(0),
         entered=GenerationNumber(0),
@@ -213,8 +218,9 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
             # A step that has begun is finished: the next one is the first at which this worker can stop.
             limit = state.report.step if is_idle else state.next_step
             # Copies are waited for no more: to let the pause come later must not move the limit.
-            state = dataclasses.replace(state, limit=limit, held_pause=None)
-            return _report(state, generation=number, earliest_stop_step=limit)
+            state = dataclasses.replace(state, limit=limit, held_pause=None, ends_job=order.ends_job)
+            saves = order.ends_job and not is_idle and state.report.saves_on_notice
+            return _report(state, generation=number, earliest_stop_step=limit + saves)
         case RunToBoundary():
             boundary, takes_snapshot = order.boundary_step, order.takes_snapshot
             return dataclasses.replace(state, boundary=boundary, takes_snapshot=takes_snapshot), ()
@@ -260,6 +266,7 @@ def try_take_order(
             limit=None,
             boundary=None,
             takes_snapshot=True,
+            ends_job=False,
             held_pause=None,
             next_step=state.report.step,
         )
@@ -417,6 +424,19 @@ def answer_pause(state: WorkerProtocol, generation: GenerationNumber) -> Transit
     limit = state.next_step + 1
     state = dataclasses.replace(state, held_pause=None, limit=limit)
     return _report(state, generation=held.generation, earliest_stop_step=limit)
+
+
+def is_leaving(state: WorkerProtocol) -> bool:
+    """Return whether the job ends after the step under way, the last one that has begun, so that it is to be saved.
+
+    All members know it in the same step: none begins the last one before it knows where the boundary is.
+    """
+    return state.ends_job and state.boundary is not None and state.next_step == state.boundary
+
+
+def report_saving(state: WorkerProtocol, _: None) -> Transition:
+    """The training asks whether it `is_leaving`: it saves a checkpoint then."""
+    return _report(state, saves_on_notice=True) if not state.report.saves_on_notice else (state, ())
 
 
 def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:

@@ -213,6 +213,15 @@ class World:
             )
         return self._session.restore_or_init(init_fn, sharding)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the job ends after this step, because all its hosts got a notice (a time limit, say): save now.
+
+        Look in each step, after the commit: `if world.is_leaving or step % 100 == 99: save(state)`. True on all hosts
+        in the same step, so a save may be collective. What is not saved within the grace of the notice is lost.
+        """
+        return self._control.is_leaving
+
     def commit(self, state: Any, **metrics: float) -> None:  # noqa: ANN401 - any pytree
         """Make `state`, after the current step, what survives a failure from here on.
 

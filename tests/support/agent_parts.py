@@ -8,7 +8,7 @@ from pathlib import Path
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import Versions
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.transport.credentials import Credentials
 from tests.support.patience import patience
 

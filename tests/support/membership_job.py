@@ -14,8 +14,8 @@ from resilient_jax.membership.commands import (
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, owes_answer
 from resilient_jax.membership.job_history import add_time
+from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, Tick
-from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
@@ -24,13 +24,13 @@ from resilient_jax.protocol.records import (
     HostStatus,
     SeatId,
     SnapshotServerStatus,
-    Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.recovery_records import TimedChange
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.versions import Versions
 from tests.support.checked_membership import CheckedMachine
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")

@@ -14,12 +14,12 @@ from resilient_jax.protocol.records import (
     Member,
     SeatId,
     SnapshotServerStatus,
-    Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.versions import Versions
 
 VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")
 GROUP_HOSTS: Final = 8

@@ -17,8 +17,8 @@ from resilient_jax.membership.commands import (
 )
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
+from resilient_jax.membership.job_start import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
-from resilient_jax.membership.rules import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from tests.support.stub_hosts import (

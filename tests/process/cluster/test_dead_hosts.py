@@ -15,8 +15,9 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus, Versions
+from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import PutOp
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events

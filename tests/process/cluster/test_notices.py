@@ -74,9 +74,9 @@ def test_a_script_gets_the_signals_that_it_handles_and_what_it_starts_does_not_i
         assert process.returncode == 0, output
     found = json.loads(output)
     assert found["got"] == [signal.SIGUSR1]
-    assert found["started"] == (
-        f"{[str(signal.SIG_DFL)] * 3} default_int_handler"
-    ), "a program that the script starts"
+    assert found["started"] == (f"{[str(signal.SIG_DFL)] * 3} default_int_handler"), (
+        "a program that the script starts"
+    )
     assert found["ends"] == [-signal.SIGTERM, -signal.SIGHUP, -signal.SIGUSR2, 7], "children that it forks"
 
 
@@ -128,7 +128,7 @@ def test_the_coordination_service_and_the_storage_process_outlive_every_notice(t
 
 async def wait_children() -> list[int]:
     async with asyncio.timeout(WAIT_S):
-        while not (found := list_children()):
+        while not (found := list_children()):  # noqa: ASYNC110 - the kernel sets no event
             await asyncio.sleep(0.01)
         return found
 
@@ -145,12 +145,14 @@ def send_all(pid: int) -> None:
 def read_status(pid: int) -> dict[str, int]:
     """Return the masks of signals in /proc/PID/status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigIgn"))}
+    return {
+        line.split(":")[0]: int(line.split()[1], 16)
+        for line in lines
+        if line.startswith(("SigBlk", "SigIgn"))
+    }
 
 
 def check_ignored(pid: int) -> None:
     """Wait until the process ignores all, and has none left that waits."""
     wanted = sum(1 << (number - 1) for number in NOTICE_SIGNALS)
-    wait_until(
-        "the process ignores notices", lambda: read_status(pid)["SigIgn"] & wanted == wanted, WAIT_S
-    )
+    wait_until("the process ignores notices", lambda: read_status(pid)["SigIgn"] & wanted == wanted, WAIT_S)

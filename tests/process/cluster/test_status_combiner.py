@@ -20,8 +20,9 @@ from resilient_jax.cluster.stored_records import decode_generation, decode_host_
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, HostStatus, Versions
+from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import Compare, Operation, PutEvent, PutOp, TransactionResult
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog

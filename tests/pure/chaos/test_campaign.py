@@ -39,10 +39,10 @@ from resilient_jax.protocol.records import (
     GenerationPhase,
     HostStatus,
     Member,
-    Versions,
     WorkerReport,
     WorkerStatus,
 )
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.telemetry.event_log import EventLog
 
 HOST = HostName("host-0")

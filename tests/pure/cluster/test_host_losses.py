@@ -19,7 +19,7 @@ from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
-from resilient_jax.membership.rules import make_initial_state
+from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.protocol.store_keys import make_leader_key
 from resilient_jax.store.interface import NO_LEASE, PutOp
 from resilient_jax.store.memory import MemoryStore

@@ -33,9 +33,9 @@ from resilient_jax.membership.commands import (
 )
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.failure_forecast import add_return, count_losses
+from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, QuarantineChanged, Tick
 from resilient_jax.membership.redundancy import measure_redundancy
-from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
@@ -772,6 +772,7 @@ COMMANDS: Final[Mapping[str, Callable[[Job, list[str], Values], object]]] = {
     "worker": _worker,
     "host": _host,
     "notice": _for_each(lambda job, name: job.change(name, is_draining=True)),
+    "out-of-time": _for_each(lambda job, name: job.change(name, is_out_of_time=True)),
     "restart": _restart,
     "quarantined": lambda job, names, _: job.give(QuarantineChanged(frozenset(map(HostName, names)))),
     "spare": _spare,

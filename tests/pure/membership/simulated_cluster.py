@@ -61,8 +61,8 @@ from resilient_jax.ids import (
 from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import owes_answer
+from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
-from resilient_jax.membership.rules import make_initial_state
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.records import (
@@ -77,7 +77,6 @@ from resilient_jax.protocol.records import (
     SnapshotServerStatus,
     StandbyState,
     StandbyStatus,
-    Versions,
     WorkerFailure,
     WorkerFailureKind,
     WorkerReport,
@@ -94,6 +93,7 @@ from resilient_jax.protocol.store_keys import (
     make_hosts_prefix,
     make_leader_key,
 )
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
     HoldTraining,

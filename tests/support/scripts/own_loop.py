@@ -96,7 +96,7 @@ def train(world: rj.World) -> None:
         world.commit(state, loss=loss)
         if world.is_rehearsal:
             continue
-        if (step + 1) % SAVE_STEPS == 0 and world.host_index == 0:
+        if (world.is_leaving or (step + 1) % SAVE_STEPS == 0) and world.host_index == 0:
             save(state, step + 1)
         line = {"step": step, "digest": digest(state), "generation": world.generation}
         with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as log:

@@ -1,11 +1,12 @@
 """A job of the trainer with a replicated or sharded state. Usage: sharded_job.py WORK_DIR replicated|sharded
-[each]. With `each` every device computes microbatches of its own.
+[each] [slow]. With `each` every device computes microbatches of its own; with `slow` there are pauses between steps.
 
 After every step each host appends a line to `shares.<host index>`: the step, the bytes of the state on this host, those
 of the complete state, and how many complete nonzero arrays of a parameter's shape the process has in all.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -62,6 +63,8 @@ def say_shares(report: rj.StepReport) -> None:
     with (WORK / f"shares.{report.host_index}").open("a") as file:
         print(report.step, here, everything, len(complete), file=file)
     print(f"step {report.step} {sorted(report.metrics.items())}", flush=True)
+    if "slow" in sys.argv:
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
