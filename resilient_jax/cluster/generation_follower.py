@@ -106,6 +106,10 @@ class GenerationFollower:
         """Whether the host got a notice to leave."""
         return self._state.is_leaving
 
+    def is_past(self, generation: Generation) -> bool:
+        """Return whether a generation is the end of the job as it was before this agent started."""
+        return generation.number == self._state.past
+
     def is_start_urgent(self) -> bool:
         """Return whether a worker that starts now may slow down others."""
         return is_start_urgent(self._state)

@@ -6,7 +6,7 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 | generation | for a seated worker | for a newcomer         | for an outsider                          |
 |------------|---------------------|------------------------|------------------------------------------|
 | older      | refused             | refused                | refused                                  |
-| FINISHED   | the host ends       | the host ends          | the host ends                            |
+| FINISHED   | the host ends       | the host ends          | the host ends, but where it is past      |
 | QUIESCE    | `Quiesce`           | `Quiesce` if it idles  | `Quiesce`                                |
 | PAUSE      | `Pause`             | `Quiesce` if it idles  | `Quiesce`                                |
 | BOUNDARY   | `RunToBoundary`     | `Quiesce` if it idles  | `Quiesce`                                |
@@ -16,6 +16,7 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 What it means for a standby that is a worker is in `standby_orders`.
 
 Rules:
+- The end of a job that was interrupted before this host first registered is past: the job begins anew with it.
 - If something hangs, every worker that lives gets `TakeStacks` first: with it, stacks are kept before it unwinds. One
   that idles by now has unwound when another's connections closed; its stacks say that it waits.
 - A newcomer that runs, and one whose host leaves, is an outsider: the first trained in a generation that left it out.
@@ -37,6 +38,7 @@ from resilient_jax.cluster.standby_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
+from resilient_jax.membership.job_start import is_interrupted
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -79,6 +81,7 @@ class OrdersState:
     Attributes:
         generation: the newest that this host has seen.
         void_generation: the generation of which this host is no member any more, whatever is stored.
+        past: the generation in which the job was interrupted before this host first registered; None: there is none.
         is_leaving: the host got a notice to leave.
         in_world: the newest worker that was ordered to form a world or to take a seat of one.
         unwinding: the worker that is waited for.
@@ -86,6 +89,7 @@ class OrdersState:
 
     generation: Generation | None = None
     void_generation: GenerationNumber | None = None
+    past: GenerationNumber | None = None
     is_leaving: bool = False
     in_world: Incarnation | None = None
     unwinding: UnwindingWorker | None = None
@@ -254,7 +258,9 @@ def _handle_for_worker(
             # generation may be changing just now, and admit the host.
             has_seat = known is not None and known.find_member(config.host) is not None
             void = known.number if known is not None and has_seat else None
-            return dataclasses.replace(state, void_generation=void), ()
+            is_past = state.generation is None and known is not None and is_interrupted(known)
+            past = known.number if known is not None and is_past else state.past
+            return dataclasses.replace(state, void_generation=void, past=past), ()
         case HostRegistered(known):
             return dataclasses.replace(state, generation=state.generation or known), ()
         case LeaveNoticed():
@@ -312,6 +318,8 @@ def _read_generation(
     known = state.generation
     if known is not None and generation.number < known.number:
         return state, (RecordStale(generation.number, known.number),)
+    if generation.number == state.past:
+        return state, ()
     state = dataclasses.replace(state, generation=generation)
     commands: list[OrdersCommand] = [SetUrgency(generation.losses_left == 0)]
     # First of all: the members that are left may wait for these, and cannot follow before.

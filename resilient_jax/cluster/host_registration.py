@@ -96,7 +96,7 @@ class HostRegistration:
     async def _use_session(self, session: StoreSession) -> str:
         """Run everything that needs a session; return the reason for the session's end."""
         loop = asyncio.get_running_loop()
-        leader = _make_leader(self._context, self._services, self._relay)
+        leader = _make_leader(self._context, self._services, self._relay, self._follower)
         tasks = [
             loop.create_task(session.keep_alive()),
             loop.create_task(session.publish_changes()),
@@ -164,7 +164,12 @@ class HostRegistration:
         return decode_generation(record) if record is not None else None
 
 
-def _make_leader(context: AgentContext, services: CoordinationServices, relay: ProgressRelay) -> Leader:
+def _make_leader(
+    context: AgentContext,
+    services: CoordinationServices,
+    relay: ProgressRelay,
+    follower: GenerationFollower,
+) -> Leader:
     settings, config = context.settings, context.settings.config
     return Leader(
         context,
@@ -184,6 +189,8 @@ def _make_leader(context: AgentContext, services: CoordinationServices, relay: P
         ),
         services,
         relay,
+        is_leaving=lambda: follower.is_leaving,
+        is_past=follower.is_past,
     )
 
 

@@ -7,6 +7,8 @@ they lead, at most one can write.
 
 import asyncio
 import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import assert_never
 
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
+from resilient_jax.cluster.decision_log import DecisionLog
 from resilient_jax.cluster.device_quarantine import quarantine_device
 from resilient_jax.cluster.host_losses import (
     SingleLosses,
@@ -46,8 +49,9 @@ from resilient_jax.membership.commands import (
     QuarantineHost,
 )
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, join_names, list_late_members
-from resilient_jax.membership.job_start import make_initial_state
+from resilient_jax.membership.facts import MembershipState, list_late_members
+from resilient_jax.membership.job_end import is_any_staying
+from resilient_jax.membership.job_start import begin_anew, make_initial_state
 from resilient_jax.membership.machine import (
     HostChanged,
     HostLeft,
@@ -57,17 +61,12 @@ from resilient_jax.membership.machine import (
     QuarantineChanged,
     Tick,
 )
-from resilient_jax.membership.redundancy import measure_redundancy
-from resilient_jax.membership.severities import Action
-from resilient_jax.membership.spare_hosts import list_unseated, list_used
-from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
+from resilient_jax.membership.spare_hosts import list_used
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
-from resilient_jax.protocol.recovery_records import RecoveryDecision
-from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.store_keys import (
     make_change_key,
     make_generation_key,
@@ -82,6 +81,7 @@ from resilient_jax.store.interface import (
     CompareOperator,
     CompareTarget,
     DeleteEvent,
+    DeleteOp,
     OperationResponse,
     PutEvent,
     PutOp,
@@ -99,8 +99,12 @@ TICK_INTERVAL_S = 0.1
 """Longest delay until a timeout is noticed. Events are handled at once."""
 
 
+RESIGNED_POLL_INTERVAL_S = 0.2
+"""How often an agent that is to leave looks whether all others are, too, while no agent leads."""
+
+
 class _LeadershipLost(Exception):
-    """Another leader wrote, or this one's key is gone."""
+    """Another leader wrote, or this one's key is gone, or this agent has given it up."""
 
 
 class Leader:
@@ -112,7 +116,22 @@ class Leader:
         config: MembershipConfig,
         services: CoordinationServices,
         relay: ProgressRelay,
+        *,
+        is_leaving: Callable[[], bool] = lambda: False,
+        is_past: Callable[[Generation], bool] = lambda _: False,
     ) -> None:
+        """Prepare the candidacy.
+
+        Args:
+            context: of the agent.
+            config: of the machine.
+            services: of this host.
+            relay: of progress.
+            is_leaving: whether this host got a notice.
+            is_past: whether a generation is the end of a job that this agent was started to begin anew.
+        """
+        self._is_leaving = is_leaving
+        self._is_past = is_past
         self._context = context
         self._store = context.store
         self._job = context.settings.job
@@ -141,6 +160,9 @@ class Leader:
     async def _campaign(self, lease: LeaseId) -> None:
         key = make_leader_key(self._job)
         while True:
+            if self._is_leaving() and not await self._are_all_leaving():
+                await self._follow_another(key)
+                continue
             result = await self._store.transaction(
                 [require_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
             )
@@ -156,6 +178,18 @@ class Leader:
                 await _Term(self, token).run()
             except _LeadershipLost:
                 self._log.record(EventKind.LEADER_RESIGNED)
+
+    async def _are_all_leaving(self) -> bool:
+        """Return whether every host got a notice: then one of them leads, else one that stays."""
+        _, found = await self._store.range(make_hosts_prefix(self._job))
+        return not is_any_staying(map(decode_host_status, found), self._record.host)
+
+    async def _follow_another(self, key: str) -> None:
+        """Return when no other agent leads, or soon if none does now."""
+        result = await self._store.transaction([], [RangeOp(key)])
+        self._follow(result.responses[0])
+        await self._wait_vacant(key, result.revision)
+        await asyncio.sleep(RESIGNED_POLL_INTERVAL_S)
 
     def _own_token(self, found: OperationResponse, lease: LeaseId) -> Revision | None:
         """Return the token of our own term if a fault of the store ended only our watch; else None."""
@@ -208,8 +242,7 @@ class _Term:
         self._inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
         self._tree = ProgressTree()
         self._losses = SingleLosses(leader._context.settings.config.lease_ttl_s)
-        self._unseated: list[HostName] = []
-        """The spares that were last found to have no seat."""
+        self._decisions = DecisionLog(leader._log, leader._print_line, leader._config)
 
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
@@ -217,6 +250,9 @@ class _Term:
         generation = decode_generation(stored) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
+        if generation is not None and self._leader._is_past(generation):
+            await self._put_shared_records(NO_LEASE)
+            generation = begin_anew(generation)
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
         statuses = [decode_host_status(record) for record in records]
@@ -240,6 +276,7 @@ class _Term:
             # it has read, also if nothing changes any more.
             event: MembershipEvent = Tick()
             while True:
+                await self._resign_if_leaving(machine.state)
                 if isinstance(event, HostLeft):
                     self._note_loss(machine.state, event.host)
                 commands = machine.handle(event, self._now())
@@ -248,7 +285,7 @@ class _Term:
                 for host in self._losses.take(self._now()):
                     await note_host_loss(self._leader._context, host, self._token)
                 if commands or isinstance(event, Tick):
-                    self._record_unseated(machine.state)
+                    self._decisions.record_unseated(machine.state)
                     late = list_late_members(machine.state)
                     self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
                 event = await self._next(watching)
@@ -256,6 +293,19 @@ class _Term:
             for task in watching:
                 task.cancel()
             self._leader._relay.follow("", on_refused=lambda: None)
+
+    async def _resign_if_leaving(self, state: MembershipState) -> None:
+        """Let a host lead that stays: what this one starts and begins to change would end with it.
+
+        Raises:
+            _LeadershipLost: this agent leads no more.
+        """
+        leader = self._leader
+        if leader._is_leaving() and is_any_staying(state.hosts.values(), leader._record.host):
+            key = make_leader_key(leader._job)
+            ours = Compare(key, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token)
+            await self._store.transaction([ours], [DeleteOp(key)])
+            raise _LeadershipLost
 
     def _note_loss(self, state: MembershipState, host: HostName) -> None:
         is_counted = is_loss_counted(state, host, self._leader._config.min_hosts)
@@ -349,11 +399,12 @@ class _Term:
         self._known_revision = result.revision
         before, self._published = self._published, generation
         if generation.losses_left != (before.losses_left if before is not None else None):
-            self._record_redundancy(state)
+            self._decisions.record_redundancy(state)
+        self._decisions.tell_of_unsaved(before, dataclasses.replace(state, generation=generation))
         old = (before.decision, before.slowness.decision) if before is not None else ()
         for decision in (generation.decision, generation.slowness.decision):
             if decision is not None and decision not in old:
-                self._record_decision(generation, decision)
+                self._decisions.record_decision(generation, decision)
         measured = {
             "progress": generation.progress,
             "losses_left": generation.losses_left,
@@ -375,13 +426,13 @@ class _Term:
             revision=result.revision,
         )
         if generation.hang and (before is None or before.number < generation.number):
-            self._record_hang(before, generation)
+            self._decisions.record_hang(before, generation)
         for spare in list_used(before, state):
-            self._record_used(spare, generation)
+            self._decisions.record_used(spare, generation)
         if generation.state_loss is not None and (
             before is None or generation.state_loss != before.state_loss
         ):
-            self._record_state_loss(generation, generation.state_loss)
+            self._decisions.record_state_loss(generation, generation.state_loss)
         if is_over:
             await self._let_records_expire(lease)
 
@@ -390,90 +441,13 @@ class _Term:
 
         Host statuses have leases of their own.
         """
+        await self._put_shared_records(lease)
+        await forget_host_losses(self._store, self._leader._job)
+
+    async def _put_shared_records(self, lease: LeaseId) -> None:
         for key in (make_job_key(self._leader._job), make_script_key(self._leader._job)):
             if (found := await self._store.get(key)) is not None:
                 await self._store.transaction([require_unchanged(found)], [PutOp(key, found.value, lease)])
-        await forget_host_losses(self._store, self._leader._job)
-
-    def _record_redundancy(self, state: MembershipState) -> None:
-        redundancy = measure_redundancy(state)
-        if redundancy is None:
-            return  # the job begins, or its state is lost, which is an event of its own
-        self._leader._log.record(
-            EventKind.STATE_REDUNDANCY,
-            generation=state.generation.number,
-            step=redundancy.step,
-            losses=redundancy.losses,
-            copies=redundancy.copies,
-            snapshot=redundancy.snapshot is not None,
-        )
-
-    def _record_decision(self, generation: Generation, decision: RecoveryDecision) -> None:
-        self._leader._log.record(
-            EventKind.RECOVERY_DECIDED,
-            generation=decision.number,
-            step=generation.progress,
-            action=str(decision.action),
-            reason=decision.reason,
-            options="; ".join(option.describe() for option in decision.options),
-            next_failure_s=round(decision.next_failure_s, 1),
-            wait_s=round(decision.wait_s, 3),
-        )
-
-    def _record_hang(self, before: Generation | None, generation: Generation) -> None:
-        """Record and print what hangs, and what is done about it."""
-        trained = before.members if before is not None else ()
-        left_out = [member.host for member in trained if generation.find_member(member.host) is None]
-        is_left_out = generation.keeps_workers and bool(left_out)
-        action = Action.RESTART_WORKER if left_out else Action.RETRY_IN_PLACE
-        self._leader._log.record(
-            EventKind.HANG_NAMED,
-            generation=generation.number,
-            step=generation.step,
-            hosts=", ".join(left_out) if is_left_out else generation.failed_host or "",
-            why=generation.hang,
-            action=action.value,
-        )
-        self._leader._print_line(f"{generation.hang}; {action}")
-
-    def _record_used(self, spare: HostName, generation: Generation) -> None:
-        self._leader._log.record(
-            EventKind.HOST_SPARE_USED,
-            generation=generation.number,
-            step=generation.step,
-            spare=spare,
-            change=str(generation.change),
-        )
-        self._leader._print_line(f"{spare} spared, and takes part from step {generation.step} on")
-
-    def _record_unseated(self, state: MembershipState) -> None:
-        """Record which spares have no seat, whenever there are others, and print what to do about it."""
-        before, self._unseated = self._unseated, list_unseated(state, self._leader._config)
-        if not self._unseated or self._unseated == before:
-            return
-        generation = state.generation
-        spares, seats = join_names(self._unseated), generation.num_seats
-        self._leader._log.record(
-            EventKind.HOST_SPARE_UNSEATED, generation=generation.number, spares=spares, seats=seats
-        )
-        self._leader._print_line(
-            f"{spares}: found no seat for this spare, expected one of the {seats} of this world to be free; a spare "
-            "without a seat joins by a re-form, which takes seconds longer. Raise spare_seats, or start fewer spares"
-        )
-
-    def _record_state_loss(self, generation: Generation, lost: StateLoss) -> None:
-        """Record that steps are lost, and print it for the user."""
-        self._leader._log.record(
-            EventKind.STATE_LOST,
-            generation=generation.number,
-            step=lost.step,
-            source="the initial state" if lost.checkpoint_step is None else "checkpoint",
-            goes_on_from=lost.checkpoint_step or 0,
-            steps_lost=count_lost_steps(lost),
-            at_least=lost.is_lower_bound,
-            reason=lost.reason,
-        )
-        self._leader._print_line(f"{explain_state_loss(lost)}: {lost.reason}")
 
     def _now(self) -> float:
         return self._leader._clock.monotonic_s()

@@ -6,9 +6,11 @@ because the others had got no notice yet, or lost a host meanwhile, they go on t
 than its notice allows: one that is out of time ends the job as it is.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from resilient_jax.errors import ExitCode
+from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, find_newest_step, list_live_workers
 from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
@@ -20,6 +22,11 @@ def have_all_notice(state: MembershipState) -> bool:
     """Return whether all members' hosts got a notice; a quarantine is none."""
     hosts = [state.hosts.get(member.host) for member in state.generation.members]
     return bool(hosts) and all(status is not None and status.is_draining for status in hosts)
+
+
+def is_any_staying(hosts: Iterable[HostStatus], host: HostName) -> bool:
+    """Return whether another host than `host` got no notice: it leads the job, as one that leaves must not."""
+    return any(not other.is_draining and other.host != host for other in hosts)
 
 
 def saves_on_notice(state: MembershipState) -> bool:

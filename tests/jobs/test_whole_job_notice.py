@@ -1,4 +1,4 @@
-"""A notice to a whole job, of each kind: it saves a checkpoint and ends, says so, and goes on from there when started again.
+"""A notice to a whole job, of each kind: it saves a checkpoint, ends and says so; started again it goes on from there.
 
 As Slurm does at the time limit, each notice goes to every process of the job, and twice.
 """
@@ -83,7 +83,8 @@ def interrupt(job: PatientJob, step: int) -> int:
         r"interrupted, saved at step (\d+): all hosts got a notice to leave\. Started again, .*", last
     )
     assert found, job.read_tail()
-    kinds = {event.kind for event in job.read_events()}
+    # A worker that takes longer to end than its agent waits is killed, when all is done.
+    kinds = {event.kind for event in job.read_events() if event.detail.get("why") != "the job is over"}
     ended = {EventKind.WORKER_KILLED, EventKind.USER_ERROR, EventKind.COLLECTIVE_FAILED, EventKind.STATE_LOST}
     assert not kinds & ended, job.read_tail()
     return int(found[1])

@@ -66,6 +66,10 @@ def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
+        case GenerationPhase.PAUSE:
+            return change_report(status, generation=number, earliest_stop_step=status.step)
+        case GenerationPhase.BOUNDARY:
+            return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.FORM:
             return _form(status, generation, member)
         case GenerationPhase.ACTIVE:

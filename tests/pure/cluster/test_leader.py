@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from resilient_jax.clock import ManualClock
@@ -13,13 +14,14 @@ from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host, read_quarantine
-from resilient_jax.cluster.stored_records import ENCODER, decode_generation
+from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_leader_record
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision, WorldId
 from resilient_jax.membership.config import MembershipConfig
+from resilient_jax.membership.job_start import is_interrupted
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_leader_key
 from resilient_jax.store.interface import NO_LEASE, DeleteOp, KeyValue, PutEvent, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -64,6 +66,10 @@ class Hosts:
     async def serve(self, host: HostName, asked: StartCoordinationService) -> None:
         """Have a host run a coordination service."""
         await self._write(serve_world(self._statuses[host], asked))
+
+    async def notify(self, host: HostName) -> None:
+        """Have a host get a notice to leave."""
+        await self._write(msgspec.structs.replace(self._statuses[host], is_draining=True))
 
     async def end(self, host: HostName) -> None:
         """Have a host be gone."""
@@ -135,7 +141,10 @@ class Candidate:
             MembershipConfig(num_hosts=3),
             cast(CoordinationServices, Services(hosts, host)),
             cast(ProgressRelay, Relay()),
+            is_leaving=lambda: self.is_leaving,
+            is_past=is_interrupted,
         )
+        self.is_leaving = False
 
     def campaign(self, lease: LeaseId) -> "asyncio.Task[None]":
         return asyncio.create_task(self._leader.campaign(lease))
@@ -221,5 +230,68 @@ def test_a_quarantine_by_a_leader_that_was_deposed_is_not_written() -> None:
                 found = await read_quarantine(store, JOB)
                 assert (host in {record.host for record in found}) == is_written
                 await depose(store, other)
+
+    run_in_virtual_time(main)
+
+
+def test_a_leader_with_a_notice_resigns_to_a_host_that_stays_before_it_decides_anything() -> None:
+    async def main(clock: ManualClock) -> None:
+        async with MemoryStore(clock) as store, asyncio.TaskGroup() as tasks:
+            hosts = Hosts(store, 3)
+            answering = tasks.create_task(hosts.run())
+            old, new = Candidate(store, clock, hosts, 0), Candidate(store, clock, hosts, 1)
+            leading = [old.campaign(await store.grant(LONG_S)), new.campaign(await store.grant(LONG_S))]
+            await asyncio.sleep(SETTLED_S)
+            before = await read_record(store, GENERATION_KEY)
+            old.is_leaving = True
+            await hosts.notify(make_host_name(0))
+            await asyncio.sleep(SETTLED_S)
+            assert decode_leader_record(await read_record(store, LEADER_KEY)).host == make_host_name(1)
+            assert (old.count(EventKind.LEADER_ELECTED), old.count(EventKind.LEADER_RESIGNED)) == (1, 1)
+            after = await read_record(store, GENERATION_KEY)
+            assert after.mod_revision > before.mod_revision
+            decided = [event for event in old.log.recent if event.kind is EventKind.GENERATION_PHASE]
+            assert all("notice" not in str(event.detail["reason"]) for event in decided)
+            # Then that one must leave, too: one of both leads to the end.
+            new.is_leaving = True
+            await hosts.end(make_host_name(2))
+            await hosts.notify(make_host_name(1))
+            await asyncio.sleep(SETTLED_S)
+            assert decode_leader_record(await read_record(store, LEADER_KEY)).host
+            ended = decode_generation(await read_record(store, GENERATION_KEY))
+            assert ended.outcome is not None
+            assert ended.outcome.kind is JobOutcomeKind.INTERRUPTED
+            for task in (*leading, answering):
+                task.cancel()
+
+    run_in_virtual_time(main)
+
+
+def test_a_job_that_was_interrupted_begins_anew_with_the_hosts_that_start_after_it() -> None:
+    async def main(clock: ManualClock) -> None:
+        async with MemoryStore(clock) as store, asyncio.TaskGroup() as tasks:
+            numbers: list[int] = []
+            for _ in range(2):
+                hosts = Hosts(store, 3)
+                answering = tasks.create_task(hosts.run())
+                lease = await store.grant(LONG_S)
+                leading = Candidate(store, clock, hosts, 0).campaign(lease)
+                await asyncio.sleep(SETTLED_S)
+                active = decode_generation(await read_record(store, GENERATION_KEY))
+                assert (active.phase, len(active.members)) == (GenerationPhase.ACTIVE, 3)
+                for index in range(3):
+                    await hosts.notify(make_host_name(index))
+                await asyncio.sleep(SETTLED_S)
+                ended = decode_generation(await read_record(store, GENERATION_KEY))
+                assert ended.outcome is not None
+                assert ended.outcome.kind is JobOutcomeKind.INTERRUPTED
+                numbers += [active.number, ended.number]
+                answering.cancel()
+                leading.cancel()
+                await store.revoke(lease)
+                for index in range(3):
+                    await hosts.end(make_host_name(index))
+            assert numbers == sorted(numbers)
+            assert numbers[2] > numbers[1], "no number is given twice"
 
     run_in_virtual_time(main)
