@@ -154,6 +154,7 @@ def agent(
         note_misplaced_options(command, own_options)
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
+    grace = read_grace(grace_s)
     credentials = Credentials(token, TlsFiles.in_folder(tls) if tls is not None else None)
     checked_platform = check_platform(platform)
     access = make_store_access(store, credentials, store_tls)
@@ -181,7 +182,7 @@ def agent(
         failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
-        grace=read_grace(grace_s),
+        grace=grace,
         is_launched=launched,
     )
     outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))

@@ -18,6 +18,7 @@ from resilient_jax.protocol.worker_messages import (
     AdmissionRequested,
     EventOccurred,
     FormWorld,
+    Pause,
     SnapshotServerRequested,
     StepCommitted,
     StopWorker,
@@ -52,6 +53,7 @@ class AgentConnection:
         limits: after which the guard thread reports a hang.
         polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
             for it.
+        on_pause: called by the guard thread with each order to pause.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class AgentConnection:
         limits: HangLimits,
         *,
         polls_checkpoints: bool,
+        on_pause: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_pause = on_pause
         self._host = host
         # No timeout: an agent that is stopped for a while must not make its worker fail.
         self._connection = Connection[WorkerMessage, WorkerOrder](
@@ -250,6 +254,8 @@ class AgentConnection:
 
     def handle_order(self, order: HandledOrder) -> None:
         """Handle an order, and wake the main thread."""
+        if isinstance(order, Pause):
+            self._on_pause()
         with self._changed:
             self._apply(worker_protocol.handle_order(self._protocol, order, time.monotonic()))
             self._changed.notify_all()

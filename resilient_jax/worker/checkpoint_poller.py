@@ -1,6 +1,7 @@
 """Polls storage for the newest checkpoint, for the decision where a job resumes whose state is lost.
 
-A worker polls while it is idle, when that decision is made, and repeatedly, because a save may finish meanwhile. The
+A worker polls while it is idle, when that decision is made, and repeatedly, because a save may finish meanwhile; and
+from an order to pause on, since the job may end there, with an outcome that says what is saved. The
 poller has a thread of its own: storage that hangs must not delay a recovery that does not need it. What is reported is
 the newest checkpoint now, not a promise that it can be read.
 """

@@ -125,6 +125,8 @@ class Worker:
             self._interrupt,
             _make_limits(settings),
             polls_checkpoints=find_latest_checkpoint is not None,
+            # The job may end before this worker is idle: its outcome says what is saved.
+            on_pause=lambda: self._poller.resume(),
         )
         self._handover = StateHandover(
             settings.host,

@@ -51,7 +51,9 @@ def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None
         tiny.check_nothing_left()
         tiny.check_steps()
         assert len(last_steps(tiny)) == 1, "all stop after the same step"
-        words = r"\ninterrupted after \d+ steps, none of them saved as far as is known: all hosts got a notice"
+        words = (
+            r"\ninterrupted after \d+ steps, none of them saved as far as is known: all hosts got a notice"
+        )
         assert re.search(words, tiny.job.read_output()), tiny.job.read_tail()
         kinds = {event.kind for event in tiny.job.read_events()}
         assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.read_tail()

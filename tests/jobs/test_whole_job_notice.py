@@ -16,8 +16,10 @@ import pytest
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.jobs.launched import make_environment, run_alone
-from tests.support.agents import run_command
+from tests.jobs.pod import Pod, loopback_sites
+from tests.support.agents import TOKEN, run_command, served_store
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
@@ -45,13 +47,13 @@ KINDS = {
 }
 
 
-def launch(work: Path, script: str, words: Sequence[str]) -> PatientJob:
+def launch(work: Path, script: str, words: Sequence[str], grace_s: str = GRACE_S) -> PatientJob:
     (work / "job.toml").write_text(CONFIG)
     return PatientJob(
         [str(SCRIPTS / script), str(work), *words],
         num_hosts=len(HOSTS),
         run_directory=work / "run",
-        options=["--config", str(work / "job.toml"), "--devices-per-host", "2", "--grace-s", GRACE_S],
+        options=["--config", str(work / "job.toml"), "--devices-per-host", "2", "--grace-s", grace_s],
         environment={**make_environment(), "TINY_JOB_HOSTS": str(len(HOSTS))},
     )
 
@@ -121,3 +123,76 @@ def test_each_kind_of_job_saves_its_last_step_and_begins_there_again(kind: str, 
             if event.kind is EventKind.STEP_COMMITTED and event.wall_s > began_s
         ]
     assert min(commits) == saved + 1
+
+
+def test_a_job_without_time_for_a_checkpoint_ends_within_the_grace_and_says_what_is_lost(
+    tmp_path: Path,
+) -> None:
+    script, words, _ = KINDS["replicated"]
+    with launch(tmp_path, script, words, grace_s="2") as job:
+        job.hold(FailPoint.AFTER_COMMIT, ["host-0"], 6)
+        job.wait_held(["host-0"], DEADLINE_S)
+        notify_all(job)
+        assert job.wait(DEADLINE_S) == ExitCode.DRAINED, job.read_tail()
+        assert not job.find_processes()
+        assert re.search(
+            r"\ninterrupted after [78] steps, saved at step 5: all hosts got a notice to leave; the steps since then "
+            r"are lost, as the notice left too little time to save more \(--grace-s\)\.",
+            job.read_output(),
+        ), job.read_tail()
+
+
+def test_ctrl_c_after_a_notice_ends_the_job_now(tmp_path: Path) -> None:
+    script, words, _ = KINDS["replicated"]
+    with launch(tmp_path, script, words) as job:
+        job.hold(FailPoint.AFTER_COMMIT, ["host-0"], 2)
+        job.wait_held(["host-0"], DEADLINE_S)
+        notify_all(job)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(DEADLINE_S) == ExitCode.INTERRUPTED, job.read_tail()
+        assert not job.find_processes()
+
+
+def test_hosts_of_a_pod_that_all_get_a_notice_record_the_end_and_the_job_begins_there_again(
+    tmp_path: Path,
+) -> None:
+    """The store outlives the job, and its end. The leader's host gets its notice first, and lets another lead."""
+    checkpoints = tmp_path / "checkpoints"
+    with (
+        served_store() as store,
+        Pod(
+            tmp_path,
+            store,
+            loopback_sites(3),
+            script=SCRIPTS / "own_loop.py",
+            words=[str(checkpoints)],
+        ) as pod,
+    ):
+        report = pod.wait_training(3)
+        leaving = report.leader
+        assert leaving is not None
+        pod.agents[leaving].process.send_signal(signal.SIGUSR1)
+        assert pod.agents.pop(leaving).wait() == ExitCode.DRAINED, pod.output()
+        report = pod.wait_training(2, report.generation.number if report.generation else 0)
+        assert report.leader != leaving
+        decided = [e for e in pod.events() if e.kind is EventKind.GENERATION_PHASE and e.host == leaving]
+        assert not any("notice" in str(event.detail["reason"]) for event in decided)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            for agent in pod.agents.values():
+                agent.process.send_signal(number)
+        assert {agent.wait() for agent in pod.agents.values()} == {ExitCode.DRAINED}, pod.output()
+        saved = max(int(path.stem) for path in checkpoints.glob("*.npz"))
+        code, said = run_command(["status", "--store", store, "--job", "pod"], {TOKEN_VARIABLE: TOKEN})
+        assert (code, f"interrupted, saved at step {saved}: " in said) == (0, True), said
+        began_s = time.time()
+        for host in list(pod.agents):
+            pod.start(host)
+        pod.start(leaving)
+        pod.wait_training(3)
+        pod.end()
+        commits = [
+            event.detail["step"] if event.step is None else event.step
+            for event in pod.events()
+            if event.kind is EventKind.STEP_COMMITTED and event.wall_s > began_s
+        ]
+        assert min(map(int, commits)) == saved + 1

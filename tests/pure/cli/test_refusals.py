@@ -74,6 +74,14 @@ def refusal(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ),
         (["--hosts", "0", IDLE], "--hosts: found 0, expected 1 to 250 on one machine"),
         (["--devices-per-host", "0", IDLE], "--devices-per-host: found 0, expected 1 to 256"),
+        (
+            ["--grace-s", "0", IDLE],
+            "--grace-s: found 0, expected the seconds from SIGTERM to SIGKILL, such as 25",
+        ),
+        (
+            ["--grace-s", "nan", IDLE],
+            "--grace-s: found nan, expected the seconds from SIGTERM to SIGKILL, such as 25",
+        ),
         (["--platform", "tpu", IDLE], "--platform: found 'tpu', expected cpu or gpu"),
         (["--config", "none.toml", IDLE], "none.toml: found no such file, expected a TOML file"),
         (
@@ -166,3 +174,13 @@ def test_an_agent_refuses(
     output = refusal(["agent", *AGENT, "--address", "127.0.0.1", option, value, IDLE])
     assert output.startswith(f"resilient-jax: {words}"), output
     assert not (work / "host-a").exists(), "refused before anything is made"
+
+
+@pytest.mark.parametrize("command", [("launch",), ("agent", *AGENT)])
+def test_an_end_of_the_job_that_is_no_time_is_refused_before_anything_starts(
+    command: Sequence[str], refusal: Refusal, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    found = refusal([*command, IDLE])
+    assert "SLURM_JOB_END_TIME: found 'soon', expected seconds since 1970, as Slurm sets it" in found
+    assert not list(work.iterdir())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from resilient_jax.cluster.generation_orders import (
     CheckDue,
     CheckUnwound,
+    EndJob,
     GenerationRead,
     KillWorker,
     LeaveJob,
@@ -26,7 +27,15 @@ from resilient_jax.cluster.generation_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerState
+from resilient_jax.protocol.records import (
+    Generation,
+    GenerationPhase,
+    JobOutcome,
+    JobOutcomeKind,
+    Member,
+    WorkerReport,
+    WorkerState,
+)
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, TakeStacks
 
 HOST = HostName("a")
@@ -187,3 +196,24 @@ def test_any_sequence_of_generations_sends_only_members_and_newcomers_into_a_wor
         assert bool(sent) == (forms or (bool(newcomers) and phase is GenerationPhase.ACTIVE))
         assert all(c.is_newcomer == bool(newcomers) for c in sent)
         assert not [c for c in commands if isinstance(c, KillWorker)]
+
+
+def end_job(number: int, kind: JobOutcomeKind) -> Generation:
+    outcome = JobOutcome(kind=kind, exit_code=84)
+    return Generation(number=GenerationNumber(number), phase=GenerationPhase.FINISHED, outcome=outcome)
+
+
+@pytest.mark.parametrize("kind", JobOutcomeKind)
+def test_a_host_that_starts_after_the_job_was_interrupted_waits_for_it_to_begin_anew(kind: JobOutcomeKind):
+    agent, ended = Agent(), end_job(5, kind)
+    agent.tell(RegistrationBegan(ended))
+    commands = agent.tell(GenerationRead(ended))
+    assert (EndJob in kinds(commands)) == (kind is not JobOutcomeKind.INTERRUPTED)
+    assert EndJob in kinds(agent.tell(GenerationRead(end_job(6, kind)))), "its own end"
+
+
+def test_a_host_that_was_there_ends_with_the_job_also_if_it_lost_the_store_then():
+    agent, ended = Agent(), end_job(5, JobOutcomeKind.INTERRUPTED)
+    agent.read(4, GenerationPhase.ACTIVE, ME)
+    agent.tell(RegistrationBegan(ended))
+    assert EndJob in kinds(agent.tell(GenerationRead(ended)))

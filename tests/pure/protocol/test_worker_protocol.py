@@ -288,3 +288,39 @@ def test_a_seat_is_tried_once():
     protocol, _ = worker_protocol.report_seat(protocol, None, None)
     protocol, _ = handle_order(protocol, take_seat(1))
     assert try_take_order(protocol)[1] is None
+
+
+def test_before_the_job_ends_a_training_that_saves_has_one_more_step_in_which_it_knows():
+    """However late the boundary is known: no host begins that step before."""
+    protocol, _ = worker_protocol.report_saving(make_training(1), None)
+    protocol, _ = try_begin_step(protocol, 0)
+    protocol, (answer,) = handle_order(protocol, Pause(generation=GenerationNumber(2), ends_job=True))
+    assert isinstance(answer, WorkerReported)
+    assert answer.report.earliest_stop_step == 2
+    assert try_begin_step(protocol, 1) == (protocol, StepDecision.WAIT)
+    for boundary in (2, 3):  # another host may be a step further
+        ordered, _ = handle_order(
+            protocol, RunToBoundary(generation=GenerationNumber(2), boundary_step=boundary)
+        )
+        for step in range(1, boundary):
+            assert not worker_protocol.is_leaving(ordered)
+            ordered, decision = try_begin_step(ordered, step)
+            assert decision is StepDecision.START
+        assert worker_protocol.is_leaving(ordered)
+        assert try_begin_step(ordered, boundary)[1] is StepDecision.END
+        again, _ = handle_order(go_idle(ordered), form_world(2))
+        assert not worker_protocol.is_leaving(try_take_order(again)[0])
+
+
+def test_a_training_that_saves_nothing_stops_before_the_next_step_when_the_job_ends():
+    protocol, _ = try_begin_step(make_training(1), 0)
+    _, (answer,) = handle_order(protocol, Pause(generation=GenerationNumber(2), ends_job=True))
+    assert isinstance(answer, WorkerReported)
+    assert answer.report.earliest_stop_step == 1
+
+
+def test_in_no_other_change_is_a_training_told_that_the_job_ends():
+    protocol, _ = try_begin_step(worker_protocol.report_saving(make_training(1), None)[0], 0)
+    protocol, _ = handle_order(protocol, Pause(generation=GenerationNumber(2)))
+    protocol, _ = handle_order(protocol, RunToBoundary(generation=GenerationNumber(2), boundary_step=2))
+    assert not worker_protocol.is_leaving(try_begin_step(protocol, 1)[0])
