@@ -17,7 +17,10 @@ from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.telemetry.event_log import EventLog
 
-NOTE_OF_UNSAVED: Final = "note: this job tells of no checkpoints: a notice to all its hosts (SIGTERM, a time limit) ends it, and loses all steps"
+NOTE_OF_UNSAVED: Final = (
+    "note: the job tells of no checkpoints: a notice to all its hosts (SIGTERM, a time limit) ends it, and all steps "
+    "are lost"
+)
 
 
 class DecisionLog:

@@ -21,7 +21,7 @@ from tests.jobs.launched import make_environment, run_alone
 from tests.jobs.pod import Pod, loopback_sites
 from tests.support.agents import TOKEN, run_command, served_store
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
 
 DEADLINE_S = patience(15)
@@ -132,6 +132,7 @@ def test_a_job_without_time_for_a_checkpoint_ends_within_the_grace_and_says_what
     with launch(tmp_path, script, words, grace_s="2") as job:
         job.hold(FailPoint.AFTER_COMMIT, ["host-0"], 6)
         job.wait_held(["host-0"], DEADLINE_S)
+        wait_until("a checkpoint", lambda: (tmp_path / "checkpoints" / "5").exists(), DEADLINE_S)
         notify_all(job)
         assert job.wait(DEADLINE_S) == ExitCode.DRAINED, job.read_tail()
         assert not job.find_processes()
