@@ -76,7 +76,8 @@ class EventKind(enum.StrEnum):
     LEADER_ELECTED = "leader.elected"
     """This host's agent leads from now on. Detail: `token` (grows with every leader)."""
     LEADER_RESIGNED = "leader.resigned"
-    """This host's agent no longer leads: another revision or leader was found in the store."""
+    """This host's agent no longer leads: another revision or leader was found in the store; or it got a
+    notice to leave, and lets another host lead."""
     HOST_LOST = "host.lost"
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
     HOST_FOUND_DEAD = "host.found_dead"
