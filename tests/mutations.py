@@ -85,6 +85,13 @@ MUTATIONS: Final = (
     # Membership.
     Mutation(
         "membership",
+        "membership/job_end.py",
+        "return find_newest_step(state) > (_find_saved_step(state) or 0)",
+        "return False",
+        "a job whose hosts got their notices one after the other ends without a checkpoint",
+    ),
+    Mutation(
+        "membership",
         "membership/rules.py",
         "if not (worker.report.has_formed and worker.report.generation == generation.number)",
         "if not worker.report.has_formed",

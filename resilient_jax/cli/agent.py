@@ -39,7 +39,7 @@ from resilient_jax.cli.options import (
     read_versions,
 )
 from resilient_jax.cli.outcome_text import describe_for_agent
-from resilient_jax.cluster.agent import Agent
+from resilient_jax.cluster.agent import INTERRUPTED, LEFT, Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import create_run_directory
@@ -154,11 +154,9 @@ def agent(
         note_misplaced_options(command, own_options)
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
-    grace = read_grace(grace_s)
     credentials = Credentials(token, TlsFiles.in_folder(tls) if tls is not None else None)
     checked_platform = check_platform(platform)
-    access = make_store_access(store, credentials, store_tls)
-    _check_serving(access, serve_here=serve_store_here)
+    access = _find_store(store, credentials, store_tls, serve_here=serve_store_here)
     own_address = _choose_address(store, address)
     job_config = load_job_config(config, num_hosts)
     check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
@@ -182,21 +180,24 @@ def agent(
         failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
-        grace=grace,
+        grace=read_grace(grace_s),
         is_launched=launched,
     )
-    outcome = asyncio.run(_run(settings, access, serve_here=serve_store_here))
-    _print_end(settings, outcome)
-    sys.exit(outcome.exit_code)
+    sys.exit(_end(settings, asyncio.run(_run(settings, access, serve_here=serve_store_here))))
 
 
-def _print_end(settings: AgentSettings, outcome: JobOutcome) -> None:
-    """Print how the job or this host's part ended, unless that is told elsewhere or goes without saying."""
+def _end(settings: AgentSettings, outcome: JobOutcome) -> int:
+    """Print how the job or this host's part ended, unless that is told elsewhere or goes without saying.
+
+    Returns:
+        The exit code.
+    """
     # `launch` shows the error of a script in its last lines, once for all hosts.
     is_own = outcome.host == settings.host and outcome.kind is not JobOutcomeKind.USER_ERROR
-    is_plain = outcome.kind in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED)
+    is_plain = outcome.kind is JobOutcomeKind.DONE or outcome.message in (LEFT, INTERRUPTED)
     if (is_own or not settings.is_launched) and not is_plain:
         print_line(f"[{settings.host}] {describe_for_agent(outcome)}")
+    return outcome.exit_code
 
 
 def _read_token() -> str:
@@ -292,12 +293,16 @@ class _WaitingForStore:
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
 
 
-def _check_serving(access: StoreAccess, *, serve_here: bool) -> None:
+def _find_store(
+    store: str, credentials: Credentials, store_tls: Path | None, *, serve_here: bool
+) -> StoreAccess:
+    access = make_store_access(store, credentials, store_tls)
     if serve_here and access.is_etcd:
         raise CallerError(
             f"--serve-store: found it beside --store {access.address}, expected one of them: an etcd cluster serves "
             "the job's store itself"
         )
+    return access
 
 
 def _check_host(name: str, expected_hosts: int) -> None:

@@ -155,7 +155,6 @@ def launch(
     checked_platform = check_platform(platform) or "cpu"
     _check_hosts(hosts, spares, config, topology, checked_platform)
     check_store(store, store_tls)
-    grace = read_grace(grace_s)
     num_hosts = hosts + spares
     host_sites = _load_sites(sites, num_hosts)
     devices_per_host, gpu_environments = _choose_devices(
@@ -172,7 +171,7 @@ def launch(
             *_list_agent_options(checked_platform, devices_per_host, config, topology, verbose=verbose),
             *("--grace-s", str(grace_s)),
         ),
-        grace=grace,
+        grace=read_grace(grace_s),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,

@@ -62,10 +62,18 @@ TopologyOption = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
 ]
+
+
+def _check_grace(grace_s: float) -> float:
+    read_grace(grace_s)
+    return grace_s
+
+
 GraceOption = Annotated[
     float,
     typer.Option(
         "--grace-s",
+        callback=_check_grace,
         help="Seconds from a notice (SIGTERM) until the scheduler kills: a host that is to leave, or a checkpoint "
         "before the job ends, has so long.",
     ),

@@ -56,6 +56,8 @@ def describe_outcome(outcome: JobOutcome) -> str:
 def describe_for_agent(outcome: JobOutcome) -> str:
     """Return why the job ended, of a traceback only the exception: the host that failed has printed the rest."""
     message = find_exception_line(outcome.message.strip())
+    if outcome.kind is JobOutcomeKind.INTERRUPTED:
+        return f"the job ended: {message}"
     if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
         return f"this host ends: {message}"  # the other hosts may continue
     return f"the job ended: {_describe_kind(outcome)}: {message}"

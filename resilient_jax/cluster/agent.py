@@ -51,6 +51,10 @@ ANSWER_DELAY_S = 0.5
 """Time after the end of a generation in which a member's worker should stop; its report takes new snapshots along."""
 QUARANTINE_TIMEOUT_S = 3.0
 """For the record of a host that gives up; without a store it has ended all the same."""
+LEFT = "drained"
+"""Message of the outcome of a host that has left after a notice; the job goes on, or has no leader left."""
+INTERRUPTED = "interrupted"
+"""The same at Ctrl-C."""
 END_RECORD_S = 1.0
 """Time for the leader to record the end of a job all of whose hosts must leave, when the grace of a notice is over."""
 
@@ -192,10 +196,10 @@ class Agent:
         asyncio.get_running_loop().call_later(END_RECORD_S, self._leave)
 
     def _leave(self) -> None:
-        self._leave_with(ExitCode.DRAINED, "drained")
+        self._leave_with(ExitCode.DRAINED, LEFT)
 
     def _on_interrupt(self) -> None:
-        self._leave_with(ExitCode.INTERRUPTED, "interrupted")
+        self._leave_with(ExitCode.INTERRUPTED, INTERRUPTED)
 
     def _leave_with(self, code: ExitCode, message: str) -> None:
         """End this host's part, and a script that still works after training."""

@@ -183,6 +183,7 @@ def _make_leader(
             forming_timeout_s=config.forming_timeout_s,
             max_collective_retries=config.max_collective_retries,
             state_loss_policy=StateLossPolicy(config.state_loss_policy),
+            notice_s=settings.grace.seconds,
             spare_seats=config.spare_seats if settings.has_cpu_workers else 0,
             replaces_workers=settings.replaces_workers,
             act_on_slow_hosts=config.slow_hosts == "act",

@@ -398,13 +398,7 @@ class _Term:
             raise _LeadershipLost
         self._known_revision = result.revision
         before, self._published = self._published, generation
-        if generation.losses_left != (before.losses_left if before is not None else None):
-            self._decisions.record_redundancy(state)
-        self._decisions.tell_of_unsaved(before, dataclasses.replace(state, generation=generation))
-        old = (before.decision, before.slowness.decision) if before is not None else ()
-        for decision in (generation.decision, generation.slowness.decision):
-            if decision is not None and decision not in old:
-                self._decisions.record_decision(generation, decision)
+        self._record_news(before, generation, state)
         measured = {
             "progress": generation.progress,
             "losses_left": generation.losses_left,
@@ -435,6 +429,16 @@ class _Term:
             self._decisions.record_state_loss(generation, generation.state_loss)
         if is_over:
             await self._let_records_expire(lease)
+
+    def _record_news(self, before: Generation | None, generation: Generation, state: MembershipState) -> None:
+        """Record what is new in a generation that may be known already."""
+        if generation.losses_left != (before.losses_left if before is not None else None):
+            self._decisions.record_redundancy(state)
+        self._decisions.tell_of_unsaved(before, dataclasses.replace(state, generation=generation))
+        old = (before.decision, before.slowness.decision) if before is not None else ()
+        for decision in (generation.decision, generation.slowness.decision):
+            if decision is not None and decision not in old:
+                self._decisions.record_decision(generation, decision)
 
     async def _let_records_expire(self, lease: LeaseId) -> None:
         """Have the records that the job's hosts share end with a lease, and forget how often hosts were lost.

@@ -39,6 +39,8 @@ class MembershipConfig:
     max_collective_retries: int = 3
     checkpoint_poll_timeout_s: float = 30.0
     """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
+    notice_s: float = 25.0
+    """So long after its notice a host leaves at the latest."""
     progress_interval_s: float = 10.0
     """Greatest age of the record of progress that is left if all hosts die at once."""
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT

@@ -18,8 +18,6 @@ from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 COPY_TIMEOUT_S: Final = 60.0
 LEAVING_COPY_TIMEOUT_S: Final = 10.0
 """Where a member is to leave: until then it trains on, slow or broken as it may be."""
-NOTICE_S: Final = 25.0
-"""So long after its notice a host leaves at the latest."""
 NOTICE_STEPS: Final = 5
 """Which end in that time, beside the copies: one until the commit after the time-out, one until all members let the
 pause come, and the one that they may have begun then. Two more, since not every step takes as long as the mean."""
@@ -64,14 +62,15 @@ def expect_members(
     )
 
 
-def limit_notice_copies_s(state: MembershipState, now: float) -> float:
+def limit_notice_copies_s(state: MembershipState, now: float, config: MembershipConfig) -> float:
     """Return how long blocks may be copied so that a host which got a notice is there to the end; 0: there is no time.
 
     Args:
         state: of the machine, whose members train.
         now: the monotonic time in seconds.
+        config: of the machine.
     """
-    left_s = NOTICE_S - NOTICE_STEPS * bound_step_s(state, now)
+    left_s = config.notice_s - NOTICE_STEPS * bound_step_s(state, now)
     return min(left_s, LEAVING_COPY_TIMEOUT_S) if left_s >= MIN_NOTICE_COPY_S else 0.0
 
 

@@ -116,7 +116,7 @@ def _expect_members(
     leaving = [state.hosts[m.host] for m in state.generation.members if is_draining(state, m.host)]
     timeout_s = LEAVING_COPY_TIMEOUT_S if leaving else COPY_TIMEOUT_S
     if any(status.is_draining for status in leaving):
-        timeout_s = limit_notice_copies_s(state, now)
+        timeout_s = limit_notice_copies_s(state, now, config)
     if not timeout_s:
         return None
     speeds = state.generation.slowness.speeds

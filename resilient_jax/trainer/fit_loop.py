@@ -206,7 +206,7 @@ class FitLoop:
         gathers_state = self._checkpointer is not None
         layout = generation.layout
         jobs = layout.list_jobs(generation.programs, self._compiled_meshes, gathers_state=gathers_state)
-        generation.world.compile_ahead(jobs, PRECOMPILE_DELAY_S)
+        generation.world.step_services.compile_ahead(jobs, PRECOMPILE_DELAY_S)
 
     def evaluate(self, generation: FitGeneration, state: State) -> dict[str, float]:
         """Return the metrics of an evaluation. Every host must call this.

@@ -80,14 +80,14 @@ class SpeculativeCompiler:
             self._first_s, self._is_measuring = seconds, False
             if self._calibrator is not None:
                 self._calibrator.begin_generation()
-            world.compile_ahead(self._list_jobs(world, current))
+            world.step_services.compile_ahead(self._list_jobs(world, current))
         elif number == 1:
             self._longest_s = max(self._longest_s, self._first_s - seconds)
             self._first_s = 0.0
             self._report_forecast()
         elif number == 2:
             # Behind all that is compiled after the first steps.
-            world.compile_ahead([CompilationJob("steps are measured", self._begin_measuring)])
+            world.step_services.compile_ahead([CompilationJob("steps are measured", self._begin_measuring)])
         # Of unequal teams it is not seen which of them took the time.
         elif self._calibrator is not None and self._is_measuring and isinstance(current.plan, Plan):
             self._measure(self._calibrator, world, current.plan, seconds)
@@ -103,7 +103,7 @@ class SpeculativeCompiler:
         if measured and is_forecaster(world, self._planner):
             self._is_measuring = False
             fit = functools.partial(self._fit, world, calibrator.given, measured)
-            world.compile_ahead([CompilationJob("constants of estimates", fit)])
+            world.step_services.compile_ahead([CompilationJob("constants of estimates", fit)])
 
     def _fit(
         self,

@@ -142,11 +142,6 @@ class AgentConnection:
                 )
             )
 
-    def report_failure(self, failure: WorkerFailure, *, step: int) -> None:
-        """Report why this process is about to end."""
-        with self._changed:
-            self._apply(worker_protocol.report_failure(self._protocol, failure, step=step))
-
     def report_found(self, change: Callable[..., Transition], found: object) -> None:
         """Report what was found: `change(protocol, found)` is a transition of `worker_protocol`.
 

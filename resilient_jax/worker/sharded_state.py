@@ -148,7 +148,7 @@ class ShardedState:
         _replace(leaves, whole, self._ravel)
         self._num_updates += 1
         if self._num_updates == 2:  # behind the reductions, which the end of the first step enqueues
-            self._world.compile_ahead(self._list_jobs(program, abstract))
+            self._world.step_services.compile_ahead(self._list_jobs(program, abstract))
         return treedef.unflatten(leaves)
 
     def _ravel(self, found: list[Any]) -> list[Any]:

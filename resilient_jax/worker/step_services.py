@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
@@ -56,6 +57,7 @@ class StepServices:
     throttle: DeviceThrottle | None = None
     next_failure_s: float = math.inf
     mail_sums: MailSums | None = None
+    _compiler: AheadOfTimeCompiler | None = None
 
     @property
     def wait_timeout_s(self) -> float:
@@ -91,6 +93,11 @@ class StepServices:
     def answer_pause(self, generation: GenerationNumber) -> None:
         """Let the pause before a generation come. All members call this between the same two steps."""
         self._control.answer_pause(generation)
+
+    def compile_ahead(self, jobs: Iterable[CompilationJob], delay_s: float = 0.0) -> None:
+        """Compile these programs in the background; what has not begun when this world ends is dropped."""
+        if self._compiler is not None:
+            self._compiler.enqueue(jobs, delay_s)
 
     def end_worker(self) -> NoReturn:
         """End this process; its agent starts another, or leaves the job."""

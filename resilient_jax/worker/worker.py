@@ -109,8 +109,7 @@ class Worker:
         self._settings = settings
         credentials = Credentials.from_paths(settings.token, settings.tls)
         self._committed = CommittedState()
-        self._events: list[Event] = []
-        """Of the present generation, until its world is formed."""
+        self._events: list[Event] = []  # of the present generation, until its world is formed
         self._mail = MailOpener(settings.address, credentials, settings.collective_timeout_s)
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
@@ -118,15 +117,14 @@ class Worker:
         self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
-        # This starts the guard thread. It calls `_interrupt`, and so uses what is made below, only in a generation.
+        # Starts the guard thread, which calls `_interrupt`, and so uses what is made below, only in a generation.
         self._agent = AgentConnection(
             descriptor,
             settings.host,
             self._interrupt,
             _make_limits(settings),
             polls_checkpoints=find_latest_checkpoint is not None,
-            # The job may end before this worker is idle: its outcome says what is saved.
-            on_pause=lambda: self._poller.resume(),
+            on_pause=lambda: self._poller.resume(),  # the job may end before this worker is idle
         )
         self._handover = StateHandover(
             settings.host,
@@ -254,7 +252,7 @@ class Worker:
         except CorruptionFound as found:
             # Also if this host is interrupted by now: its report is what others must not go on without.
             if found.is_this_host:
-                self._agent.report_failure(found.failure, step=self._committed.step)
+                self._report_failure(found.failure)
                 time.sleep(REPORTING_S)
                 leave_as_corrupt(self._agent, str(found))
             return False, found.failure
@@ -274,10 +272,11 @@ class Worker:
                 kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE
                 return False, WorkerFailure(kind=kind, text=text)
             self._record_event(EventKind.USER_ERROR, error=_summarize(error))
-            self._agent.report_failure(
-                WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._committed.step
-            )
+            self._report_failure(WorkerFailure(kind=WorkerFailureKind.USER, text=text))
             raise
+
+    def _report_failure(self, failure: WorkerFailure) -> None:
+        self._agent.report_found(worker_protocol.report_failure, (failure, self._committed.step))
 
     def _flush_snapshot(self, order: FormWorld) -> SnapshotId | None:
         """Return the snapshot of the committed state before a planned change, if hosts that stay have not all of it."""

@@ -367,8 +367,9 @@ def report_idle(
     )
 
 
-def report_failure(state: WorkerProtocol, failure: WorkerFailure, *, step: int) -> Transition:
-    """This process is about to end, for this reason."""
+def report_failure(state: WorkerProtocol, found_at: tuple[WorkerFailure, int]) -> Transition:
+    """This process is about to end, for this reason, after so many steps."""
+    failure, step = found_at
     found = {"trusted_step": failure.trusted_step, "corrupt_hosts": failure.corrupt_hosts}
     return _report(state, failure=failure, step=step, **found)
 

@@ -1,6 +1,6 @@
 """What the user's train function gets: the live hosts, their devices, the steps, the state and the reductions."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from resilient_jax.argument_checks import describe_value, find_refused_call
-from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler
 from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
@@ -100,7 +100,6 @@ class World:
         self._loss_functions = LossFunctions()
         self._control = control
         self._reducer = reducer
-        self._compiler = compiler
         mail = mail or make_local_opener()
         stage_hosts, speeds = info.stage_hosts or info.hosts, dict(info.layer_speeds)
         self.step_services = StepServices(
@@ -118,6 +117,7 @@ class World:
             reducer.throttle,
             info.next_failure_s,
             None if info.has_service else MailSums(self.local_devices, info.process_index),
+            compiler,
         )
 
     # Devices and meshes.
@@ -435,11 +435,6 @@ class World:
                     f"record_event: found {name}={describe_value(value)}, expected a str, int, float or bool"
                 )
         self._control.record_event(kind, **detail)
-
-    def compile_ahead(self, jobs: Iterable[CompilationJob], delay_s: float = 0.0) -> None:
-        """Compile these programs in the background; what has not begun when this world ends is dropped."""
-        if self._compiler is not None:
-            self._compiler.enqueue(jobs, delay_s)
 
 
 def _describe_shares(hosts: Sequence[HostName], shares: Sequence[tuple[int, float]]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 
-from resilient_jax.cluster.agent import DRAIN_GRACE_S
+from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.ids import HostName
 from resilient_jax.membership import kept_stages, next_members
 from resilient_jax.protocol.state_records import StageOutlook, StatePart
@@ -14,7 +14,16 @@ PART = StatePart.from_units(range(4), 7)
 
 
 def test_copies_and_the_steps_after_them_fit_into_the_time_of_a_notice():
-    assert next_members.NOTICE_S == DRAIN_GRACE_S
+    job = sharded("abcd")
+    assert job.config.notice_s == DEFAULT_GRACE_S
+    found = [
+        next_members.limit_notice_copies_s(
+            job.state, job.now_s, dataclasses.replace(job.config, notice_s=seconds)
+        )
+        for seconds in (25.0, 6.0, 2.0)
+    ]
+    assert found[0] == next_members.LEAVING_COPY_TIMEOUT_S
+    assert found[0] > found[1] >= found[2] == 0.0
 
 
 def make_outlook(*replicas: str, kept: float = 0.6, move_s: float = 50.0) -> StageOutlook:
