@@ -8,13 +8,15 @@ from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.ids import HostName
 from resilient_jax.membership import kept_stages, next_members
 from resilient_jax.protocol.state_records import StageOutlook, StatePart
-from tests.support.membership_job import sharded
+from tests.support.membership_job import sharded, training
 
 PART = StatePart.from_units(range(4), 7)
 
 
 def test_copies_and_the_steps_after_them_fit_into_the_time_of_a_notice():
-    job = sharded("abcd")
+    job = training("a", "b")
+    job.pass_time(2.0)
+    job.train(26)  # 20 steps after one that may have been reported late
     assert job.config.notice_s == DEFAULT_GRACE_S
     found = [
         next_members.limit_notice_copies_s(
