@@ -197,3 +197,18 @@ def test_hosts_of_a_pod_that_all_get_a_notice_record_the_end_and_the_job_begins_
             if event.kind is EventKind.STEP_COMMITTED and event.wall_s > began_s
         ]
         assert min(map(int, commits)) == saved + 1
+
+
+def test_the_agent_that_serves_the_store_serves_it_to_the_end_of_the_others_after_two_notices(
+    tmp_path: Path,
+) -> None:
+    script, words = SCRIPTS / "own_loop.py", [str(tmp_path / "checkpoints")]
+    with Pod(tmp_path, None, loopback_sites(2), script=script, words=words) as pod:
+        pod.wait_training(2)
+        for _ in range(2):
+            for agent in pod.agents.values():
+                agent.process.send_signal(signal.SIGTERM)
+            wait_until("the notice is there", lambda: pod.output().count("got a notice to leave") == 2)
+        assert [agent.wait() for agent in pod.agents.values()] == [ExitCode.DRAINED] * 2, pod.output()
+        assert pod.output().count("the job ended: interrupted, saved at step ") == 2
+        assert not list(tmp_path.glob("host-0/*.journal")), "the next start is a new one"

@@ -156,3 +156,18 @@ def check_ignored(pid: int) -> None:
     """Wait until the process ignores all, and has none left that waits."""
     wanted = sum(1 << (number - 1) for number in NOTICE_SIGNALS)
     wait_until("the process ignores notices", lambda: read_status(pid)["SigIgn"] & wanted == wanted, WAIT_S)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_the_end_of_a_terminal_is_no_notice_where_it_was_ignored_from_the_start(is_ignored: bool) -> None:
+    code = (
+        "import signal\n"
+        f"signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if is_ignored else 'SIG_DFL'})\n"
+        "from resilient_jax.notices import list_handled_notices\n"
+        "print(*(number.name for number in list_handled_notices()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    hangup = [] if is_ignored else ["SIGHUP"]
+    assert done.stdout.split() == ["SIGTERM", *hangup, "SIGUSR1", "SIGUSR2"]
