@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
+from resilient_jax.notices import NOTICE_SIGNALS
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.jobs.launched import make_environment, run_alone
@@ -23,6 +25,8 @@ from tests.support.agents import TOKEN, run_command, served_store
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
+from tests.support.tiny_job import CONFIG as STANDBYS
+from tests.support.tiny_job import ONE_DEVICE, TinyJob, protect
 
 DEADLINE_S = patience(15)
 CONFIG = 'restart_backoff_s = 0.0\nstandby = "off"\n'
@@ -212,3 +216,24 @@ def test_the_agent_that_serves_the_store_serves_it_to_the_end_of_the_others_afte
         assert [agent.wait() for agent in pod.agents.values()] == [ExitCode.DRAINED] * 2, pod.output()
         assert pod.output().count("the job ended: interrupted, saved at step ") == 2
         assert not list(tmp_path.glob("host-0/*.journal")), "the next start is a new one"
+
+
+def test_a_signal_to_every_process_but_agents_and_launcher_changes_nothing(tmp_path: Path) -> None:
+    """Workers, standbys, snapshot servers, coordination services with their standbys."""
+    with TinyJob(tmp_path, 2, protect(STANDBYS, 2), options=ONE_DEVICE) as tiny:
+        tiny.wait_training(2)
+        for host in HOSTS:
+            tiny.wait_standby(host)
+        report = tiny.wait_report(
+            "snapshot servers", lambda report: all(status.snapshots for status in report.hosts)
+        )
+        agents = {pid for host in HOSTS for pid in find_pids(report, JobComponent.AGENT, host)}
+        others = set(tiny.job.find_processes()) - agents - {tiny.job.process.pid}
+        assert len(others) >= 4 * len(HOSTS)
+        for number in NOTICE_SIGNALS:
+            for pid in others:
+                os.kill(pid, number)
+        goal = tiny.step() + 5
+        wait_until("five more steps", lambda: tiny.step() >= goal, DEADLINE_S)
+        assert others <= set(tiny.job.find_processes())
+        tiny.finish()
