@@ -1,6 +1,7 @@
 """What a leader prints while a job trains: whether a notice to all hosts would lose its steps."""
 
 import dataclasses
+import itertools
 
 import msgspec
 import pytest
@@ -25,6 +26,6 @@ def test_a_job_that_tells_of_no_checkpoints_says_once_what_a_notice_would_cost(s
     decisions.tell_of_unsaved(None, states[0])
     decisions.tell_of_unsaved(states[0].generation, states[1])
     assert said == [], "workers may not have told yet"
-    for before, state in zip(states[1:], states[2:], strict=False):
+    for before, state in itertools.pairwise(states[1:]):
         decisions.tell_of_unsaved(before.generation, state)
     assert said == ([] if saves else [NOTE_OF_UNSAVED])
