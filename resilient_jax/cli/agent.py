@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import re
 import signal
@@ -43,6 +44,7 @@ from resilient_jax.cluster.agent import INTERRUPTED, LEFT, Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import create_run_directory
+from resilient_jax.config import JobConfig
 from resilient_jax.errors import (
     EXHAUSTION_ERRNOS,
     CallerError,
@@ -52,6 +54,7 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
@@ -174,9 +177,7 @@ def agent(
         host=HostName(host_name),
         address=own_address,
         command=command,
-        environment=make_job_environment(
-            os.environ, directory, checked_platform, devices_per_host, job_config.collective_timeout_s
-        ),
+        environment=_make_environment(directory, checked_platform, devices_per_host, job_config, own_address),
         fork_server=int(connected) if (connected := os.environ.pop(FORK_SERVER_VARIABLE, "")) else None,
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
@@ -334,6 +335,21 @@ def _choose_address(store: str, address: str | None) -> str:
     """Return the address of this host that was given, or else the one that reaches the store."""
     where = _parse_store(store)
     return _find_address(where, store) if address is None else _check_address(address)
+
+
+def _make_environment(
+    directory: Path, platform: Platform | None, devices_per_host: int | None, config: JobConfig, address: str
+) -> dict[str, str]:
+    """Return the environment of workers; they reach their host at its address without a proxy."""
+    numbers = socket.gethostbyname(address)
+    return make_job_environment(
+        os.environ,
+        directory,
+        platform,
+        devices_per_host,
+        config.collective_timeout_s,
+        [] if ipaddress.ip_address(numbers).is_loopback else [numbers],
+    )
 
 
 def _check_address(address: str) -> str:

@@ -1,6 +1,6 @@
 """The environment of a job's workers, which `agent` gives them, and in which `launch` imports for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from resilient_jax.cluster.worker_process import WORKER_VARIABLES
@@ -18,6 +18,7 @@ def make_job_environment(
     platform: Platform | None,
     devices_per_host: int | None,
     collective_timeout_s: float,
+    own_addresses: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the environment of workers: `base` without secrets, with what a worker needs to survive its peers.
 
@@ -27,6 +28,7 @@ def make_job_environment(
         platform: see `make_worker_environment`.
         devices_per_host: see there.
         collective_timeout_s: see there.
+        own_addresses: see there.
     """
     environment = {name: value for name, value in base.items() if name not in PRIVATE_VARIABLES}
     return environment | make_worker_environment(
@@ -35,4 +37,5 @@ def make_job_environment(
         cache_dir=str((directory / "compile-cache").absolute()),
         collective_timeout_s=collective_timeout_s,
         base=environment,
+        own_addresses=own_addresses,
     )

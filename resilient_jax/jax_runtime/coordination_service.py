@@ -26,6 +26,7 @@ from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeService, jaxlib_runtime
 from resilient_jax.jax_runtime.spare_seats import SpareSeats
 from resilient_jax.jax_runtime.stand_in import disconnect_seat
+from resilient_jax.jax_runtime.worker_environment import PROXY_VARIABLES
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
 """A day: JAX's own failure detector kills every client when it fires, so the agents' detector decides instead."""
@@ -38,6 +39,8 @@ _printing = threading.Lock()  # guards standard output: orders are executed on t
 def main() -> None:
     """Serve one world until stdin ends; never return."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name in PROXY_VARIABLES:  # spare seats and stand-ins are clients of this process itself
+        os.environ.pop(name, None)
     _print_line("ready")
     order = sys.stdin.readline()
     if not order.strip():

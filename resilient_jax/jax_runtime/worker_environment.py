@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 Platform = Literal["cpu", "gpu"]
@@ -43,6 +43,12 @@ HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
 the time that it takes to make one are page faults. Measured with 4 hosts on two cores: an all-reduce of 40 MB with its
 copies took 150 ms in place of 240."""
 
+PROXY_VARIABLES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Where gRPC, and with it JAX's coordination client, looks for a proxy: for each connection, one to this host, too."""
+UNPROXIED_VARIABLES: Final = ("no_grpc_proxy", "no_proxy")
+"""Where gRPC looks for names, addresses and networks that it connects to directly: in the first that is set."""
+LOOPBACK_NETWORK: Final = "127.0.0.0/8"
+
 
 def make_worker_environment(
     *,
@@ -51,6 +57,7 @@ def make_worker_environment(
     cache_dir: str | None,
     collective_timeout_s: float,
     base: Mapping[str, str],
+    own_addresses: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the variables to add to `base` for a worker that has to survive its peers.
 
@@ -65,6 +72,8 @@ def make_worker_environment(
         cache_dir: the persistent compilation cache; None for no cache.
         collective_timeout_s: of a collective between CPUs; on GPU a program that takes twice as long ends its process.
         base: the environment that the worker inherits; read, not changed.
+        own_addresses: of the worker's host beside loopback, where JAX's coordination client connects; never through a
+            proxy.
 
     Returns:
         Only what differs from `base`.
@@ -106,6 +115,10 @@ def make_worker_environment(
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+    if any(base.get(name) for name in PROXY_VARIABLES):
+        excepted = next((value for name in UNPROXIED_VARIABLES if (value := base.get(name))), "")
+        words = [*filter(None, excepted.split(",")), LOOPBACK_NETWORK, *own_addresses]
+        found[UNPROXIED_VARIABLES[0]] = ",".join(dict.fromkeys(words))
     merged = merge_xla_flags(flags, theirs)
     if merged:
         found["XLA_FLAGS"] = merged

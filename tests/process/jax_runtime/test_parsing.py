@@ -103,6 +103,32 @@ def test_the_users_flags_take_precedence_and_ours_are_added() -> None:
     assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
 
 
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ({}, None),
+        ({"no_proxy": "a"}, None),
+        ({"http_proxy": "http://p"}, "127.0.0.0/8,10.0.0.7"),
+        ({"https_proxy": "http://p", "no_proxy": "a,b"}, "a,b,127.0.0.0/8,10.0.0.7"),
+        (
+            {"grpc_proxy": "http://p", "no_grpc_proxy": "10.0.0.7,c", "no_proxy": "a"},
+            "10.0.0.7,c,127.0.0.0/8",
+        ),
+        ({"http_proxy": "p", "no_grpc_proxy": "127.0.0.0/8,10.0.0.7"}, None),
+    ],
+)
+def test_a_workers_own_host_is_not_behind_a_proxy(base: dict[str, str], expected: str | None) -> None:
+    found = make_worker_environment(
+        platform="cpu",
+        devices_per_host=None,
+        cache_dir=None,
+        collective_timeout_s=3.0,
+        base=base,
+        own_addresses=["10.0.0.7"],
+    )
+    assert found.get("no_grpc_proxy") == expected
+
+
 def test_workers_on_gpus_have_the_same_kernels_unless_the_user_wants_the_fastest() -> None:
     def find(theirs: str) -> set[str]:
         return set(

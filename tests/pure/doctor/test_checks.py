@@ -117,10 +117,10 @@ def test_what_contradicts_a_gpu_worker_in_the_environment_is_named() -> None:
     assert find(check_flags("gpu", {"JAX_PLATFORMS": "cuda,cpu"}), "JAX_PLATFORMS").verdict is OK
 
 
-def test_a_proxy_for_all_hosts_is_a_warning() -> None:
-    proxy = {"https_proxy": "http://proxy:3128"}
-    assert find(check_flags("cpu", proxy), "proxies").verdict is WARNING
-    assert find(check_flags("cpu", {**proxy, "no_proxy": "10.0.0.0/8"}), "proxies").verdict is OK
+def test_a_proxy_is_named_and_no_obstacle() -> None:
+    found = find(check_flags("cpu", {"https_proxy": "http://proxy:3128"}), "proxies")
+    assert (found.verdict, found.found) == (OK, "https_proxy; a job's own connections use none")
+    assert find(check_flags("cpu", {}), "proxies").found == "none"
 
 
 def test_limits_are_judged_by_what_a_worker_needs() -> None:
