@@ -1,7 +1,7 @@
 """What the end of a worker means for its host and its job. Pure."""
 
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 from resilient_jax.cluster.child_process import get_signal_name
 from resilient_jax.cluster.traceback_text import is_start
@@ -63,17 +63,18 @@ def describe_missing(code: int) -> str:
     )
 
 
-def find_killed_scripts(codes: Mapping[HostName, int], trained: Collection[HostName]) -> dict[HostName, int]:
-    """Return the hosts whose script a signal ended after training, and the signals, if another has come to its end.
+def find_killed_scripts(codes: Mapping[HostName, int], trained: Sequence[HostName]) -> dict[HostName, int]:
+    """Return the hosts whose script a signal ended after training, and the signals, if nothing of the job is missing.
 
-    All hosts have the result of training, and run the same script with it: one that did is enough. A script that ended
-    with an error of its own is none of these: another host's success does not excuse it.
+    All hosts have the result of training, and run the same script with it. What is done once, as to save it, the host
+    of index 0 does, so that one must have come to its end. A script that ended with an error of its own is none of
+    these: another host's success does not excuse it.
 
     Args:
         codes: the exit codes of all agents.
-        trained: the hosts that trained to the end.
+        trained: the hosts that trained to the end, by their index.
     """
-    if not any(codes.get(host) == 0 for host in trained):
+    if not trained or codes.get(trained[0]) != 0:
         return {}
     signals = {int(number) for number in signal.valid_signals()}
     return {
