@@ -62,6 +62,17 @@ def read_stacks() -> dict[int, list[Call]]:
                 gc.enable()
 
 
+def find_calling_line(folder: str) -> str:
+    """Return the innermost line, as FILE:LINE, that calls code in a folder, in the calling thread.
+
+    Its frames are those of callers that wait for this function: none can be gone while they are read.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+
+
 def _list_calls(innermost: FrameType) -> list[Call]:
     calls: list[Call] = []
     frame: FrameType | None = innermost

@@ -41,7 +41,7 @@ def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "resilient-jax-chaos", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=0700", "resilient-jax-chaos", str(folder)],
         capture_output=True,
         text=True,
         check=False,

@@ -5,12 +5,11 @@ what it prints is bounded, and the end of the generation (a peer that died) can 
 `except Exception` catches says which line of the script it was.
 """
 
-import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
+from resilient_jax.threads import find_calling_line
 from resilient_jax.worker.training_control import ErrorSwallowed, TrainingControl
 
 DELAYS_S: Final = (0.5, 1.5, 3.0)
@@ -36,7 +35,7 @@ class LoopTries:
     def note_left(self, committed: int) -> None:
         """Note that the loop was left in a step without its commit; so many were committed before."""
         self._count = self._count + 1 if committed == self._committed else 1
-        self._committed, self._place = committed, _find_script_line(sys._getframe(1))
+        self._committed, self._place = committed, find_calling_line(_PACKAGE)
 
     def begin(self, committed: int) -> None:
         """Wait before the loop begins once more with the same step.
@@ -57,10 +56,3 @@ class LoopTries:
                 "`train`. Raise it again where it is caught: this host's worker is then started again, or the job ends "
                 "with that error"
             )
-
-
-def _find_script_line(frame: FrameType | None) -> str:
-    """Return the innermost line that is not of this package."""
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"

@@ -210,7 +210,7 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(said):
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
         wait_until("the end of the connection", lambda: "_serve_connection" not in threads_of_servers())
-        assert server.num_connections == 0
+        wait_until("no connection", lambda: server.num_connections == 0)
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
