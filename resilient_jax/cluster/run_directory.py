@@ -88,11 +88,11 @@ _ENDED_JOB_DECODER = msgspec.json.Decoder(EndedJob)
 
 
 def create_run_directory(path: Path) -> Path:
-    """Create the directory, for this user alone; one that is there already is taken if nobody else could write there.
+    """Create the directory, for this user alone; one that is there already only if nobody else wrote there.
 
     Raises:
-        ConfigError: it is another user's, or everybody may write there: the job's token, program and compiled programs
-            would be in others' hands.
+        ConfigError: it is another user's, or has files that anybody could write: the job's token, program and compiled
+            programs would be in others' hands.
         LogUnwritable: it cannot be created or written.
     """
     try:
@@ -108,15 +108,23 @@ def create_run_directory(path: Path) -> Path:
 
 
 def _check_owner(path: Path) -> None:
+    """Let nobody else write into a folder that is there already, and refuse one into which others may have written."""
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.geteuid() or mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"run folder {path}: found owner {found.st_uid} and mode {mode:03o}, expected a folder of this user "
-            f"({os.geteuid()}) that nobody else may write. Choose one that is not there yet, such as {path / 'run'}"
-        )
-    if mode & stat.S_IWGRP:  # as `mkdir` makes it where the umask is 002
-        path.chmod(mode & ~stat.S_IWGRP)
+    is_own = found.st_uid == os.geteuid()
+    if is_own and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        path.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+    # A volume that was just mounted is often everybody's; with nothing in it there is nothing to mistrust.
+    is_doubtful = bool(mode & stat.S_IWOTH) and any(path.iterdir())
+    if is_own and not is_doubtful:
+        return
+    if is_own:
+        path.chmod(mode)
+    found_there = f"owner {found.st_uid}" + (f", mode {mode:03o} and files" if is_own else "")
+    raise ConfigError(
+        f"run folder {path}: found {found_there}, expected a folder of this user ({os.geteuid()}) into which nobody "
+        f"else could write. Choose one that is not there yet, such as {path / 'run'}"
+    )
 
 
 def create_numbered_directory(path: Path) -> Path:

@@ -94,6 +94,7 @@ def test_random_kills_down_to_one_host_and_back_leave_the_bits_of_one_host_alone
     assert {row["hosts"] for row in read_steps(tmp_path)} >= {1, 3}
 
 
+@pytest.mark.full  # random kills go down to one host
 def test_from_four_hosts_to_two_each_has_its_share_and_the_bits_of_one_host_alone(tmp_path):
     alone, work = tmp_path / "alone", tmp_path / "job"
     for folder in (alone, work):

@@ -167,6 +167,7 @@ TRACE_S = 4.0
 away, less the pause."""
 
 
+@pytest.mark.full  # what is decided, and when: pure/membership/test_planned_axes.py
 @pytest.mark.parametrize(
     ("victims", "words", "action", "plan"),
     [
@@ -457,6 +458,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert len(set(ended.values())) == 1, "the host that joined has these axes, too"
 
 
+@pytest.mark.full  # and test_trainer_sharded.py
 def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
     with launch(tmp_path, steps=MANY_STEPS) as job:
         for name in ("host-0", "host-2"):

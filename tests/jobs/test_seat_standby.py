@@ -63,6 +63,7 @@ def test_where_all_workers_are_replaced_the_standbys_that_are_left_go_on_in_the_
         tiny.finish(more_steps=5)
 
 
+@pytest.mark.full
 def test_a_host_whose_script_cannot_run_twice_has_a_standby_that_has_imported_its_libraries(
     tmp_path: Path,
 ) -> None:

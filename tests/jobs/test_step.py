@@ -180,6 +180,7 @@ def test_a_slow_host_gets_fewer_microbatches_and_the_bits_stay_the_same(tmp_path
     assert last["owners"].count("host-1") <= 4, last["owners"]
 
 
+@pytest.mark.full
 def test_fast_reduction_stays_within_rounding(tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS, words=["fast"]) as tiny:
         for place in ("between microbatches", "in the reduction", "in recovery"):

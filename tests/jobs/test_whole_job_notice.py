@@ -22,6 +22,7 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.jobs.launched import make_environment, run_alone
 from tests.jobs.pod import Pod, loopback_sites
 from tests.support.agents import TOKEN, run_command, served_store
+from tests.support.full_only import full_but
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
@@ -110,7 +111,7 @@ def test_a_job_goes_on_where_its_notice_came_with_the_bits_of_an_undisturbed_run
     assert found == {undisturbed}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", full_but(KINDS, {"sharded", "pipelined"}.__contains__))
 def test_each_kind_of_job_saves_its_last_step_and_begins_there_again(kind: str, tmp_path: Path) -> None:
     script, words, end = KINDS[kind]
     words = [str(tmp_path / word) if word == "checkpoints" else word for word in words]

@@ -82,22 +82,33 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, -1)
-    with pytest.raises(
-        ConfigError, match=r"run: found owner 12345 and mode 700, expected a folder of this user"
-    ):
+    with pytest.raises(ConfigError, match=r"run: found owner 12345, expected a folder of this user"):
         create_run_directory(folder)
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_everybody_may_write_is_refused_and_a_new_one_in_it_is_taken(tmp_path: Path) -> None:
+def test_a_folder_that_everybody_could_write_is_refused_and_a_new_one_in_it_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
+    (folder / "planted").touch()
     folder.chmod(0o777)
-    with pytest.raises(
-        ConfigError, match=r"mode 777.*Choose one that is not there yet, such as .*shared/run"
-    ):
-        create_run_directory(folder)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"mode 777 and files.*Choose one that is not there yet"):
+            create_run_directory(folder)
     assert create_run_directory(folder / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_empty_folder_that_everybody_may_write_is_taken_and_is_the_users_alone_then(
+    tmp_path: Path,
+) -> None:
+    """As a volume that was just mounted."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for _ in range(2):
+        create_run_directory(folder)
+        assert folder.stat().st_mode & 0o777 == 0o755
+        (folder / "host-0.log").touch()
 
 
 def test_the_group_may_not_write_into_a_folder_that_is_taken(tmp_path: Path) -> None:
