@@ -17,10 +17,6 @@ class OpenSockets:
         self._sockets: set[socket.socket] = set()
         self._is_shut_down = False
 
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._sockets)
-
     @property
     def is_shut_down(self) -> bool:
         """Whether `shut_down` was called."""
