@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 
+from tests.support.own_process import is_run_by_pytest
 from tests.support.patience import Deadline, patience
 
 WAIT_S = patience(3)
@@ -44,7 +45,11 @@ def list_targets() -> list[str]:
 
 @contextlib.contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
-    """Let this process open only `count` more descriptors."""
+    """Let this process open only `count` more descriptors.
+
+    In a process that runs other tests, a thread of theirs may close one meanwhile, and there would be more.
+    """
+    assert not is_run_by_pytest(), "this test needs @in_own_process"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)

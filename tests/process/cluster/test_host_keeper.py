@@ -17,6 +17,7 @@ from resilient_jax.cluster.job_view import JobView
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import HostStatus, Versions
 from tests.support.open_descriptors import count_descriptors, free_descriptors, wait_for_descriptors
+from tests.support.own_process import in_own_process
 from tests.support.patience import patience
 
 HOST: Final = HostName("host-1")
@@ -122,6 +123,7 @@ def test_agents_are_given_up_when_no_host_trains(monkeypatch: pytest.MonkeyPatch
     assert not kept.over.is_set()
 
 
+@in_own_process
 def test_an_agent_that_cannot_be_started_is_tried_again_until_it_is() -> None:
     first_words = [asyncio.run(start_with(free)) for free in range(12)]
     refused = "[host-1] its agent could not be started: [Errno 24] Too many open files"

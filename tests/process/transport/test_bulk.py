@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import resource
 import socket
 import sys
 import threading
@@ -28,6 +27,8 @@ from resilient_jax.transport import bulk_channel as bulk_channel_module
 from resilient_jax.transport import bulk_server as bulk_server_module
 from resilient_jax.transport.bulk_server import BulkResponse
 from tests.support.authority import Authority
+from tests.support.open_descriptors import free_descriptors
+from tests.support.own_process import in_own_process
 from tests.support.patience import NEVER_S, Deadline, patience, wait_until
 
 CREDENTIALS = Credentials("token")
@@ -249,21 +250,12 @@ def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch)
         assert found == [MEMORY[8:16]]
 
 
+@in_own_process
 def test_a_server_out_of_descriptors_accepts_again_once_some_are_free():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving() as server, socket.socket() as early:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-            fillers = []
-            with contextlib.suppress(OSError):
-                while True:
-                    fillers.append(socket.socket())
+        with free_descriptors(0):
             early.connect(("127.0.0.1", server.port))
             time.sleep(2 * incoming_connections.ACCEPT_RETRY_INTERVAL_S)
-            for filler in fillers:
-                filler.close()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with channel_to(server) as channel:
             assert read(channel, 0, 8) == MEMORY[:8]
 

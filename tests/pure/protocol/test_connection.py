@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import threading
 
@@ -81,26 +80,6 @@ def test_a_message_without_the_descriptors_that_it_should_have_is_an_error(ends)
     (received,) = there.receive(WAIT_S)
     with pytest.raises(MessageError, match="Memory: found 0 descriptors, expected 1"):
         received.take_descriptors(1)
-
-
-def test_at_the_limit_of_open_files_a_message_loses_its_descriptors_and_the_next_one_keeps_its_own(ends):
-    here, there = ends
-    file = os.memfd_create("memory")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probe = os.dup(file)
-    os.close(probe)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
-    try:
-        here.send(Memory(1), [file])
-        (received,) = there.receive(WAIT_S)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with pytest.raises(MessageError, match="lost 1 because this process has no room"):
-        received.take_descriptors(1)
-    here.send(Memory(2), [file])
-    (received,) = there.receive(WAIT_S)
-    for descriptor in (*received.take_descriptors(1), file):
-        os.close(descriptor)
 
 
 def test_receive_returns_nothing_when_the_time_is_over_and_raises_when_the_peer_is_gone(ends):
