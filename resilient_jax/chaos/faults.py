@@ -1,6 +1,6 @@
 """The closed set of faults that a campaign can inject; a manifest names them by their `kind`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -41,6 +41,16 @@ class SlowProcess(_Fault, frozen=True, tag="slow"):
     share: Share
     duration_s: Seconds
     until_event: str | None = None
+
+
+class Notice(_Fault, frozen=True, tag="notice"):
+    """A signal that schedulers and operators send, `times` times within half a second.
+
+    To an agent it is a notice to leave; the other processes of a job must not end by it.
+    """
+
+    signal: Literal["TERM", "HUP", "USR1", "USR2"] = "TERM"
+    times: Annotated[int, Meta(ge=1, le=10)] = 1
 
 
 # From inside a worker's main thread, at a failpoint in a step.
@@ -122,6 +132,12 @@ class NetworkPartition(_Fault, frozen=True, tag="partition"):
     duration_s: Seconds
 
 
+class PairPartition(_Fault, frozen=True, tag="cut_pair"):
+    """Two hosts that cannot reach each other, but everybody else: packets between them are dropped without an error."""
+
+    duration_s: Seconds
+
+
 class SlowLink(_Fault, frozen=True, tag="slow_link"):
     """A host's link that is limited to this rate (`tc tbf`).
 
@@ -138,6 +154,30 @@ class LossyLink(_Fault, frozen=True, tag="lossy_link"):
 
     percent: Percent
     duration_s: Seconds
+
+
+class Flood(_Fault, frozen=True, tag="flood"):
+    """Strangers at all ports of the target's processes: idle connections, and others that send what nobody understands.
+
+    Attributes:
+        connections: how many are idle, over all ports.
+    """
+
+    duration_s: Seconds
+    connections: Annotated[int, Meta(ge=1, le=10_000)] = 600
+
+
+# Around the job.
+
+
+class StuckOutput(_Fault, frozen=True, tag="stuck_output"):
+    """A reader of the output of `launch` that reads nothing, as a pager or a terminal after Ctrl-S."""
+
+    duration_s: Seconds
+
+
+class ScriptEdit(_Fault, frozen=True, tag="edit_script"):
+    """A script that is overwritten while the job runs, by one that does not train."""
 
 
 # Corruption.
@@ -193,6 +233,7 @@ Fault = (
     ProcessKill
     | ProcessStop
     | SlowProcess
+    | Notice
     | ProcessExit
     | UserException
     | MainThreadHang
@@ -202,8 +243,12 @@ Fault = (
     | DeviceLoss
     | SlowDevice
     | NetworkPartition
+    | PairPartition
     | SlowLink
     | LossyLink
+    | Flood
+    | StuckOutput
+    | ScriptEdit
     | BitFlip
     | FullDisk
     | FullMemory
@@ -220,8 +265,11 @@ WORKER_FAULTS = (
     SlowDevice,
 )
 """Faults that a worker injects into itself, by an order for a failpoint."""
-NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
-STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *NETWORK_FAULTS)
+LAUNCHER_FAULTS = (StuckOutput, ScriptEdit)
+"""Faults of what surrounds `launch`."""
+LINK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
+NETWORK_FAULTS = (*LINK_FAULTS, PairPartition)
+STORE_MEMBER_FAULTS = (ProcessKill, ProcessStop, SlowProcess, FullMemory, NoDescriptors, *LINK_FAULTS)
 """Faults of a member of the store. A killed one is started again."""
 TEMPORARY_FAULTS = (
     ProcessStop,
@@ -231,8 +279,11 @@ TEMPORARY_FAULTS = (
     DeviceLoss,
     SlowDevice,
     NetworkPartition,
+    PairPartition,
     SlowLink,
     LossyLink,
+    Flood,
+    StuckOutput,
     FullDisk,
     FullMemory,
     NoDescriptors,

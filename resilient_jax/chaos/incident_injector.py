@@ -9,10 +9,12 @@ from collections.abc import Callable
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.expected_events import IncidentRecord
 from resilient_jax.chaos.faults import (
+    LAUNCHER_FAULTS,
     NETWORK_FAULTS,
     ClockJump,
     DeviceLoss,
     FullDisk,
+    Notice,
     ProcessExit,
     ProcessKill,
     ProcessStop,
@@ -37,6 +39,9 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
+LAUNCHER_PARTS = (TargetPart.STORE, TargetPart.FORK_SERVER, TargetPart.LAUNCHER)
+"""What `launch` is and has: they belong to all hosts."""
+FAULTS_WITHOUT_PROCESSES = (*NETWORK_FAULTS, *LAUNCHER_FAULTS, DeviceLoss, FullDisk, ClockJump)
 FAILPOINT_TIMEOUT_S = 15.0
 """Timeout for a worker to reach the failpoint of an incident: the worker may have died for another reason."""
 MEMBER_RESTART_DELAY_S = 3.0
@@ -49,7 +54,8 @@ class IncidentInjector:
 
     Attributes:
         stopped_hosts: hosts that were stopped without a duration: they are not expected to train again.
-        taken_out_hosts: hosts that compute wrongly, or that an incident must bring into quarantine: they do not return.
+        taken_out_hosts: hosts that compute wrongly, that an incident must bring into quarantine, or that have got a
+            notice: they do not return.
         dead_processes: processes that must not run any more.
     """
 
@@ -158,7 +164,7 @@ class IncidentInjector:
         incident, hosts = record.incident, record.hosts
         fault, part = incident.fault, incident.target.part
         processes = self._find_processes(incident, hosts, report)
-        needs_processes = not isinstance(fault, (*NETWORK_FAULTS, DeviceLoss, FullDisk, ClockJump))
+        needs_processes = not isinstance(fault, FAULTS_WITHOUT_PROCESSES)
         if needs_processes and not processes:
             return dataclasses.replace(record, skip_reason=f"{', '.join(hosts)} runs no {part} now")
         pids = tuple(process.pid for process in processes)
@@ -166,7 +172,8 @@ class IncidentInjector:
             done = inject_fault(fault, hosts, pids, self._environment, self._active_faults, self._rng)
         except FaultUnsupported as unsupported:
             return dataclasses.replace(record, skip_reason=str(unsupported))
-        if EventKind.HOST_QUARANTINED in incident.required_events:
+        is_told_to_leave = isinstance(fault, Notice) and part in (TargetPart.AGENT, TargetPart.HOST)
+        if is_told_to_leave or EventKind.HOST_QUARANTINED in incident.required_events:
             self.taken_out_hosts |= set(hosts)
         self._log(done)
         if (store := self._environment.store) is not None and part is TargetPart.STORE_MEMBER:
@@ -189,7 +196,7 @@ class IncidentInjector:
         if incident.target.part is TargetPart.SERVICE and "leader" in incident.target.hosts:
             found = find_service_host(report)
             return (found,) if found is not None else ()
-        if incident.target.part is TargetPart.STORE:
+        if incident.target.part in LAUNCHER_PARTS:
             return tuple(sorted(self._hosts))
         if (store := self._environment.store) is not None and incident.target.part is TargetPart.STORE_MEMBER:
             return resolve_members(incident.target.hosts, STORE_MEMBERS[store.find_leader()])
@@ -199,8 +206,12 @@ class IncidentInjector:
         self, incident: Incident, hosts: tuple[str, ...], report: JobReport
     ) -> tuple[ProcessIdentity, ...]:
         """Return the live processes of the target: the store's records may still contain dead ones."""
-        if incident.target.part is TargetPart.STORE:
+        if incident.target.part in (TargetPart.STORE, TargetPart.LAUNCHER):
             return _identify([self._job.process.pid])
+        if incident.target.part is TargetPart.FORK_SERVER:
+            events = self._job.events.records
+            started = [event.detail["pid"] for event in events if event.kind is EventKind.FORK_SERVER_STARTED]
+            return _identify([int(started[-1])] if started else [])
         if (store := self._environment.store) is not None and incident.target.part is TargetPart.STORE_MEMBER:
             pids = [store.find_pid(STORE_MEMBERS.index(member)) for member in hosts]
             return _identify([pid for pid in pids if pid is not None])

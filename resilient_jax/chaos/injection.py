@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -17,6 +18,7 @@ from resilient_jax.chaos.faults import (
     ClockJump,
     DeviceLoss,
     Fault,
+    Flood,
     FullDisk,
     FullMemory,
     LossyLink,
@@ -24,21 +26,31 @@ from resilient_jax.chaos.faults import (
     NanGradients,
     NetworkPartition,
     NoDescriptors,
+    Notice,
+    PairPartition,
     ProcessExit,
     ProcessKill,
     ProcessStop,
+    ScriptEdit,
     SilentCorruption,
     SlowDevice,
     SlowInput,
     SlowLink,
     SlowProcess,
+    StuckOutput,
     UserException,
     fault_kind,
 )
 from resilient_jax.chaos.network import Network
+from resilient_jax.chaos.output_reader import OutputReader
 from resilient_jax.chaos.signals import resume_processes, send_signal
+from resilient_jax.chaos.strangers import flood_ports
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol import failpoints
+
+EDITED_SCRIPT = 'raise SystemExit("a script that was edited while the job runs must not be run")\n'
+NOTICE_INTERVAL_S = 0.1
+"""Between two signals of a notice: schedulers send them 0.02 to 0.4 s apart."""
 
 
 class FaultUnsupported(Exception):
@@ -56,12 +68,16 @@ class FaultEnvironment:
         disk: the run folder's separate disk; None if the run folder is on a disk of the machine.
         checkpoint_root: the folder to which the paths of bit flips are relative.
         run_directory: of the job.
+        output: the reader of what `launch` prints; None if it prints elsewhere.
+        script: the file that the job was started with; None if it is not the campaign's own copy.
     """
 
     network: Network | None
     disk: Disk | None
     checkpoint_root: Path
     run_directory: Path
+    output: OutputReader | None = None
+    script: Path | None = None
     store: EtcdCluster | None = None
     is_store_foreign: bool = False
 
@@ -129,7 +145,7 @@ def _inject(
 ) -> tuple[_Undo, str]:
     """Inject the fault, and return the functions that undo the fault and a line for the log."""
     match fault:
-        case ProcessKill() | ProcessStop() | SlowProcess() | FullMemory() | NoDescriptors():
+        case ProcessKill() | ProcessStop() | SlowProcess() | Notice() | FullMemory() | NoDescriptors():
             return _disturb_processes(fault, pids)
         case BitFlip():
             return [], _flip_bits(fault, pids, environment, rng)
@@ -140,8 +156,10 @@ def _inject(
             if environment.disk is None:
                 raise FaultUnsupported("full_disk: the run folder has no disk of its own here")
             return [environment.disk.fill()], "the disk of the run folder is full"
-        case NetworkPartition() | SlowLink() | LossyLink():
+        case NetworkPartition() | PairPartition() | SlowLink() | LossyLink():
             return _disturb_links(fault, hosts, environment.network)
+        case Flood() | StuckOutput() | ScriptEdit():
+            return _disturb_surroundings(fault, pids, environment, rng)
         case ClockJump(jump_s=jump_s):
             return [wall_clock.jump_clock(jump_s)], f"the wall clock of this machine jumps by {jump_s:g} s"
         case (
@@ -159,7 +177,7 @@ def _inject(
 
 
 def _disturb_processes(
-    fault: ProcessKill | ProcessStop | SlowProcess | FullMemory | NoDescriptors, pids: Sequence[int]
+    fault: ProcessKill | ProcessStop | SlowProcess | Notice | FullMemory | NoDescriptors, pids: Sequence[int]
 ) -> tuple[_Undo, str]:
     named = list(pids)
     match fault:
@@ -171,6 +189,12 @@ def _disturb_processes(
             return [lambda: resume_processes(pids)], f"SIGSTOP to {named}"
         case SlowProcess(share=share):
             return [cpu_quota.limit_cpu(pid, share) for pid in pids], f"{share:.0%} of a core for {named}"
+        case Notice(signal=name, times=times):
+            for number in range(times):
+                if number:
+                    time.sleep(NOTICE_INTERVAL_S)
+                send_signal(pids, signal.Signals[f"SIG{name}"])
+            return [], f"SIG{name} to {named}, {times} times"
         case FullMemory():
             return [resource_limits.limit_memory(pid) for pid in pids], f"no more memory for {named}"
         case NoDescriptors():
@@ -180,8 +204,33 @@ def _disturb_processes(
             assert_never(fault)
 
 
+def _disturb_surroundings(
+    fault: Flood | StuckOutput | ScriptEdit,
+    pids: Sequence[int],
+    environment: FaultEnvironment,
+    rng: random.Random,
+) -> tuple[_Undo, str]:
+    match fault:
+        case Flood(connections=connections):
+            undo = flood_ports(pids, connections, rng)
+            return [undo], f"{connections} strangers at the ports of {list(pids)}"
+        case StuckOutput():
+            if environment.output is None:
+                raise FaultUnsupported("stuck_output: the output is not the campaign's")
+            return [environment.output.hold()], "nobody reads the output"
+        case ScriptEdit():
+            if environment.script is None:
+                raise FaultUnsupported("edit_script: the script is not the campaign's own copy")
+            environment.script.write_text(EDITED_SCRIPT)
+            return [], f"{environment.script} is overwritten"
+        case _:
+            assert_never(fault)
+
+
 def _disturb_links(
-    fault: NetworkPartition | SlowLink | LossyLink, hosts: Sequence[str], network: Network | None
+    fault: NetworkPartition | PairPartition | SlowLink | LossyLink,
+    hosts: Sequence[str],
+    network: Network | None,
 ) -> tuple[_Undo, str]:
     if network is None:
         raise FaultUnsupported(f"{fault_kind(fault)}: the hosts have no network namespaces here")
@@ -189,6 +238,8 @@ def _disturb_links(
     match fault:
         case NetworkPartition():
             return [network.cut_link(host) for host in hosts], f"the link of {named} is down"
+        case PairPartition():
+            return [network.cut_pair(*hosts)], f"{named} cannot reach each other"
         case SlowLink(mbit_per_s=rate):
             return [network.throttle_link(host, rate) for host in hosts], f"{rate:g} Mbit/s for {named}"
         case LossyLink(percent=percent):

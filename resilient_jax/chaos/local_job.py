@@ -7,19 +7,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from resilient_jax.chaos.invariants import describe_event
-from resilient_jax.chaos.observed_job import POLL_INTERVAL_S, JobTimeout, ObservedJob
+from resilient_jax.chaos.observed_job import JobObserver, JobTimeout, ObservedJob
 from resilient_jax.chaos.signals import send_signal
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids, read_job_report
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import InternalError, ResilientJaxError
-from resilient_jax.events import Event
 from resilient_jax.protocol.failpoints import (
     ANY_INDEX,
     ANY_STEP,
@@ -51,9 +50,8 @@ class LocalJob(ObservedJob):
         run_directory: Path,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
-        on_report: Callable[[JobReport], None] = lambda report: None,
-        report_interval_s: float = POLL_INTERVAL_S,
+        output: int | None = None,
+        observer: JobObserver | None = None,
     ) -> None:
         """Start the launcher of the job.
 
@@ -63,18 +61,19 @@ class LocalJob(ObservedJob):
             run_directory: the folder for logs and events.
             options: options of `launch`.
             environment: the launcher's environment; default: that of this process.
-            on_events, on_report, report_interval_s: see `ObservedJob`.
+            output: the descriptor that gets what the launcher prints; default: that of the file `launch.out`.
+            observer: see `ObservedJob`.
         """
-        super().__init__(
-            run_directory, on_events=on_events, on_report=on_report, report_interval_s=report_interval_s
-        )
+        super().__init__(run_directory, observer)
         self.output_path = run_directory / "launch.out"
         self._mark = uuid.uuid4().hex
         run_directory.mkdir(parents=True, exist_ok=True)
         self.failpoints = FailPointController(run_directory / "failpoints")
         launch = [sys.executable, "-m", "resilient_jax.cli.main", "launch", "--hosts", str(num_hosts)]
         launch += ["--run-dir", str(run_directory), *options, "--", *command]
-        with self.output_path.open("wb") as output:
+        with contextlib.ExitStack() as stack:
+            if output is None:
+                output = stack.enter_context(self.output_path.open("wb")).fileno()
             self.process = subprocess.Popen(
                 bind_to_this_process(launch),
                 env={

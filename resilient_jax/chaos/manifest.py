@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from resilient_jax.chaos.faults import (
+    LAUNCHER_FAULTS,
     NETWORK_FAULTS,
     STORE_MEMBER_FAULTS,
     WORKER_FAULTS,
@@ -20,6 +21,9 @@ from resilient_jax.chaos.faults import (
     DeviceLoss,
     Fault,
     FullDisk,
+    PairPartition,
+    ProcessKill,
+    ProcessStop,
     SlowDevice,
     SlowInput,
     fault_kind,
@@ -43,7 +47,10 @@ TargetName = Annotated[str, Meta(pattern="^((host|member)-[0-9]+|leader|follower
 
 
 class TargetPart(enum.StrEnum):
-    """The part of a job that a fault hits."""
+    """The part of a job that a fault hits.
+
+    Of `launch` there are the store that it serves, the process from which it forks workers, and what surrounds it.
+    """
 
     WORKER = "worker"
     AGENT = "agent"
@@ -51,6 +58,8 @@ class TargetPart(enum.StrEnum):
     SERVICE = "service"
     STORE = "store"
     STORE_MEMBER = "store_member"
+    FORK_SERVER = "fork_server"
+    LAUNCHER = "launcher"
     HOST = "host"
     LINK = "link"
 
@@ -133,6 +142,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
         forks_workers: workers are forked from one process, as `launch` does; false: each is a process of its own, and
             has a standby, as on a pod.
+        environment: variables that only the job gets, not the run that it is compared with.
         config: keys of `JobConfig`, besides `CHAOS_CONFIG`.
     """
 
@@ -144,6 +154,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_mib: Count = 0
     may_set_clock: bool = False
     forks_workers: bool = True
+    environment: dict[str, str] = {}
     config: dict[str, float | int | str] = {}
 
     @property
@@ -251,6 +262,38 @@ def _store_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, st
     return found
 
 
+def _launcher_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
+    part, fault = incident.target.part, incident.fault
+    found: list[tuple[str, str, str]] = []
+    if isinstance(fault, LAUNCHER_FAULTS) is not (part is TargetPart.LAUNCHER):
+        expected = f"one of {', '.join(sorted(str(kind.__struct_config__.tag) for kind in LAUNCHER_FAULTS))}"
+        if part is TargetPart.LAUNCHER:
+            found.append(("fault.kind", fault_kind(fault), f"{expected} for a launcher"))
+        else:
+            found.append(("target.part", part, f"launcher for {fault_kind(fault)}"))
+    if part is TargetPart.FORK_SERVER:
+        if not job.forks_workers:
+            found.append(("target.part", part, "job.forks_workers = true beside it"))
+        if not isinstance(fault, ProcessKill | ProcessStop):
+            found.append(("fault.kind", fault_kind(fault), "kill or stop for a fork_server"))
+    return found
+
+
+def _link_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
+    target, fault = incident.target, incident.fault
+    found: list[tuple[str, str, str]] = []
+    if isinstance(fault, PairPartition) and len(set(target.hosts)) != 2:
+        found.append(("target.hosts", str(list(target.hosts)), "two hosts, which cannot reach each other"))
+    if isinstance(fault, NETWORK_FAULTS) and (
+        target.part not in (TargetPart.LINK, TargetPart.STORE_MEMBER) or job.network != "namespaces"
+    ):
+        expected = 'a link or a store_member as target and job.network = "namespaces"'
+        found.append(("fault.kind", fault_kind(fault), expected))
+    if target.part is TargetPart.LINK and not isinstance(fault, NETWORK_FAULTS):
+        found.append(("target.part", "link", f"another part for {fault_kind(fault)}"))
+    return found
+
+
 def _device_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     fault, found = incident.fault, []
     if not isinstance(fault, DeviceLoss | SlowDevice):
@@ -278,6 +321,8 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     found += _trigger_misfits(at)
     found += _name_misfits(incident, job)
     found += _store_misfits(incident, job)
+    found += _launcher_misfits(incident, job)
+    found += _link_misfits(incident, job)
     found += _device_misfits(incident, job)
     if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
         found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
@@ -286,11 +331,6 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     if isinstance(fault, SlowDevice) is not (at.failpoint is FailPoint.ON_DEVICE):
         expected = f"{FailPoint.ON_DEVICE} and slow_device together"
         found.append(("trigger.failpoint", str(at.failpoint), expected))
-    if isinstance(fault, NETWORK_FAULTS) and (
-        target.part not in (TargetPart.LINK, TargetPart.STORE_MEMBER) or job.network != "namespaces"
-    ):
-        expected = 'a link or a store_member as target and job.network = "namespaces"'
-        found.append(("fault.kind", fault_kind(fault), expected))
     if is_message_flip(fault) and (
         target.part is not TargetPart.SNAPSHOTS or at.failpoint is not FailPoint.BEFORE_SEND
     ):
@@ -307,8 +347,6 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
         )
     if isinstance(fault, FullDisk) and not job.disk_mib:
         found.append(("fault.kind", fault_kind(fault), "job.disk_mib, the size of the disk to fill"))
-    if target.part is TargetPart.LINK and not isinstance(fault, NETWORK_FAULTS):
-        found.append(("target.part", "link", f"another part for {fault_kind(fault)}"))
     if isinstance(fault, BitFlip) and fault.region == "checkpoint" and not fault.path:
         found.append(("fault.path", "nothing", "the folder that the script keeps checkpoints in"))
     return found

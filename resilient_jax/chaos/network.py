@@ -48,6 +48,22 @@ class Network:
         run_command("ip", "link", "set", self._names[machine], "down")
         return lambda: run_command("ip", "link", "set", self._names[machine], "up")
 
+    def cut_pair(self, first: str, second: str) -> Callable[[], None]:
+        """Drop what two machines send each other, and return the function that ends it."""
+        sites = dict(zip(self._names, self._sites(), strict=True))
+        routes = [
+            (self._names[here], f"{sites[there].address}/32")
+            for here, there in ((first, second), (second, first))
+        ]
+        for name, address in routes:
+            run_command("ip", "-n", name, "route", "add", "blackhole", address)
+
+        def undo() -> None:
+            for name, address in routes:
+                run_command("ip", "-n", name, "route", "delete", "blackhole", address)
+
+        return undo
+
     def throttle_link(self, machine: str, mbit_s: float) -> Callable[[], None]:
         """Limit a machine's link in both directions, and return the function that lifts the limit."""
         return self._queue(machine, "tbf", "rate", f"{mbit_s}mbit", *TBF)

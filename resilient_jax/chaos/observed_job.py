@@ -4,6 +4,7 @@ Each wait has a timeout and ends when the job ends: a campaign, the demo, a benc
 """
 
 import abc
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,21 @@ class JobEnded(InternalError):
     """The error of a wait that the end of the job cut short."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobObserver:
+    """Who else looks at what the waits of an observed job read.
+
+    Attributes:
+        on_events: called with each event once.
+        on_report: called with the store's records whenever a wait has read them.
+        report_interval_s: time between two polls of the store.
+    """
+
+    on_events: Callable[[Sequence[Event]], None] = lambda events: None
+    on_report: Callable[[JobReport], None] = lambda report: None
+    report_interval_s: float = POLL_INTERVAL_S
+
+
 class ObservedJob(abc.ABC):
     """A job whose records, events and end can be waited for.
 
@@ -41,27 +57,11 @@ class ObservedJob(abc.ABC):
         events: a reader of the events so far, which skips corrupt lines.
     """
 
-    def __init__(
-        self,
-        run_directory: Path,
-        *,
-        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
-        on_report: Callable[[JobReport], None] = lambda report: None,
-        report_interval_s: float = POLL_INTERVAL_S,
-    ) -> None:
-        """Observe the job of a run folder.
-
-        Args:
-            run_directory: the run folder.
-            on_events: called with each event once, during waits.
-            on_report: called with the store's records whenever a wait has read them.
-            report_interval_s: time between two polls of the store.
-        """
+    def __init__(self, run_directory: Path, observer: JobObserver | None = None) -> None:
+        """Observe the job of a run folder; `observer` looks, too."""
         self.run_directory = run_directory
         self.events = tail_events(run_directory)
-        self._on_events = on_events
-        self._on_report = on_report
-        self._report_interval_s = report_interval_s
+        self._observer = observer or JobObserver()
 
     @abc.abstractmethod
     def exit_code(self) -> int | None:
@@ -121,7 +121,7 @@ class ObservedJob(abc.ABC):
     def poll_events(self) -> None:
         """Pass new events to `on_events`."""
         if new := self.events.poll():
-            self._on_events(new)
+            self._observer.on_events(new)
 
     def wait_report(
         self, what: str, holds: Callable[[JobReport], bool], timeout_s: float = 60.0
@@ -140,11 +140,11 @@ class ObservedJob(abc.ABC):
             if report is None:
                 return None
             newest = report
-            self._on_report(report)
+            self._observer.on_report(report)
             return report if holds(report) else None
 
         try:
-            return self.wait_for(what, find, timeout_s, self._report_interval_s)
+            return self.wait_for(what, find, timeout_s, self._observer.report_interval_s)
         except JobTimeout as late:
             raise JobTimeout(f"{late}\n{msgspec.json.format(msgspec.json.encode(newest)).decode()}") from None
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.campaign import Campaign, CampaignResult
 from resilient_jax.chaos.disk import Disk, mount_disk
 from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
+from resilient_jax.chaos.faults import ScriptEdit
 from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.log_tail import tail_ledger
 from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, expand_command
 from resilient_jax.chaos.manifest_toml import format_manifest, format_table
 from resilient_jax.chaos.network import Network, build_network
+from resilient_jax.chaos.observed_job import JobObserver
+from resilient_jax.chaos.output_reader import OutputReader
 from resilient_jax.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
 from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, has_device_count, set_device_count
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
@@ -74,26 +78,35 @@ def run_campaign(
         disk = _enter_disk(stack, manifest, directory / "run", log)
         active_faults = ActiveFaults()
         stop_file, ledger = directory / "stop", directory / "ledger"
+        command = expand_command(setup.command, directory)
+        script = _copy_script(manifest, command[0], directory)
+        output = stack.enter_context(OutputReader(directory / "run" / "launch.out"))
         job = stack.enter_context(
             LocalJob(
-                expand_command(setup.command, directory),
+                command if script is None else [str(script), *command[1:]],
                 num_hosts=manifest.job.hosts,
                 run_directory=directory / "run",
                 options=[*_make_options(manifest, directory, network), *_make_store_options(setup, store)],
                 environment={
                     **environment,
+                    **manifest.job.environment,
                     LEDGER_VARIABLE: str(ledger),
                     STOP_STEP_VARIABLE: str(stop_file),
                 },
-                on_events=active_faults.observe_events,
-                report_interval_s=REPORT_INTERVAL_S,
+                output=output.writer,
+                observer=JobObserver(
+                    on_events=active_faults.observe_events, report_interval_s=REPORT_INTERVAL_S
+                ),
             )
         )
+        os.close(output.writer)  # the launcher has it
         around = FaultEnvironment(
             network=network,
             disk=disk,
             checkpoint_root=directory,
             run_directory=directory / "run",
+            output=output,
+            script=script,
             store=store,
             is_store_foreign=setup.store is not None,
         )
@@ -104,6 +117,13 @@ def run_campaign(
     samples = (msgspec.json.encode(sample) + b"\n" for sample in result.samples)
     (directory / "samples.jsonl").write_bytes(b"".join(samples))
     return result
+
+
+def _copy_script(manifest: CampaignManifest, script: str, directory: Path) -> Path | None:
+    """Return a copy of the script that an incident is to overwrite; None if none is."""
+    if not any(isinstance(incident.fault, ScriptEdit) for incident in manifest.incidents):
+        return None
+    return Path(shutil.copy(script, directory / Path(script).name))
 
 
 def make_environment(devices: int, compile_cache: Path, base: Mapping[str, str]) -> dict[str, str]:

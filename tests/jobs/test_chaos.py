@@ -107,6 +107,13 @@ def test_a_host_that_comes_and_goes_is_quarantined_and_no_other(tmp_path: Path) 
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (3, 0, 0), told
 
 
+@pytest.mark.full
+def test_what_surrounds_a_job_ends_nothing_that_it_does_not_hit(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "surroundings", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"] + figures["skipped"], figures["violations"]) == (16, 0), told
+
+
 def write_manifest(path: Path, *incidents: str) -> Path:
     path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
     return path

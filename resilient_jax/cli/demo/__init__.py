@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.observed_job import JobObserver
 from resilient_jax.cli.bundled_files import find_bundled_file
 from resilient_jax.cli.demo.results import (
     TrainingResult,
@@ -132,8 +133,9 @@ class _Stage:
             num_hosts=NUM_HOSTS,
             run_directory=directory,
             options=["--devices-per-host", str(devices_per_host), "--config", str(config)],
-            on_report=ProgressPrinter(self.console, steps).show,
-            report_interval_s=REPORT_INTERVAL_S,
+            observer=JobObserver(
+                on_report=ProgressPrinter(self.console, steps).show, report_interval_s=REPORT_INTERVAL_S
+            ),
         ) as job:
             scenario = Scenario(job, devices_per_host, self.console)
             run(scenario)

@@ -33,6 +33,8 @@ OUTER = st.one_of(
         until_event=st.none() | st.just(str(EventKind.HOST_LOST)),
     ),
     st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), duration_s=SECONDS),
+    st.builds(faults.Notice, signal=st.sampled_from(["TERM", "USR1"]), times=st.integers(1, 10)),
+    st.builds(faults.Flood, connections=st.integers(1, 9), duration_s=SECONDS),
     st.builds(faults.FullMemory, duration_s=SECONDS),
     st.builds(faults.NoDescriptors, duration_s=SECONDS),
     st.builds(faults.ClockJump, jump_s=st.floats(-1000, 1000), duration_s=SECONDS),
@@ -47,6 +49,7 @@ LINKS = st.one_of(
     st.builds(faults.SlowLink, mbit_per_s=st.floats(0.1, 1000), duration_s=SECONDS),
     st.builds(faults.LossyLink, percent=st.floats(0.1, 100), duration_s=SECONDS),
 )
+AROUND = st.builds(faults.StuckOutput, duration_s=SECONDS) | st.just(faults.ScriptEdit())
 INNER = st.one_of(
     st.builds(faults.ProcessExit, code=st.integers(0, 255)),
     st.just(faults.UserException()),
@@ -61,12 +64,16 @@ EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 @st.composite
 def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
     """Draw an incident that is valid for a job of two or more hosts in namespaces, with this store."""
-    kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
+    kind = draw(st.sampled_from(["outer", "link", "pair", "launcher", "inner", "sent"]))
     places = [one for one in FailPoint if one is not FailPoint.ON_DEVICE]
     place = draw(st.sampled_from(places)) if kind == "inner" or draw(st.booleans()) else None
     match kind:
         case "link":
             part, fault = TargetPart.LINK, draw(LINKS)
+        case "pair":
+            part, fault = TargetPart.LINK, draw(st.builds(faults.PairPartition, duration_s=SECONDS))
+        case "launcher":
+            part, fault = TargetPart.LAUNCHER, draw(AROUND)
         case "inner":
             part, fault = TargetPart.WORKER, draw(INNER)
             if isinstance(fault, faults.SlowInput):
@@ -79,15 +86,18 @@ def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
         case "sent":
             part, fault, place = TargetPart.SNAPSHOTS, faults.BitFlip(region="message"), FailPoint.BEFORE_SEND
         case _:
-            others = {TargetPart.LINK, *STORES.values()} - {STORES[store]}
+            others = {TargetPart.LINK, TargetPart.LAUNCHER, *STORES.values()} - {STORES[store]}
             part = draw(st.sampled_from([part for part in TargetPart if part not in others]))
             fault = draw(OUTER)
             if part is TargetPart.HOST and draw(st.booleans()):
                 fault = draw(st.builds(faults.DeviceLoss, device=st.just(0), duration_s=SECONDS))
+    if part is TargetPart.FORK_SERVER:
+        fault = faults.ProcessKill()
     if part is TargetPart.STORE_MEMBER and not isinstance(fault, faults.STORE_MEMBER_FAULTS):
         fault = faults.ProcessKill()
     names = MEMBERS if part is TargetPart.STORE_MEMBER else HOSTS
-    hosts = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True)))
+    fewest, most = (2, 2) if kind == "pair" else (1, 3)
+    hosts = tuple(draw(st.lists(st.sampled_from(names), min_size=fewest, max_size=most, unique=True)))
     return Incident(
         trigger=Trigger(
             after_steps=draw(st.integers(0, 1000)),

@@ -28,7 +28,7 @@ from resilient_jax.chaos.manifest import (
     TargetPart,
     Trigger,
 )
-from resilient_jax.chaos.observed_job import JobEnded, JobTimeout, ObservedJob
+from resilient_jax.chaos.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
 from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
@@ -76,7 +76,9 @@ class FakeJob(ObservedJob):
         self, run_directory: Path, steps: int, code: int, active_faults: ActiveFaults | None = None
     ) -> None:
         active_faults = active_faults or ActiveFaults()
-        super().__init__(run_directory, on_events=active_faults.observe_events, report_interval_s=0.0)
+        super().__init__(
+            run_directory, JobObserver(on_events=active_faults.observe_events, report_interval_s=0.0)
+        )
         self.process = SimpleNamespace(pid=0)
         self._steps = steps
         self._code = code

@@ -79,6 +79,22 @@ REFUSED = {
         'kind = "flip", region = "message"',
         "incidents[0].fault.region",
     ),
+    "an edited script of a worker": (
+        'kind = "stop", duration_s = 2.0',
+        'kind = "edit_script"',
+        "incidents[0].target.part",
+    ),
+    "a launcher that stops": ('part = "worker"', 'part = "launcher"', "incidents[0].fault.kind"),
+    "a fork server that is slow": (
+        'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop", duration_s = 2.0',
+        'part = "fork_server" }\nfault = { kind = "slow", share = 0.5, duration_s = 2.0',
+        "incidents[0].fault.kind",
+    ),
+    "a pair of one host": (
+        'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop"',
+        'part = "link", hosts = ["host-1"] }\nfault = { kind = "cut_pair"',
+        "incidents[0].target.hosts",
+    ),
     "a clock that may not be set": (
         'kind = "stop", duration_s = 2.0',
         'kind = "clock_jump", jump_s = 60.0',

@@ -1,0 +1,61 @@
+"""Who reads the output of a job's `launch`: a thread that copies it into a file, and may stop to read."""
+
+import contextlib
+import fcntl
+import io
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PIPE_BYTES = 4096
+"""As little as the kernel allows, so that a reader who has stopped is noticed after a few lines."""
+END_TIMEOUT_S = 10.0
+"""Timeout for the rest of the output after its writer has ended: a process that was left behind may keep it open."""
+
+
+class OutputReader:
+    """A pipe with a thread that copies what comes into a file.
+
+    Attributes:
+        writer: the descriptor for the process whose output it is; the caller closes it when the process has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begin to copy into `path`, whose folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._reader, self.writer = os.pipe()
+        fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._may_read = threading.Event()
+        self._may_read.set()
+        self._thread = threading.Thread(
+            target=self._copy, args=(path.open("wb", buffering=0),), name="output-reader", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._may_read.set()
+        with contextlib.suppress(OSError):  # it is closed already where a process has got it
+            os.close(self.writer)
+        self._thread.join(END_TIMEOUT_S)
+
+    def hold(self) -> Callable[[], None]:
+        """Read nothing more, and return the function that goes on."""
+        self._may_read.clear()
+        return self._may_read.set
+
+    def _copy(self, file: io.FileIO) -> None:
+        with file, os.fdopen(self._reader, "rb", buffering=0) as pipe:
+            while True:
+                self._may_read.wait()
+                if not (chunk := pipe.read(PIPE_BYTES)):
+                    return
+                with contextlib.suppress(OSError):  # the disk is full, which is a fault of its own
+                    file.write(chunk)
