@@ -26,7 +26,7 @@ from resilient_jax.chaos.faults import (
     NanGradients,
     NetworkPartition,
     NoDescriptors,
-    Notice,
+    NoticeSignal,
     PairPartition,
     ProcessExit,
     ProcessKill,
@@ -145,7 +145,7 @@ def _inject(
 ) -> tuple[_Undo, str]:
     """Inject the fault, and return the functions that undo the fault and a line for the log."""
     match fault:
-        case ProcessKill() | ProcessStop() | SlowProcess() | Notice() | FullMemory() | NoDescriptors():
+        case ProcessKill() | ProcessStop() | SlowProcess() | NoticeSignal() | FullMemory() | NoDescriptors():
             return _disturb_processes(fault, pids)
         case BitFlip():
             return [], _flip_bits(fault, pids, environment, rng)
@@ -177,7 +177,8 @@ def _inject(
 
 
 def _disturb_processes(
-    fault: ProcessKill | ProcessStop | SlowProcess | Notice | FullMemory | NoDescriptors, pids: Sequence[int]
+    fault: ProcessKill | ProcessStop | SlowProcess | NoticeSignal | FullMemory | NoDescriptors,
+    pids: Sequence[int],
 ) -> tuple[_Undo, str]:
     named = list(pids)
     match fault:
@@ -189,7 +190,7 @@ def _disturb_processes(
             return [lambda: resume_processes(pids)], f"SIGSTOP to {named}"
         case SlowProcess(share=share):
             return [cpu_quota.limit_cpu(pid, share) for pid in pids], f"{share:.0%} of a core for {named}"
-        case Notice(signal=name, times=times):
+        case NoticeSignal(signal=name, times=times):
             for number in range(times):
                 if number:
                     time.sleep(NOTICE_INTERVAL_S)
