@@ -43,7 +43,7 @@ class SlowProcess(_Fault, frozen=True, tag="slow"):
     until_event: str | None = None
 
 
-class NoticeSignal(_Fault, frozen=True, tag="notice"):
+class Notice(_Fault, frozen=True, tag="notice"):
     """A signal that schedulers and operators send, `times` times within half a second.
 
     To an agent it is a notice to leave; the other processes of a job must not end by it.
@@ -233,7 +233,7 @@ Fault = (
     ProcessKill
     | ProcessStop
     | SlowProcess
-    | NoticeSignal
+    | Notice
     | ProcessExit
     | UserException
     | MainThreadHang

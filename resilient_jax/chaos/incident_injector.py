@@ -14,7 +14,7 @@ from resilient_jax.chaos.faults import (
     ClockJump,
     DeviceLoss,
     FullDisk,
-    NoticeSignal,
+    Notice,
     ProcessExit,
     ProcessKill,
     ProcessStop,
@@ -172,7 +172,7 @@ class IncidentInjector:
             done = inject_fault(fault, hosts, pids, self._environment, self._active_faults, self._rng)
         except FaultUnsupported as unsupported:
             return dataclasses.replace(record, skip_reason=str(unsupported))
-        is_told_to_leave = isinstance(fault, NoticeSignal) and part in (TargetPart.AGENT, TargetPart.HOST)
+        is_told_to_leave = isinstance(fault, Notice) and part in (TargetPart.AGENT, TargetPart.HOST)
         if is_told_to_leave or EventKind.HOST_QUARANTINED in incident.required_events:
             self.taken_out_hosts |= set(hosts)
         self._log(done)

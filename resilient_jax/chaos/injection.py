@@ -26,7 +26,7 @@ from resilient_jax.chaos.faults import (
     NanGradients,
     NetworkPartition,
     NoDescriptors,
-    NoticeSignal,
+    Notice,
     PairPartition,
     ProcessExit,
     ProcessKill,
@@ -42,7 +42,7 @@ from resilient_jax.chaos.faults import (
     fault_kind,
 )
 from resilient_jax.chaos.network import Network
-from resilient_jax.chaos.output_reader import OutputReader
+from resilient_jax.chaos.output_copy import OutputCopy
 from resilient_jax.chaos.signals import resume_processes, send_signal
 from resilient_jax.chaos.strangers import flood_ports
 from resilient_jax.errors import CallerError
@@ -76,7 +76,7 @@ class FaultEnvironment:
     disk: Disk | None
     checkpoint_root: Path
     run_directory: Path
-    output: OutputReader | None = None
+    output: OutputCopy | None = None
     script: Path | None = None
     store: EtcdCluster | None = None
     is_store_foreign: bool = False
@@ -145,7 +145,7 @@ def _inject(
 ) -> tuple[_Undo, str]:
     """Inject the fault, and return the functions that undo the fault and a line for the log."""
     match fault:
-        case ProcessKill() | ProcessStop() | SlowProcess() | NoticeSignal() | FullMemory() | NoDescriptors():
+        case ProcessKill() | ProcessStop() | SlowProcess() | Notice() | FullMemory() | NoDescriptors():
             return _disturb_processes(fault, pids)
         case BitFlip():
             return [], _flip_bits(fault, pids, environment, rng)
@@ -177,7 +177,7 @@ def _inject(
 
 
 def _disturb_processes(
-    fault: ProcessKill | ProcessStop | SlowProcess | NoticeSignal | FullMemory | NoDescriptors,
+    fault: ProcessKill | ProcessStop | SlowProcess | Notice | FullMemory | NoDescriptors,
     pids: Sequence[int],
 ) -> tuple[_Undo, str]:
     named = list(pids)
@@ -190,7 +190,7 @@ def _disturb_processes(
             return [lambda: resume_processes(pids)], f"SIGSTOP to {named}"
         case SlowProcess(share=share):
             return [cpu_quota.limit_cpu(pid, share) for pid in pids], f"{share:.0%} of a core for {named}"
-        case NoticeSignal(signal=name, times=times):
+        case Notice(signal=name, times=times):
             for number in range(times):
                 if number:
                     time.sleep(NOTICE_INTERVAL_S)

@@ -22,7 +22,7 @@ from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, expand
 from resilient_jax.chaos.manifest_toml import format_manifest, format_table
 from resilient_jax.chaos.network import Network, build_network
 from resilient_jax.chaos.observed_job import JobObserver
-from resilient_jax.chaos.output_reader import OutputReader
+from resilient_jax.chaos.output_copy import OutputCopy
 from resilient_jax.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
 from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, has_device_count, set_device_count
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
@@ -80,7 +80,7 @@ def run_campaign(
         stop_file, ledger = directory / "stop", directory / "ledger"
         command = expand_command(setup.command, directory)
         script = _copy_script(manifest, command[0], directory)
-        output = stack.enter_context(OutputReader(directory / "run" / "launch.out"))
+        output = stack.enter_context(OutputCopy(directory / "run" / "launch.out"))
         job = stack.enter_context(
             LocalJob(
                 command if script is None else [str(script), *command[1:]],

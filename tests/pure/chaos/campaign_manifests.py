@@ -33,7 +33,7 @@ OUTER = st.one_of(
         until_event=st.none() | st.just(str(EventKind.HOST_LOST)),
     ),
     st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), duration_s=SECONDS),
-    st.builds(faults.NoticeSignal, signal=st.sampled_from(["TERM", "USR1"]), times=st.integers(1, 10)),
+    st.builds(faults.Notice, signal=st.sampled_from(["TERM", "USR1"]), times=st.integers(1, 10)),
     st.builds(faults.Flood, connections=st.integers(1, 9), duration_s=SECONDS),
     st.builds(faults.FullMemory, duration_s=SECONDS),
     st.builds(faults.NoDescriptors, duration_s=SECONDS),

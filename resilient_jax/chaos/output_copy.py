@@ -16,8 +16,8 @@ END_TIMEOUT_S = 10.0
 """Timeout for the rest of the output after its writer has ended: a process that was left behind may keep it open."""
 
 
-class OutputReader:
-    """A pipe with a thread that copies what comes into a file.
+class OutputCopy:
+    """A copy of the output of a process: a pipe, and a thread that writes what comes into a file.
 
     Attributes:
         writer: the descriptor for the process whose output it is; the caller closes it when the process has it.
@@ -31,7 +31,7 @@ class OutputReader:
         self._may_read = threading.Event()
         self._may_read.set()
         self._thread = threading.Thread(
-            target=self._copy, args=(path.open("wb", buffering=0),), name="output-reader", daemon=True
+            target=self._copy, args=(path.open("wb", buffering=0),), name="output-copy", daemon=True
         )
         self._thread.start()
 
