@@ -35,6 +35,8 @@ class EventKind(enum.StrEnum):
     WORKER_OVERDUE = "worker.overdue"
     """A worker has made no progress for longer than the deadline of its task; its stacks are in the run folder. Detail:
     `task`, `place` (of its main thread), `silent_s`, `deadline_s`."""
+    WORKER_WAITS_FOR_ALL = "worker.waits_for_all"
+    """A worker's main thread waits in a function of a library that all hosts must call. Detail: `place`, `silent_s`."""
     WORKER_DYING = "worker.dying"
     """A worker's threads have ended; its exit code follows when the kernel has freed its memory. Detail: `pid`."""
     WORKER_KILLED = "worker.killed"

@@ -112,6 +112,10 @@ class HangDetector:
         self._reported_s = silent_s
         return silent_s, deadline_s
 
+    def find_silence_s(self, now_s: float) -> float:
+        """Return how long the present silence has lasted, in seconds, without what was excused."""
+        return now_s - self._counted_from_s
+
     def excuse(self, now_s: float) -> None:
         """Count the present silence from now on, as if it had not been reported."""
         self._counted_from_s, self._reported_s = now_s, 0.0

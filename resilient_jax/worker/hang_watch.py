@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +15,23 @@ from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import WorkerState
 from resilient_jax.protocol.worker_messages import StacksTaken, WorkerMessage, WorkerOrder
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.telemetry.worker_activity import worker_activity
+from resilient_jax.telemetry.worker_activity import Activity, worker_activity
 from resilient_jax.worker import worker_protocol
-from resilient_jax.worker.hang_detection import HangDetector, HangLimits, make_overdue_task
-from resilient_jax.worker.thread_stacks import describe_place, format_stacks, is_debugged
+from resilient_jax.worker.hang_detection import (
+    BOUNDED_TASKS,
+    REGULAR_TASKS,
+    HangDetector,
+    HangLimits,
+    make_overdue_task,
+)
+from resilient_jax.worker.thread_stacks import describe_place, find_barrier, format_stacks, is_debugged
 from resilient_jax.worker.worker_protocol import Transition
 
 LOOK_INTERVAL_S: Final = 0.2
+BARRIER_ADVICE: Final = (
+    "hosts that do not call it keep this one waiting. Call it on all hosts, or have it wait for this one alone "
+    "(docs/own_loop.md, Checkpoints of your own)"
+)
 STANDARD_ERROR: Final = 2
 
 
@@ -62,6 +73,8 @@ class HangWatch:
         self._looked_s = 0.0
         self._interrupted_since_s: float | None = None
         self._is_reported = False
+        self._asked_since_s = 0.0
+        """When the silence began of which it is known whether it is a wait for all hosts."""
 
     def look(self) -> None:
         """Report a task that is overdue, or that it is no more."""
@@ -93,6 +106,7 @@ class HangWatch:
             self._is_reported = False
             self._reporter.report_found(worker_protocol.report_overdue, None)
         if silence is None:
+            self._look_for_barrier(activity, now_s)
             return
         if is_debugged():  # asked only now: to read all stacks takes a while
             self._detector.excuse(now_s)
@@ -111,6 +125,23 @@ class HangWatch:
             )
         self._is_reported = True
         self._reporter.report_found(worker_protocol.report_overdue, overdue)
+
+    def _look_for_barrier(self, activity: Activity, now_s: float) -> None:
+        """Say once in a silence that it is a wait for all hosts, which the others may never come to."""
+        is_asked = activity.since_s == self._asked_since_s
+        if is_asked or activity.task in REGULAR_TASKS or activity.task in BOUNDED_TASKS:
+            return
+        if (silent_s := self._detector.find_silence_s(now_s)) < self._limits.regular_s:
+            return
+        self._asked_since_s = activity.since_s
+        if find_barrier(activity.thread) is None:
+            return
+        place = describe_place(activity.thread)
+        self._reporter.record_event(
+            EventKind.WORKER_WAITS_FOR_ALL, step=activity.step, place=place, silent_s=silent_s
+        )
+        sys.stderr.write(f"for {silent_s:.0f} s in {place}: {BARRIER_ADVICE}\n")
+        sys.stderr.flush()
 
     def take_stacks(self, why: str) -> None:
         """Send the stacks of all threads to the agent, which keeps them."""

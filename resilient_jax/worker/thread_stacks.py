@@ -5,6 +5,7 @@ import os
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,14 @@ _LIBRARIES: Final = (
     _PACKAGE,
     "<frozen",
 )
+_BARRIERS: Final = {
+    "/orbax/checkpoint/": ("Orbax", {"sync_global_processes", "initialize_runtime_to_distributed_ids"}),
+    "/jax/experimental/multihost_utils.py": (
+        "JAX",
+        {"sync_global_devices", "broadcast_one_to_all", "process_allgather", "assert_equal"},
+    ),
+}
+"""Functions of libraries that return when all processes of the world have called them, by a part of their paths."""
 _DEBUGGERS: Final = ("/bdb.py", "/pdb.py", "/pydevd.py", "/debugpy/")
 
 
@@ -28,13 +37,27 @@ def describe_place(thread: int) -> str:
         thread: its `ident`.
 
     Returns:
-        A text such as "`load_batch`, line 40 of train.py".
+        A text such as "`load_batch`, line 40 of train.py". If the thread waits for all hosts in a library, that, too.
     """
     calls = read_stacks().get(thread, [])
     if not calls:
         return "a thread that has ended"
     own = [call for call in calls if not call.path.startswith(_LIBRARIES)]
-    return _describe(own[0] if own else calls[0])
+    place, barrier = _describe(own[0] if own else calls[0]), _describe_barrier(calls)
+    return f"{place}, in {barrier}" if barrier is not None else place
+
+
+def find_barrier(thread: int) -> str | None:
+    """Return which function of a library a thread is in that waits for all hosts; None if it is in none."""
+    return _describe_barrier(read_stacks().get(thread, []))
+
+
+def _describe_barrier(calls: Sequence[Call]) -> str | None:
+    for call in calls:
+        for part, (library, functions) in _BARRIERS.items():
+            if part in call.path and call.function in functions:
+                return f"{library}'s `{call.function}`, which returns when all hosts have called it"
+    return None
 
 
 def _describe(call: Call) -> str:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from resilient_jax.cluster.stacks_file import StacksFile, describe_process, make_stacks_path
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import WorkerReport
-from resilient_jax.worker.thread_stacks import describe_place, format_stacks, is_debugged
+from resilient_jax.worker.thread_stacks import describe_place, find_barrier, format_stacks, is_debugged
 
 PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
 ASK = """
@@ -54,6 +55,39 @@ def test_a_place_is_the_innermost_line_of_the_users_own() -> None:
         ends.set()
         thread.join()
     assert describe_place(thread.ident) == "a thread that has ended"
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "library"),
+    [
+        ("/x/orbax/checkpoint/_src/multihost/multihost.py", "sync_global_processes", "Orbax"),
+        ("/x/jax/experimental/multihost_utils.py", "sync_global_devices", "JAX"),
+        ("/x/orbax/checkpoint/_src/multihost/multihost.py", "save", None),
+    ],
+)
+def test_a_wait_for_all_hosts_in_a_library_is_known_as_one(
+    path: str, function: str, library: str | None
+) -> None:
+    waits, ends = threading.Event(), threading.Event()
+    names: dict[str, Callable[[], None]] = {}
+    source = f"def {function}():\n    waits.set()\n    ends.wait()\n"
+    exec(compile(source, path, "exec"), {"waits": waits, "ends": ends}, names)
+
+    def save() -> None:
+        names[function]()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        waits.wait()
+        assert thread.ident is not None
+        place, barrier = describe_place(thread.ident), find_barrier(thread.ident)
+        told = f"{library}'s `{function}`, which returns when all hosts have called it"
+        assert barrier == (told if library else None)
+        assert place.endswith(f", in {told}") is (library is not None)
+    finally:
+        ends.set()
+        thread.join()
 
 
 def test_a_debugger_that_traces_a_process_is_noticed() -> None:
