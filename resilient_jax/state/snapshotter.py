@@ -19,7 +19,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import MAX_FRAME_BYTES
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan
+from resilient_jax.protocol.snapshots import Protection, SnapshotId, SnapshotLayout, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
@@ -156,22 +156,21 @@ class Snapshotter:
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
-        self._first_offset = FIRST_OFFSET
-        """Steps after the first of this generation until its first automatic snapshot."""
+        self._protection = Protection()
+        """When this generation takes snapshots."""
 
     def begin_generation(
-        self, *, is_last_copy: bool, keeps_workers: bool, base: SnapshotId | None = None
+        self, *, is_last_copy: bool, protection: Protection, base: SnapshotId | None = None
     ) -> None:
         """Begin a generation.
 
         Args:
             is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
-            keeps_workers: workers outlive the loss of another; else nothing but snapshots does, and a replicated state
-                is in one from the first step on.
+            protection: when it takes snapshots, the same on all hosts.
             base: the snapshot that it resumes from, or goes back to if it comes to nothing; servers keep it.
         """
         self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
-        self._first_offset = FIRST_OFFSET if keeps_workers else 0
+        self._protection = protection
         self._base = base
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
@@ -212,7 +211,7 @@ class Snapshotter:
                 generation=world.generation,
                 first_step=state.step,
                 every=every,
-                first_offset=self._first_offset,
+                first_offset=0 if self._protection.from_first_commit else FIRST_OFFSET,
             )
         schedule.mark(state.step, time.monotonic())
         if schedule.is_measured(state.step):
@@ -374,10 +373,9 @@ class Snapshotter:
         blocked_s, copy_s, step_s = _find_longest(
             world, [self._blocked_s / NUM_FIRST_SNAPSHOTS, self._capture.duration_s, schedule.step_s]
         )
-        every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s)
-        self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
-        )
+        failure_s = self._protection.next_failure_s
+        every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s, failure_s)
+        self._record_interval(every, blocked_s, copy_s, step_s)
         return every
 
     def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
@@ -386,13 +384,19 @@ class Snapshotter:
         blocked_s, copy_s, step_s = _find_longest(
             world, [self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s]
         )
-        every = compute_interval_steps(
-            blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
-        )
-        self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
-        )
+        every = compute_interval_steps(blocked_s, self._protection.next_failure_s, step_s, copy_s=copy_s)
+        self._record_interval(every, blocked_s, copy_s, step_s)
         return every
+
+    def _record_interval(self, every: int, blocked_s: float, copy_s: float, step_s: float) -> None:
+        self._line.record_event(
+            EventKind.SNAPSHOT_INTERVAL,
+            steps=every,
+            blocked_s=blocked_s,
+            copy_s=copy_s,
+            step_s=step_s,
+            next_failure_s=self._protection.next_failure_s or 0.0,
+        )
 
     def _exchange(self, world: SnapshotWorld, server: str) -> Mapping[HostName, _Peer]:
         text = f"{server} {self._domain}".encode()

@@ -239,7 +239,7 @@ class Worker:
                 self._form_world(order)
             self._snapshotter.begin_generation(
                 is_last_copy=order.generation.losses_left == 0,
-                keeps_workers=order.generation.keeps_workers,
+                protection=order.generation.protection,
                 base=order.generation.snapshot.id if order.generation.snapshot is not None else None,
             )
             world = self._make_world(order)

@@ -13,7 +13,7 @@ from resilient_jax.errors import SnapshotRefused
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.snapshots import Protection, SnapshotId
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.state import snapshotter as module
 from resilient_jax.state.flat_state import flatten_state
@@ -104,7 +104,7 @@ def protect(monkeypatch):
 
     with contextlib.ExitStack() as stack:
 
-        def run(*, refusal="", is_other_refused=False, num_steps=6, interval=2, explicit=False):
+        def run(*, refusal="", is_other_refused=False, num_steps=6, interval=2, explicit=False, urgent=False):
             ours, theirs = socket.socketpair()
             stack.enter_context(ours)
             stack.enter_context(theirs)
@@ -115,6 +115,7 @@ def protect(monkeypatch):
             taking = Snapshotter(
                 ours.fileno(), HERE, settings, "", Credentials("token"), line, lambda place, step=0: None
             )
+            taking.begin_generation(is_last_copy=urgent, protection=Protection(from_first_commit=urgent))
             world = World(is_other_refused=is_other_refused)
             for step in range(FIRST_STEP, FIRST_STEP + num_steps):
                 state = flatten_state(step, {"w": jnp.zeros((64, 64)), "n": np.int32(step)})
@@ -140,6 +141,11 @@ def test_a_replicated_state_is_snapshotted_with_parity_although_every_host_has_a
     sizes = sorted(layout.part_bytes.values())
     assert sizes[0] > 0.4 * sum(sizes), "each host has its share"
     assert list_kinds(events) == [EventKind.SNAPSHOT_LAYOUT]
+
+
+def test_where_the_record_says_that_it_is_urgent_the_first_commit_is_in_a_snapshot(protect):
+    server, _ = protect(urgent=True)
+    assert server.begun == [FIRST_STEP, FIRST_STEP + 2, FIRST_STEP + 4]
 
 
 @pytest.mark.parametrize(("refusal", "is_other_refused"), [("found 1 byte", False), ("", True)])
