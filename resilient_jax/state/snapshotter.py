@@ -356,7 +356,13 @@ class Snapshotter:
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open_layout(layout, restored=self._base, check=self._line.raise_if_ended)
+        try:
+            self._server.open_layout(layout, restored=self._base, check=self._line.raise_if_ended)
+        except PeerUnreachable as error:
+            if not is_automatic:
+                raise
+            # The worker outlives its server where it had the only copy of the state; its agent starts it again.
+            raise SnapshotRefused(f"the snapshot server of {self._host} is gone: {error}") from error
         self._line.record_event(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],
