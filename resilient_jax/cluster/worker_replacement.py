@@ -156,6 +156,6 @@ class WorkerReplacement:
         if not self._is_wait_told:
             self._is_wait_told = True
             self._context.print_line(
-                f"{self._context.settings.host}: {self._explain()}; its worker is started again once other members have "
-                "all of the state"
+                f"{self._context.settings.host}: {self._explain()}; its worker is started again once other members "
+                "have all of the state"
             )
