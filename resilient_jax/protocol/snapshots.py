@@ -123,7 +123,7 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         from_first_commit: whether a replicated state is in a snapshot from the first commit on, because few hosts have
-            it, or no recent snapshot does; else some steps later.
+            it, or no recent snapshot does; else some steps later. Training waits longer for that first copy.
         next_failure_s: after how many seconds the next failure among the members is expected; None: nobody knows.
     """
 

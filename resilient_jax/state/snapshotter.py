@@ -43,9 +43,9 @@ COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
 FINISH_TIMEOUT_S: Final = 0.25
 """How long a generation that ends waits for its last copy."""
-LAST_COPY_TIMEOUT_S: Final = 30.0
-"""The same for the first snapshot of a generation that begins with the last copy of the state: until it is there, the
-next loss is that of the state, which costs more than training that waits."""
+URGENT_COPY_TIMEOUT_S: Final = 30.0
+"""The same until the first snapshot of a generation is committed, where few hosts have the state or no recent snapshot
+does: to lose the state costs more than training that waits."""
 COMMIT_TIMEOUT_S: Final = 15.0
 """How long a planned change waits for the last snapshot, without which the other hosts resume from an earlier step.
 Shorter than the notice that schedulers give before they preempt a host."""
@@ -159,17 +159,14 @@ class Snapshotter:
         self._protection = Protection()
         """When this generation takes snapshots."""
 
-    def begin_generation(
-        self, *, is_last_copy: bool, protection: Protection, base: SnapshotId | None = None
-    ) -> None:
+    def begin_generation(self, protection: Protection, *, base: SnapshotId | None = None) -> None:
         """Begin a generation.
 
         Args:
-            is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
-            protection: when it takes snapshots, the same on all hosts.
+            protection: when it takes snapshots, the same on all hosts. A first one that is urgent is waited for longer.
             base: the snapshot that it resumes from, or goes back to if it comes to nothing; servers keep it.
         """
-        self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
+        self._copy_timeout_s = URGENT_COPY_TIMEOUT_S if protection.from_first_commit else COPY_TIMEOUT_S
         self._protection = protection
         self._base = base
 

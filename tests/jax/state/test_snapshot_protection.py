@@ -120,7 +120,7 @@ def protect(monkeypatch):
             taking = Snapshotter(
                 ours.fileno(), HERE, settings, "", Credentials("token"), line, lambda place, step=0: None
             )
-            taking.begin_generation(is_last_copy=urgent, protection=Protection(from_first_commit=urgent))
+            taking.begin_generation(Protection(from_first_commit=urgent))
             world = World(is_other_refused=is_other_refused)
             for step in range(FIRST_STEP, FIRST_STEP + num_steps):
                 state = flatten_state(step, {"w": jnp.zeros((64, 64)), "n": np.int32(step)})
