@@ -147,7 +147,8 @@ class EventKind(enum.StrEnum):
     """Snapshots survive fewer losses than configured. Detail: `why`."""
     SNAPSHOT_INTERVAL = "snapshot.interval"
     """The interval of automatic snapshots was chosen. Detail: `steps`, and the measured `blocked_s`, `copy_s` and
-    `step_s` of the slowest host."""
+    `step_s` of the slowest host; `next_failure_s`, after which a failure is expected by those that the job
+    has seen; 0: not known."""
     SNAPSHOT_UNREADABLE = "snapshot.unreadable"
     """A snapshot cannot be restored: more of it is lost or corrupt than its parity covers. Detail: `error`."""
     SNAPSHOT_RESTORED = "snapshot.restored"

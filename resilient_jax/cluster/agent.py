@@ -29,6 +29,7 @@ from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.status_changes import are_snapshots_due
 from resilient_jax.cluster.status_combiner import StatusCombiner, StatusForwarder
+from resilient_jax.cluster.worker_replacement import NO_SNAPSHOTS, is_only_holder
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode, PeerError
 from resilient_jax.events import EventKind
@@ -308,12 +309,18 @@ class Agent:
         self._write_due_snapshots()
 
     def _on_snapshots_lost(self) -> None:
-        """End the worker: its connection to the snapshot server ended, and only a new worker gets another."""
-        if not self._ended.done():
-            self._context.print_line(
-                f"{self._settings.host}: the snapshot server ended; starting it and the worker again"
-            )
-            self._supervisor.kill("its snapshot server ended")
+        """End the worker: its connection to the snapshot server ended, and only a new worker gets another.
+
+        One that has the only copy of the state goes on without snapshots until another host has one, too.
+        """
+        worker, host = self._supervisor.worker, self._settings.host
+        if self._ended.done():
+            return
+        if worker is not None and is_only_holder(self._follower.generation, host, worker.report):
+            worker.lacks_snapshots = True  # it is ended by `WorkerReplacement`
+            return
+        self._context.print_line(f"{host}: the snapshot server ended; starting it and the worker again")
+        self._supervisor.kill(NO_SNAPSHOTS)
 
     # The end.
 

@@ -94,6 +94,7 @@ class WorkerProcess:
         has_script_ended: the script has come to its end after training.
         is_dying: its threads have ended; the exit code follows.
         started_with: what the agent's settings were when it was started: they say which devices it sees.
+        lacks_snapshots: its snapshot server has ended, and only another worker is connected to the next one.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class WorkerProcess:
         self.has_script_ended = False
         self.error = ""
         self.started_with: AgentSettings | None = None
+        self.lacks_snapshots = False
         self._connection = connection
         self._death_pipe = death_pipe
         self._clock = clock
@@ -212,9 +214,11 @@ class WorkerProcess:
         on_change()
 
     def is_outdated(self, settings: AgentSettings) -> bool:
-        """Return whether it runs, and sees other devices than a worker that is started with these settings."""
+        """Return whether it runs, and lacks what one that is started with these settings has: devices, or snapshots."""
         if self.report.is_done or self.child.exit_code is not None:
             return False
+        if self.lacks_snapshots:
+            return True
         return self.started_with is not None and self.started_with != settings
 
     def expect_messages(self) -> None:

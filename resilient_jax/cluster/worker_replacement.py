@@ -1,4 +1,4 @@
-"""Starts a worker again that sees other devices than it should, when that costs no state: one host at a time."""
+"""Starts a worker again that lacks devices, or its snapshot server, when that costs no state: one host at a time."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,13 @@ from resilient_jax.cluster.stored_records import decode_generation
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName, Incarnation, LeaseId
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
 from resilient_jax.store.interface import PutOp, require_absent
 
 CHECK_INTERVAL_S = 1.0
 """How often a worker with other devices, or one that takes the place of such a one, is looked at."""
+NO_SNAPSHOTS = "its snapshot server ended"
 TURN_TIMEOUT_S = 600.0
 """After which another host's worker may be started again, although this one's has not come back."""
 
@@ -34,14 +35,19 @@ def may_replace(generation: Generation | None, host: HostName) -> bool:
     return generation.losses_left >= 1 and len(generation.members) > 1
 
 
+def is_only_holder(generation: Generation | None, host: HostName, report: WorkerReport) -> bool:
+    """Return whether the worker of a host is the only one of the job, and has the state: to end it would lose that."""
+    return generation is not None and [m.host for m in generation.members] == [host] and report.holds_state
+
+
 def is_outdated(context: AgentContext, supervisor: WorkerSupervisor) -> bool:
-    """Return whether the worker of this host sees other devices than the next one does."""
+    """Return whether the worker of this host lacks what the next one has: devices, or its snapshot server."""
     worker = supervisor.worker
     return worker is not None and worker.is_outdated(context.devices.settings)
 
 
 def end_if_outdated(context: AgentContext, supervisor: WorkerSupervisor, why: str) -> None:
-    """End a worker that sees other devices than the next one does, now; that costs no restart."""
+    """End a worker that lacks what the next one has, now; that costs no restart."""
     if is_outdated(context, supervisor):
         worker, devices = supervisor.worker, context.devices
         if worker is not None and worker.started_with is not None and devices.num_devices is not None:
@@ -109,7 +115,7 @@ class WorkerReplacement:
                 return
         worker = self._supervisor.worker
         self._ended = worker.incarnation if worker is not None else None
-        end_if_outdated(self._context, self._supervisor, self._why)
+        end_if_outdated(self._context, self._supervisor, self._explain())
 
     async def _take_turn(self) -> bool:
         """Return whether it is this host's turn now."""
@@ -142,10 +148,14 @@ class WorkerReplacement:
         stored = await self._context.store.get(make_generation_key(self._context.settings.job))
         return decode_generation(stored) if stored is not None else None
 
+    def _explain(self) -> str:
+        worker = self._supervisor.worker
+        return NO_SNAPSHOTS if worker is not None and worker.lacks_snapshots else self._why
+
     def _tell_wait(self) -> None:
         if not self._is_wait_told:
             self._is_wait_told = True
             self._context.print_line(
-                f"{self._context.settings.host}: {self._why}; its worker is started again once other members have all "
-                "of the state"
+                f"{self._context.settings.host}: {self._explain()}; its worker is started again once other members "
+                "have all of the state"
             )

@@ -134,7 +134,6 @@ def _make_settings(settings: AgentSettings, program: str) -> WorkerSettings:
             interval_steps=config.snapshot_interval_steps,
             replicated_interval_steps=config.replicated_snapshot_interval_steps,
             group_size=config.snapshot_group_size,
-            mean_time_between_failures_s=config.mean_time_between_failures_s,
         ),
         failure_domain=settings.failure_domain,
         compile_cache_bytes=config.compile_cache_mib * 2**20,

@@ -128,13 +128,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     snapshot_interval_steps: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
     """Steps between two snapshots that the training asks for, as it does where a state is sharded over hosts; `auto`:
-    from what one costs and how often hosts fail (Young and Daly)."""
+    from what one costs and how often hosts of this job fail (Young and Daly)."""
 
     replicated_snapshot_interval_steps: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto", "off"] = (
         "auto"
     )
     """Steps between two snapshots of a state that every host has all of, so that it outlives the death of all workers
-    at once. `auto`: as often as costs 2 % of the time at most, measured in each generation; `off`: none."""
+    at once. `auto`: as often as costs 2 % of the time at most, measured in each generation, or more often where this
+    job's failures would cost more; `off`: none."""
 
     compile_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
     """MiB of compiled programs that a host keeps in its run directory, for workers that rejoin and for the plans that
@@ -143,10 +144,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     snapshot_group_size: Annotated[int, Meta(ge=2, le=255)] = 8
     """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and lose
     everything with fewer failures in all."""
-
-    mean_time_between_failures_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
-    """Expected seconds between two failures anywhere in the job; used by `snapshot_interval_steps = "auto"`. Three
-    hours: Llama 3's training on 16,384 GPUs."""
 
     audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.001
     """Share of microbatches that two hosts compute, to find a host that computes wrongly without failing; steps take

@@ -3,6 +3,8 @@
 Pure.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
@@ -12,8 +14,9 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     list_live_workers,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
 from resilient_jax.protocol.snapshots import VoidSnapshots
+from resilient_jax.protocol.state_records import are_parts_complete
 
 
 def find_trusted_step(state: MembershipState) -> int | None:
@@ -59,6 +62,24 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
         return True
     is_current = generation.phase is GenerationPhase.ACTIVE and report.generation == generation.number
     return generation.trusted_step is None and is_current and report.has_finished_step
+
+
+def is_newest(generation: Generation, report: WorkerReport) -> bool:
+    """Return whether what a worker has is of the step that the generation resumed from, or a later one."""
+    # Those that a failure met between two commits catch up with the others.
+    behind = 1 if generation.is_state_in_parts else 0
+    return report.step + behind >= generation.step
+
+
+def have_state(generation: Generation, hosts: Iterable[HostStatus]) -> bool:
+    """Return whether workers of these hosts have the newest state that counts: one all of it, or together all parts."""
+    reports = [status.worker.report for status in hosts if status.worker is not None]
+    if generation.trusted_step is None:
+        reports = [report for report in reports if is_newest(generation, report)]
+    if any(report.holds_state and is_trusted(generation, report) for report in reports):
+        return True
+    parts = [r.part for r in reports if r.part is not None and is_part_trusted(generation, r)]
+    return bool(parts) and are_parts_complete(parts)
 
 
 def doubt_parts(state: MembershipState, attempts: int, *, is_explained: bool) -> bool:

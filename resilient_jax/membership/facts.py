@@ -270,18 +270,6 @@ def has_lost_service(state: MembershipState) -> bool:
     return bool(state.generation.service_address) and not has_service(state)
 
 
-def find_suspect(state: MembershipState, min_hosts: int) -> HostName | None:
-    """Return the host that reported most of the failed attempts, the latest of several; None: it cannot be spared."""
-    here = [host for host in state.generation.suspects if host in state.hosts]
-    num_left = sum(
-        status.worker is not None and status.worker.is_alive and not is_draining(state, host)
-        for host, status in state.hosts.items()
-    )
-    if not here or num_left <= min_hosts:
-        return None
-    return max(reversed(here), key=here.count)
-
-
 def find_newest_step(state: MembershipState) -> int:
     """Return the newest committed step that any host or worker has reported."""
     of_workers = [w.report.step for w in list_live_workers(state)]

@@ -80,6 +80,15 @@ def estimate_rate(history: JobHistory, hosts: Collection[HostName], *, with_noti
     return own + (len(hosts) * PRIOR_FAILURES_PER_HOST + forgotten) / exposure_s
 
 
+def expect_failure_s(history: JobHistory, hosts: Collection[HostName]) -> float:
+    """Return after how many seconds the next failure among these hosts is expected, for what must not be too late.
+
+    By the rate that decisions go by, as if one more failure had just come: what has never failed may do so soon.
+    """
+    # 1 / (lambda + 1 / (b + T)), in s: with k + 1 in place of k failures in the posterior mean.
+    return 1 / (estimate_rate(history, hosts) + 1 / (PRIOR_EXPOSURE_S + history.observed_s))
+
+
 def expect_return_s(history: JobHistory, host: HostName, prior_s: float) -> float:
     """Return how long after its loss a host is expected to be ready to join again, in seconds.
 

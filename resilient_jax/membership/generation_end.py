@@ -15,6 +15,7 @@ from resilient_jax.membership.facts import (
     list_survivors,
 )
 from resilient_jax.membership.kept_stages import list_groups
+from resilient_jax.membership.last_holders import have_last_copy
 from resilient_jax.membership.recovery_decision import decide_to_stop
 from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, Member
 
@@ -74,10 +75,19 @@ def break_off(
     config: MembershipConfig,
     members: tuple[Member, ...] | None = None,
 ) -> Generation:
-    """Return the next number, in QUIESCE; without members where all workers of the world are replaced."""
+    """Return the next number, in QUIESCE; without members where all workers of the world are replaced.
+
+    Those that have the last copy of the state are not replaced: they are interrupted, if need be by the time-outs of
+    their network, and take the state along into the next generation.
+    """
     left = quiesce(state, why, members)
     if not config.replaces_workers:
         return left
+    if have_last_copy(state, left, left.members):
+        kept = (
+            f"{left.reason}; workers that are left are not replaced: no snapshot has the state that they have"
+        )
+        return msgspec.structs.replace(left, reason=kept)
     return msgspec.structs.replace(
         left, members=(), dropped_workers=list_replaced_workers(state, left.number)
     )

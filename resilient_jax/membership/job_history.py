@@ -68,7 +68,8 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
             lost = [
                 m.host
                 for m in before.members
-                if find_worker(state, m) is None or (after.keeps_workers and m not in after.members)
+                if find_worker(state, m) is None
+                or ((after.keeps_workers or after.members) and m not in after.members)
             ]
             stalled = memory.stalled_since_s if memory.stalled_since_s is not None else now
             memory = dataclasses.replace(memory, stalled_since_s=stalled)

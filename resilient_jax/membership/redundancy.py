@@ -10,6 +10,9 @@ Copies are the members with a complete state, and `spare` is how many of a group
 lost. The state is lost with the fewest hosts when all copies are, and with them one more of a group than it can spare.
 Without a snapshot the minimum is 0, without copies `copies` is. Of several snapshots the safest counts.
 
+Where all workers are replaced after a loss, copies in them do not count. But if there is nothing else they are the
+state, and n is 0.
+
 Where members have the state in parts, such as blocks of a pipeline, it is lost with all that have some unit: in place
 of the copies stand the holders of a unit, and the unit for which n is smallest counts.
 
@@ -19,11 +22,12 @@ with any number of hosts.
 
 import collections
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.doubt import is_part_trusted
+from resilient_jax.membership.doubt import is_newest, is_part_trusted
 from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
 from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
@@ -68,11 +72,19 @@ def is_last_copy_without(state: MembershipState, members: tuple[Member, ...]) ->
 
 
 class _HostShare(msgspec.Struct, frozen=True):
-    """What one host has of the state: its snapshots, and after how many steps it has a complete copy, or a part."""
+    """What one host has of the state: its snapshots, and after how many steps it has a complete copy, or a part.
+
+    Attributes:
+        step: of the copy or part; None: it has neither.
+        part: which; None: it has all of it, or nothing.
+        snapshots: that its server reports.
+        is_replaced: whether its worker is ended, and so its copy or part lost, with the loss of any other member.
+    """
 
     step: int | None = None
     part: StatePart | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
+    is_replaced: bool = False
 
 
 _NOTHING = _HostShare()
@@ -130,7 +142,10 @@ class _Coverage:
         _add(self._spares_beside_copies, spare - copies, change)
 
 
-def _add(counter: "collections.Counter[int]", key: int, change: int) -> None:
+K = TypeVar("K")
+
+
+def _add(counter: "collections.Counter[K]", key: K, change: int) -> None:
     counter[key] += change
     if not counter[key]:
         del counter[key]
@@ -149,6 +164,8 @@ class RedundancyTally:
         """How many hosts have a complete state of each step."""
         self._by_part: dict[StatePart, dict[HostName, int]] = collections.defaultdict(dict)
         """The hosts that have the same part of the state, and the step of each."""
+        self._replaced: collections.Counter[tuple[int, StatePart | None]] = collections.Counter()
+        """How many hosts have each copy or part that is lost with the loss of any member."""
         self._kept: dict[SnapshotId, _Coverage] = collections.defaultdict(_Coverage)
         """By snapshot, the hosts that report it."""
         self._present: dict[GenerationNumber, _Coverage] = collections.defaultdict(_Coverage)
@@ -191,30 +208,27 @@ class RedundancyTally:
         worker = find_worker(self._state, member) if member is not None else None
         if worker is None or not self._has_newest(host, worker):
             return _HostShare(snapshots=snapshots)
-        report = worker.report
+        report, is_replaced = worker.report, not self._state.generation.keeps_workers
         if report.holds_state:
-            return _HostShare(report.step, None, snapshots)
+            return _HostShare(report.step, None, snapshots, is_replaced)
         part = report.part if is_part_trusted(self._state.generation, report) else None
-        return _HostShare(report.step if part is not None else None, part, snapshots)
+        return _HostShare(report.step if part is not None else None, part, snapshots, is_replaced)
 
     def _has_newest(self, host: HostName, worker: WorkerStatus) -> bool:
-        """Return whether a member's worker has what the generation resumed from, or that of a later step.
-
-        No member counts as a holder if all workers are replaced after a loss.
-        """
+        """Return whether a member's worker has what the generation resumed from, or that of a later step."""
         generation, report = self._state.generation, worker.report
-        # Those that a failure met between two commits catch up with the others.
-        behind = 1 if generation.is_state_in_parts else 0
-        if not generation.keeps_workers or report.step + behind < generation.step:
+        if not is_newest(generation, report):
             return False
         # A receiver gives up what it has for the state that it fetches now.
         is_receiving = generation.phase is GenerationPhase.FORM and host in self._receivers
         return not is_receiving or (report.has_formed and report.generation == generation.number)
 
     def _count(self, share: _HostShare, change: int) -> None:
-        has_copy = share.step is not None and share.part is None
+        has_copy = share.step is not None and share.part is None and not share.is_replaced
         if share.step is not None and has_copy:
             _add(self._copies, share.step, change)
+        if share.step is not None and share.is_replaced:
+            _add(self._replaced, (share.step, share.part), change)
         for status in share.snapshots:
             self._kept[status.id].count(status, has_copy=has_copy, change=change)
             self._reports[status.id] += change
@@ -228,11 +242,11 @@ class RedundancyTally:
             self._present[generation].count(status, has_copy=has_copy, change=change)
 
     def _sort_by_part(self, host: HostName, before: _HostShare, share: _HostShare) -> None:
-        if before.part is not None:
+        if before.part is not None and not before.is_replaced:
             del self._by_part[before.part][host]
             if not self._by_part[before.part]:
                 del self._by_part[before.part]
-        if share.part is not None and share.step is not None:
+        if share.part is not None and share.step is not None and not share.is_replaced:
             self._by_part[share.part][host] = share.step
 
     def measure(self) -> Redundancy | None:
@@ -242,7 +256,7 @@ class RedundancyTally:
         if not copies and are_parts_complete(self._by_part):
             return self._measure_parts(found)
         if not copies and not found:
-            return None
+            return self._measure_replaced()
         # The hosts to be lost beside all copies until one group cannot be rebuilt.
         more, snapshot = max(
             ((max(0, coverage.smallest_spare + 1), id) for id, coverage in found.items()), default=(0, None)
@@ -253,6 +267,16 @@ class RedundancyTally:
             copies=copies,
             snapshot=snapshot,
         )
+
+    def _measure_replaced(self) -> Redundancy | None:
+        """Return the redundancy of a state that workers alone have, all of which are ended with any of them."""
+        complete = {step: count for (step, part), count in self._replaced.items() if part is None}
+        if complete:
+            return Redundancy(losses=0, step=max(complete), copies=sum(complete.values()))
+        parts = [part for _, part in self._replaced if part is not None]
+        if not are_parts_complete(parts):
+            return None
+        return Redundancy(losses=0, step=max(step for step, _ in self._replaced), copies=1, is_in_parts=True)
 
     def _measure_parts(self, found: Mapping[SnapshotId, _Coverage]) -> Redundancy:
         """Return the redundancy of a state of which each unit is on some member."""

@@ -25,9 +25,10 @@ The rules, from which the code below follows:
    job ends with the error. A worker that keeps the others waiting (`hangs`) is left out. What escalates, and how, is in
    `severities`. A host in quarantine leaves as after a notice, and does not join.
 8. Where collectives cannot be aborted, an unplanned change has no survivors: the agents kill all workers that were
-   in the world, and those that replace them resume from a snapshot.
+   in the world, and those that replace them resume from a snapshot. While there is none, workers with the state stay.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
    waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
+   Nothing ends or leaves out a member that answers and is the last to have the state (`last_holders`).
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
@@ -66,7 +67,6 @@ from resilient_jax.membership.facts import (
     find_newest_step,
     find_recoverable_step,
     find_snapshot,
-    find_suspect,
     find_worker,
     has_service,
     have_all_finished_step,
@@ -89,8 +89,10 @@ from resilient_jax.membership.job_end import (
 )
 from resilient_jax.membership.job_history import note_progress, note_transition
 from resilient_jax.membership.kept_stages import note_stage_hosts
+from resilient_jax.membership.last_holders import find_suspect, is_needed_by_others
 from resilient_jax.membership.planned_axes import find_constants, list_axes
 from resilient_jax.membership.planned_change import decide_in_pause, plan_change
+from resilient_jax.membership.protection import choose_protection
 from resilient_jax.membership.raised_errors import explain_by_error, react_to_errors
 from resilient_jax.membership.recovery_decision import decide_after_loss
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
@@ -148,7 +150,7 @@ def decide(
         taken_out -= state.quarantined
         commands += list_new_quarantines(state, transition.slowness)
         before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
-        state = note_transition(state, transition, now)
+        earlier, state = state.generation, note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
         # It lasts longer only for a host that is taken out as a slow one now: then it is counted with this number.
         commands += [
@@ -156,6 +158,9 @@ def decide(
             for host in sorted(taken_out)
         ]
         measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
+        if measured.phase is GenerationPhase.FORM:
+            protection = choose_protection(earlier, measured, find_snapshot(state))
+            measured = msgspec.structs.replace(measured, protection=protection)
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
     return state, tuple(commands)
@@ -203,10 +208,17 @@ def _end_early(state: MembershipState, config: MembershipConfig) -> Generation |
 def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
     """Return the next number, in QUIESCE, without the workers that hang: their agents end them if they do not unwind.
 
-    If none of them has failed to enter a collective, all try again.
+    If none of them has failed to enter a collective, all try again. So do all, with the workers that hang, if these
+    have the last copy of the state.
     """
-    why = Disruption(hang.reason, hang.hosts[0] if hang.hosts else None, hang.reason)
-    left = tuple(m for m in list_survivors(state) if m.host not in hang.hosts)
+    reason, survivors = hang.reason, list_survivors(state)
+    left = tuple(m for m in survivors if m.host not in hang.hosts)
+    if is_needed_by_others(state, survivors, hang.hosts):
+        reason, left = (
+            f"{reason}; nobody is left out, as no other host and no snapshot has the state",
+            survivors,
+        )
+    why = Disruption(reason, hang.hosts[0] if hang.hosts else None, hang.reason)
     quiescing = break_off(state, why, config, left)
     return msgspec.structs.replace(quiescing, hang=hang.reason)
 
@@ -249,6 +261,8 @@ def _in_quiesce(
         names = join_names(m.host for m, _ in waiting)
         left = _without_late(generation, waiting)
         text = f"{names} did not stop within {waited_s:.1f} s{describe_places(waiting)}"
+        if is_needed_by_others(state, generation.members, [m.host for m, _ in waiting]):
+            text += "; no other host and no snapshot has the state, which is lost with them"
         return quiesce(state, Disruption(text), left)
     return _settle(state, now, config)
 
@@ -318,7 +332,7 @@ def _settle(
         return None
     if (doubted := doubt_newer_states(state, generation.number)) is not None:
         return doubted
-    kept = list_staying(state)
+    kept = _list_kept(state)
     joiners = choose_joiners(state, kept, config)
     waited_s = now - state.phase_since_s
     if generation.members and not kept:
@@ -347,6 +361,19 @@ def _settle(
     return _form(state, kept, joiners, origin, lost, now, config)
 
 
+def _list_kept(state: MembershipState) -> list[HostStatus]:
+    """Return the members that go on: all that do not leave, and those that leave if only they have the state.
+
+    Then they stay for one more generation, in which the others fetch it.
+    """
+    members, staying = state.generation.members, list_staying(state)
+    stay = {status.host for status in staying}
+    leaving = [member.host for member in members if member.host not in stay]
+    if staying and is_needed_by_others(state, members, leaving):
+        return [state.hosts[member.host] for member in members]
+    return staying
+
+
 def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | None:
     """Return what follows attempts that failed although no host died; None: another attempt."""
     generation = state.generation
@@ -356,11 +383,14 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     action = choose_action(Evidence.COLLECTIVE_FAILED, generation.attempts - 1, tries)
     if action is Action.TAKE_HOST_OUT and generation.taken_out is not None:
         return None  # what is left is tried once
-    suspect = find_suspect(state, max(config.min_hosts, 1)) if action is Action.TAKE_HOST_OUT else None
+    suspect, spared = (
+        find_suspect(state, max(config.min_hosts, 1)) if action is Action.TAKE_HOST_OUT else (None, None)
+    )
     if suspect is not None:
+        blamed = "it" if spared is None else f"{spared}, which has the last copy of the state,"
         reason = (
             f"{suspect} is taken out: training failed {generation.attempts} times in a row at step "
-            f"{find_newest_step(state)} although no host died, and it reported most of the failures: "
+            f"{find_newest_step(state)} although no host died, and {blamed} reported most of the failures: "
             f"{generation.reason}"
         )
         left = tuple(m for m in generation.members if m.host != suspect)

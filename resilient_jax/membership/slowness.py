@@ -19,7 +19,7 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.commands import QuarantineDevice
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.doubt import is_part_trusted
+from resilient_jax.membership.doubt import have_state
 from resilient_jax.membership.facts import (
     MembershipState,
     find_seat,
@@ -42,7 +42,6 @@ from resilient_jax.membership.world_formation import can_change_in_place
 from resilient_jax.protocol.records import Generation, HostStatus, WorkerReport
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
-from resilient_jax.protocol.state_records import are_parts_complete
 
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
@@ -125,7 +124,7 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         is_spare_in_place=bool(spares) and can_change_in_place(state, rest, spares),
         can_stay_in_place=can_change_in_place(state, staying, []),
         can_shrink_in_place=can_change_in_place(state, rest, []),
-        needs_restore=not _have_state(generation, rest),
+        needs_restore=not have_state(generation, rest),
         refusal=refusal,
         refusal_without=_explain_refusal_without(generation, len(rest), config.min_hosts),
         refusal_fewer_devices=_explain_refusal_fewer_devices(
@@ -295,15 +294,6 @@ def _explain_refusal_fewer_devices(
     if num_left < max(min_hosts, 1):
         return f"fewer than min_hosts = {max(min_hosts, 1)} would train until its worker has started again"
     return ""
-
-
-def _have_state(generation: Generation, rest: list[HostStatus]) -> bool:
-    """Return whether members have the state: one of them all of it, or each a part."""
-    reports = [status.worker.report for status in rest if status.worker is not None]
-    if any(report.holds_state for report in reports):
-        return True
-    parts = [r.part for r in reports if r.part is not None and is_part_trusted(generation, r)]
-    return generation.keeps_workers and bool(parts) and are_parts_complete(parts)
 
 
 def _describe_cause(state: MembershipState, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:

@@ -17,6 +17,7 @@ from resilient_jax.protocol.raised_error import RaisedError
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import (
+    Protection,
     SnapshotId,
     SnapshotPlan,
     SnapshotServerStatus,
@@ -150,6 +151,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         progress: the newest committed step that the leader saw, once a complete state was known; some seconds old.
         losses_left: how many more hosts may be lost before the state is. 0: redundancy is urgent. None: no state.
         keeps_workers: whether the workers of a world outlive the loss of one of them.
+        protection: when the members take snapshots, as decided when the generation was formed.
         initial_generation: that in which the job began with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         are_parts_doubtful: whether parts of the state may not fit together, after a failure that no death explains, and
@@ -199,6 +201,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     progress: int = 0
     losses_left: int | None = None
     keeps_workers: bool = True
+    protection: Protection = Protection()
     initial_generation: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
     are_parts_doubtful: bool = False

@@ -118,6 +118,19 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SnapshotSource, ...]
 
 
+class Protection(msgspec.Struct, frozen=True, kw_only=True):
+    """When the members of a generation take snapshots, so that redundancy follows the risk.
+
+    Attributes:
+        from_first_commit: whether a replicated state is in a snapshot from the first commit on, because few hosts have
+            it, or no recent snapshot does; else some steps later. Training waits longer for that first copy.
+        next_failure_s: after how many seconds the next failure among the members is expected; None: nobody knows.
+    """
+
+    from_first_commit: bool = True
+    next_failure_s: float | None = None
+
+
 class VoidSnapshots(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots that a host which computed wrongly may have touched.
 

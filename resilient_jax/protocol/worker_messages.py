@@ -224,7 +224,6 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
     interval_steps: int | Literal["auto"] = 1
     replicated_interval_steps: int | Literal["auto", "off"] = "auto"
     group_size: int = 8
-    mean_time_between_failures_s: float = 10_800.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,13 +34,13 @@ def compute_optimal_interval_s(cost_s: float, mean_time_between_failures_s: floa
 
 
 def compute_interval_steps(
-    cost_s: float, mean_time_between_failures_s: float, step_s: float, *, copy_s: float = 0.0
+    cost_s: float, mean_time_between_failures_s: float | None, step_s: float, *, copy_s: float = 0.0
 ) -> int:
     """Return the number of steps from one snapshot to the next, at least 1.
 
     Args:
         cost_s: the time by which one snapshot prolongs training.
-        mean_time_between_failures_s: of the job.
+        mean_time_between_failures_s: of the job; None: not known, so as often as copies can follow each other.
         step_s: the duration of one step.
         copy_s: from the start of a snapshot until the next can begin; a shorter interval would only drop snapshots.
 
@@ -57,5 +57,7 @@ def compute_interval_steps(
             "copy of 0 or more, both finite"
         )
     # max(1, T / step, ceil(copy / step)) steps.
-    optimal_steps = round(compute_optimal_interval_s(cost_s, mean_time_between_failures_s) / step_s)
-    return max(1, optimal_steps, math.ceil(copy_s / step_s))
+    least_steps = max(1, math.ceil(copy_s / step_s))
+    if mean_time_between_failures_s is None:
+        return least_steps
+    return max(least_steps, round(compute_optimal_interval_s(cost_s, mean_time_between_failures_s) / step_s))

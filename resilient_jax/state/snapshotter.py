@@ -19,7 +19,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import MAX_FRAME_BYTES
-from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan
+from resilient_jax.protocol.snapshots import Protection, SnapshotId, SnapshotLayout, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
@@ -43,9 +43,9 @@ COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
 FINISH_TIMEOUT_S: Final = 0.25
 """How long a generation that ends waits for its last copy."""
-LAST_COPY_TIMEOUT_S: Final = 30.0
-"""The same for the first snapshot of a generation that begins with the last copy of the state: until it is there, the
-next loss is that of the state, which costs more than training that waits."""
+URGENT_COPY_TIMEOUT_S: Final = 30.0
+"""The same until the first snapshot of a generation is committed, where few hosts have the state or no recent snapshot
+does: to lose the state costs more than training that waits."""
 COMMIT_TIMEOUT_S: Final = 15.0
 """How long a planned change waits for the last snapshot, without which the other hosts resume from an earlier step.
 Shorter than the notice that schedulers give before they preempt a host."""
@@ -156,22 +156,18 @@ class Snapshotter:
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
-        self._first_offset = FIRST_OFFSET
-        """Steps after the first of this generation until its first automatic snapshot."""
+        self._protection = Protection()
+        """When this generation takes snapshots."""
 
-    def begin_generation(
-        self, *, is_last_copy: bool, keeps_workers: bool, base: SnapshotId | None = None
-    ) -> None:
+    def begin_generation(self, protection: Protection, *, base: SnapshotId | None = None) -> None:
         """Begin a generation.
 
         Args:
-            is_last_copy: it has the last copy of the state; then its first snapshot is waited for longer.
-            keeps_workers: workers outlive the loss of another; else nothing but snapshots does, and a replicated state
-                is in one from the first step on.
+            protection: when it takes snapshots, the same on all hosts. A first one that is urgent is waited for longer.
             base: the snapshot that it resumes from, or goes back to if it comes to nothing; servers keep it.
         """
-        self._copy_timeout_s = LAST_COPY_TIMEOUT_S if is_last_copy else COPY_TIMEOUT_S
-        self._first_offset = FIRST_OFFSET if keeps_workers else 0
+        self._copy_timeout_s = URGENT_COPY_TIMEOUT_S if protection.from_first_commit else COPY_TIMEOUT_S
+        self._protection = protection
         self._base = base
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
@@ -212,7 +208,7 @@ class Snapshotter:
                 generation=world.generation,
                 first_step=state.step,
                 every=every,
-                first_offset=self._first_offset,
+                first_offset=0 if self._protection.from_first_commit else FIRST_OFFSET,
             )
         schedule.mark(state.step, time.monotonic())
         if schedule.is_measured(state.step):
@@ -357,7 +353,13 @@ class Snapshotter:
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open_layout(layout, restored=self._base, check=self._line.raise_if_ended)
+        try:
+            self._server.open_layout(layout, restored=self._base, check=self._line.raise_if_ended)
+        except PeerUnreachable as error:
+            if not is_automatic:
+                raise
+            # The worker outlives its server where it had the only copy of the state; its agent starts it again.
+            raise SnapshotRefused(f"the snapshot server of {self._host} is gone: {error}") from error
         self._line.record_event(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],
@@ -374,10 +376,9 @@ class Snapshotter:
         blocked_s, copy_s, step_s = _find_longest(
             world, [self._blocked_s / NUM_FIRST_SNAPSHOTS, self._capture.duration_s, schedule.step_s]
         )
-        every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s)
-        self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
-        )
+        failure_s = self._protection.next_failure_s
+        every = compute_affordable_interval_steps(max(copy_s, blocked_s), step_s, failure_s)
+        self._record_interval(every, blocked_s, copy_s, step_s)
         return every
 
     def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
@@ -386,13 +387,19 @@ class Snapshotter:
         blocked_s, copy_s, step_s = _find_longest(
             world, [self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s]
         )
-        every = compute_interval_steps(
-            blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
-        )
-        self._line.record_event(
-            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
-        )
+        every = compute_interval_steps(blocked_s, self._protection.next_failure_s, step_s, copy_s=copy_s)
+        self._record_interval(every, blocked_s, copy_s, step_s)
         return every
+
+    def _record_interval(self, every: int, blocked_s: float, copy_s: float, step_s: float) -> None:
+        self._line.record_event(
+            EventKind.SNAPSHOT_INTERVAL,
+            steps=every,
+            blocked_s=blocked_s,
+            copy_s=copy_s,
+            step_s=step_s,
+            next_failure_s=self._protection.next_failure_s or 0.0,
+        )
 
     def _exchange(self, world: SnapshotWorld, server: str) -> Mapping[HostName, _Peer]:
         text = f"{server} {self._domain}".encode()

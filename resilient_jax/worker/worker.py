@@ -238,8 +238,7 @@ class Worker:
             with worker_activity.task(WorkerTask.FORMING):
                 self._form_world(order)
             self._snapshotter.begin_generation(
-                is_last_copy=order.generation.losses_left == 0,
-                keeps_workers=order.generation.keeps_workers,
+                order.generation.protection,
                 base=order.generation.snapshot.id if order.generation.snapshot is not None else None,
             )
             world = self._make_world(order)

@@ -101,3 +101,25 @@ def test_a_replicated_state_is_restored_from_a_snapshot_of_the_first_steps(tmp_p
         restored = [e.detail["step"] for e in tiny.job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED]
     promised = max(s.id.step for h in report.hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED)
     assert min(map(int, restored)) >= promised
+
+
+@pytest.mark.full
+def test_workers_that_have_the_only_state_outlive_one_that_stops_before_there_is_a_snapshot(
+    tmp_path: Path,
+) -> None:
+    config = CONFIG_WITHOUT_STANDBYS + 'abort = "replace"\n'
+    with TinyJob(tmp_path, 3, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
+        report = tiny.wait_training(3)
+        assert report.generation is not None
+        before = {host.host: host.worker for host in report.hosts}
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        after = tiny.wait_training(3, report.generation.number)
+        workers = {host.host: host.worker for host in after.hosts}
+        for host in before.keys() - {HOSTS[1]}:
+            old, new = before[host], workers[host]
+            assert old is not None
+            assert new is not None
+            assert new.pid == old.pid, f"the worker of {host} had the only state, and was replaced"
+        tiny.finish(more_steps=3)
+        kinds = {event.kind for event in tiny.job.read_events()}
+    assert not kinds & {EventKind.STATE_LOST, EventKind.SNAPSHOT_RESTORED}

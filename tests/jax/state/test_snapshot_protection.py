@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resilient_jax.errors import SnapshotRefused
+from resilient_jax.errors import PeerUnreachable, SnapshotRefused
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.snapshots import Protection, SnapshotId
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.state import snapshotter as module
 from resilient_jax.state.flat_state import flatten_state
@@ -67,12 +67,15 @@ class AgentLine:
 class Server:
     """This host's snapshot server, which has memory for a layout or not, and drops every snapshot."""
 
-    def __init__(self, descriptor: int, *, refusal: str = "") -> None:
+    def __init__(self, descriptor: int, *, refusal: str = "", is_gone: bool = False) -> None:
         self.layouts: list = []
         self.begun: list = []
         self._refusal = refusal
+        self._is_gone = is_gone
 
     def open_layout(self, layout, *, restored, check):
+        if self._is_gone:
+            raise PeerUnreachable("its connection is closed")
         if self._refusal:
             raise SnapshotRefused(self._refusal)
         self.layouts.append(layout)
@@ -104,17 +107,20 @@ def protect(monkeypatch):
 
     with contextlib.ExitStack() as stack:
 
-        def run(*, refusal="", is_other_refused=False, num_steps=6, interval=2, explicit=False):
+        def run(
+            *, num_steps=6, interval=2, explicit=False, urgent=False, is_other_refused=False, **server_is
+        ):
             ours, theirs = socket.socketpair()
             stack.enter_context(ours)
             stack.enter_context(theirs)
-            server = Server(0, refusal=refusal)
+            server = Server(0, **server_is)
             monkeypatch.setattr(module, "LocalServerClient", lambda descriptor: server)
             settings = SnapshotSettings(num_parity=1, replicated_interval_steps=interval)
             line = AgentLine()
             taking = Snapshotter(
                 ours.fileno(), HERE, settings, "", Credentials("token"), line, lambda place, step=0: None
             )
+            taking.begin_generation(Protection(from_first_commit=urgent))
             world = World(is_other_refused=is_other_refused)
             for step in range(FIRST_STEP, FIRST_STEP + num_steps):
                 state = flatten_state(step, {"w": jnp.zeros((64, 64)), "n": np.int32(step)})
@@ -142,6 +148,11 @@ def test_a_replicated_state_is_snapshotted_with_parity_although_every_host_has_a
     assert list_kinds(events) == [EventKind.SNAPSHOT_LAYOUT]
 
 
+def test_where_the_record_says_that_it_is_urgent_the_first_commit_is_in_a_snapshot(protect):
+    server, _ = protect(urgent=True)
+    assert server.begun == [FIRST_STEP, FIRST_STEP + 2, FIRST_STEP + 4]
+
+
 @pytest.mark.parametrize(("refusal", "is_other_refused"), [("found 1 byte", False), ("", True)])
 def test_what_does_not_fit_on_some_host_is_not_protected_and_training_goes_on(
     refusal, is_other_refused, protect
@@ -150,6 +161,13 @@ def test_what_does_not_fit_on_some_host_is_not_protected_and_training_goes_on(
     assert server.begun == []
     degraded = [detail["why"] for kind, detail in events if kind is EventKind.SNAPSHOT_DEGRADED]
     assert degraded == [f"the state is in no snapshot: {refusal or 'another host cannot keep its part'}"]
+
+
+def test_a_worker_that_has_outlived_its_snapshot_server_goes_on_without(protect):
+    server, events = protect(is_gone=True)
+    assert server.begun == []
+    (why,) = (detail["why"] for kind, detail in events if kind is EventKind.SNAPSHOT_DEGRADED)
+    assert "the snapshot server of" in why
 
 
 def test_snapshots_that_the_training_takes_itself_replace_the_automatic_ones(protect):

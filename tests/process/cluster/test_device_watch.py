@@ -18,6 +18,7 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.cluster.worker_replacement import (
     WorkerReplacement,
     end_if_outdated,
+    is_only_holder,
     is_outdated,
     may_replace,
 )
@@ -26,7 +27,7 @@ from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
@@ -327,3 +328,20 @@ def test_a_worker_is_ended_only_where_others_have_all_of_the_state(
     generation: Generation | None, expected: bool
 ) -> None:
     assert may_replace(generation, HOST) is expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "holds_state", "expected"),
+    [
+        (make_generation(GenerationPhase.ACTIVE, 0, HOST), True, True),
+        (make_generation(GenerationPhase.QUIESCE, 0, HOST), True, True),
+        (make_generation(GenerationPhase.ACTIVE, 0, HOST), False, False),  # a snapshot has it, or nobody
+        (make_generation(GenerationPhase.ACTIVE, 0, HOST, OTHER), True, False),
+        (make_generation(GenerationPhase.ACTIVE, 0, OTHER), True, False),
+        (None, True, False),
+    ],
+)
+def test_a_worker_whose_snapshot_server_ends_outlives_it_as_the_only_one_with_the_state(
+    generation: Generation | None, holds_state: bool, expected: bool
+) -> None:
+    assert is_only_holder(generation, HOST, WorkerReport(holds_state=holds_state)) is expected

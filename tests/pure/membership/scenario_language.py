@@ -267,7 +267,7 @@ def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-HIDDEN: Final = frozenset({"number", "phase", "change", "world", "history", "service_address"})
+HIDDEN: Final = frozenset({"number", "phase", "change", "world", "history", "service_address", "protection"})
 """Said with the phase; shown by `show`; or known from `serves`."""
 
 
@@ -405,8 +405,15 @@ def _say_redundancy(found: Any) -> str:
     return f"{found.copies} copies, {found.losses} more losses{', in parts' if found.is_in_parts else ''}"
 
 
+def _show_protection(job: Job) -> list[str]:
+    found = job.generation.protection
+    when = "from the first commit on" if found.from_first_commit else "after some steps"
+    return [f"protected {when}; the next failure in {found.next_failure_s:.4g} s"]
+
+
 SHOWN: Final[Mapping[str, Callable[[Job], list[str]]]] = {
     "history": _show_history,
+    "protection": _show_protection,
     "redundancy": _show_redundancy,
     "unseated": lambda job: [", ".join(list_unseated(job.state, job.config)) or "none"],
 }

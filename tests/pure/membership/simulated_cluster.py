@@ -632,9 +632,11 @@ class Cluster:
                 self.take_over(host)
             case KillWorker():
                 assert self.is_outside(host) or host.seen.is_unresponsive, "an agent kills a member"
+                self.check_kill(host)
                 self.kill(worker)
             case ReplaceWorker():
                 assert self.is_outside(host), "an agent replaces a member"
+                self.check_kill(host)
                 self.kill(worker)
             case CheckUnwound():
                 host.check_s = self.now_s + CHECK_INTERVAL_S
@@ -1022,6 +1024,17 @@ class Cluster:
         if new.change is WorldChange.GROW:
             assert set(new.members) - set(old.members) <= set(old.newcomers)
 
+    def check_kill(self, host: Host) -> None:
+        """Check that no agent ends a worker that answers, and is the last to have the state, before it is copied."""
+        worker = host.worker
+        if not worker.runs or worker.hung or worker.held is None:
+            return
+        others = [w for h in self.hosts.values() for w in (h.worker, h.standby) if w not in (worker, None)]
+        has_copy = any(w.alive and w.held is not None for w in others if w is not None)
+        # In the model each part has all of the state.
+        has_snapshot = any(h.alive and h.snapshots for h in self.hosts.values())
+        assert has_copy or has_snapshot, f"an agent ends {worker.host}, which has the last copy of the state"
+
     def check_one_world_trains(self) -> None:
         """Check that at most one generation has all of its members training.
 
@@ -1067,11 +1080,15 @@ class ReplacingCluster(Cluster):
     """A cluster whose collectives cannot be aborted: agents kill workers, which resume from snapshots."""
 
     config = dataclasses.replace(CONFIG, replaces_workers=True, state_loss_policy=StateLossPolicy.RESTART)
+    first_snapshot = 1
+    """After so many steps of the job hosts begin to have snapshots."""
 
     def commit(self, worker: Worker) -> None:
         generation = worker.generation
         assert generation is not None
         super().commit(worker)
+        if worker.step < self.first_snapshot:
+            return
         members = tuple(sorted(m.host for m in generation.members))
         made = SnapshotStatus(
             id=SnapshotId(worker.step, generation.number),
@@ -1090,11 +1107,16 @@ class ReplacingCluster(Cluster):
         if new.change is WorldChange.REFORM and not new.sources:
             workers = [self.workers[m.host, m.incarnation] for m in new.members]
             assert not [w for w in workers if w.generation is not None], "trains in another world"
-        if old.phase is GenerationPhase.QUIESCE:
-            assert not old.members
+        if old.phase is GenerationPhase.QUIESCE and not old.members:
             assert new.change is WorldChange.REFORM or set(new.members) <= set(old.newcomers)
         if new.snapshot is not None:
             assert new.step == new.snapshot.id.step
+
+
+class LateSnapshotCluster(ReplacingCluster):
+    """The same, where no snapshot has the first steps of the job: until then only workers have the state."""
+
+    first_snapshot = 4
 
 
 class SpareCluster(Cluster):

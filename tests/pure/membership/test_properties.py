@@ -20,6 +20,7 @@ from tests.pure.membership.simulated_cluster import (
     NAMES,
     ROUND_S,
     Cluster,
+    LateSnapshotCluster,
     ReplacingCluster,
     ReplacingSpareCluster,
     RoomyCluster,
@@ -204,6 +205,15 @@ def test_a_job_whose_workers_are_all_replaced_survives_any_sequence_of_faults(se
     )
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
     event(f"restored: {any(g.snapshot is not None for g, _ in cluster.written)}")
+
+
+@given(seed=st.integers(0, 2**32))
+def test_where_no_snapshot_has_the_state_the_workers_that_have_it_are_not_replaced(seed):
+    chance = random.Random(seed)
+    cluster = play(chance.randbytes(chance.choice((400, 4000))), chance, LateSnapshotCluster())
+    event(f"ended: {cluster.outcome and cluster.outcome.kind}")
+    stops = [g for g, _ in cluster.written if g.phase is GenerationPhase.QUIESCE]
+    event(f"kept: {any(g.members for g in stops)}, replaced: {any(not g.members for g in stops[1:])}")
 
 
 @given(seed=st.integers(0, 2**32), replaces=st.booleans())

@@ -1,0 +1,75 @@
+"""The last holders of the state: nothing ends or leaves them before what they have is copied. Pure.
+
+A worker that is left out is ended by its agent, and its memory goes with it. So whoever decides that members go asks
+here what is left without them: another member with the state, or a snapshot that can be rebuilt. If there is neither,
+the members stay: to be interrupted and to go on, to serve the others for one more generation, or to let another host
+go in their place. The new generation copies the state first of all (`protection`).
+
+Where members do not answer at all, to wait for them is all that can be done (rule 9 of `rules`). Then they are left
+out, and the reason says what may be lost with them.
+"""
+
+from collections.abc import Iterable
+
+from resilient_jax.ids import HostName
+from resilient_jax.membership.doubt import have_state
+from resilient_jax.membership.facts import MembershipState, find_snapshot, is_draining
+from resilient_jax.protocol.records import Generation, Member
+
+
+def have_last_copy(state: MembershipState, generation: Generation, members: Iterable[Member]) -> bool:
+    """Return whether the state is on these members alone: they have it, and no snapshot of it can be rebuilt.
+
+    Args:
+        state: of the machine.
+        generation: the present one, or the next, which says which states are in doubt.
+        members: whose workers live.
+    """
+    hosts = [state.hosts[member.host] for member in members if member.host in state.hosts]
+    return have_state(generation, hosts) and find_snapshot(state) is None
+
+
+def is_needed_by_others(
+    state: MembershipState, members: tuple[Member, ...], leaving: Iterable[HostName]
+) -> bool:
+    """Return whether some of the members are not to go: what they have is on none of the others, and in no snapshot.
+
+    Args:
+        state: of the machine.
+        members: whose workers live.
+        leaving: the hosts of those that would go.
+    """
+    gone = set(leaving)
+    if not gone:
+        return False
+    left = [state.hosts[member.host] for member in members if member.host not in gone]
+    return not have_state(state.generation, left) and have_last_copy(state, state.generation, members)
+
+
+def find_suspect(state: MembershipState, min_hosts: int) -> tuple[HostName | None, HostName | None]:
+    """Return the host to take out after attempts that failed, and the one that is spared as the last holder.
+
+    The first is the host that reported most of the attempts, the latest of several. One without which the state would
+    be lost is spared, and the next one goes in its place, or a member that has reported none.
+
+    Args:
+        state: of the machine, whose members are idle.
+        min_hosts: of the job.
+
+    Returns:
+        None for the first: no host can be spared. None for the second: it is no last holder.
+    """
+    generation = state.generation
+    here = [host for host in generation.suspects if host in state.hosts]
+    num_left = sum(
+        status.worker is not None and status.worker.is_alive and not is_draining(state, host)
+        for host, status in state.hosts.items()
+    )
+    if not here or num_left <= min_hosts:
+        return None, None
+    others = [member.host for member in generation.members if member.host not in here]
+    ranked = [*sorted(dict.fromkeys(reversed(here)), key=here.count, reverse=True), *reversed(others)]
+    if not is_needed_by_others(state, generation.members, ranked[:1]):
+        return ranked[0], None
+    instead = (host for host in ranked[1:] if not is_needed_by_others(state, generation.members, [host]))
+    return next(instead, None), ranked[0]
