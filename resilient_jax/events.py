@@ -81,12 +81,15 @@ class EventKind(enum.StrEnum):
     """This host's agent leads from now on. Detail: `token` (grows with every leader)."""
     LEADER_RESIGNED = "leader.resigned"
     """This host's agent no longer leads: another revision or leader was found in the store; or it got a
-    notice to leave, and lets another host lead."""
+    notice to leave, or is in quarantine, and lets another host lead."""
     HOST_LOST = "host.lost"
     """The leader saw that a host's lease is gone. Detail: `lost` (the host)."""
     HOST_FOUND_DEAD = "host.found_dead"
     """No process listens any more where a host's agent did, so this host's agent ended its lease before its time.
     Detail: `dead` (the host)."""
+    HOSTS_UNREACHED = "hosts.unreached"
+    """Members did not go on, and no connection to the workers of these hosts could be made from this one. If that
+    lasts, or they say the same, the leader takes the fewest hosts out, and names the pairs. Detail: `hosts`."""
     HOST_DRAINING = "host.draining"
     """A notice (SIGTERM): this host leaves between two steps; in a pipeline, once blocks are copied.
     Detail: `signal`, `seconds` (of its grace)."""

@@ -115,6 +115,8 @@ class Network:
     def remove(self) -> None:
         """Remove what `build`, even an incomplete one, has created."""
         for words in (
+            # First: with its namespace a link goes only some time later, and the next network may want its name.
+            *(("link", "delete", name) for name in self._names.values()),
             *(("netns", "delete", name) for name in self._names.values()),
             ("link", "delete", self._bridge),
         ):

@@ -25,6 +25,7 @@ from resilient_jax.cluster.program_watch import ProgramWatch
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host
+from resilient_jax.cluster.reach_watch import ReachWatch
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.status_changes import are_snapshots_due
@@ -108,6 +109,7 @@ class Agent:
             on_generation=self._on_generation,
         )
         self._devices = DeviceWatch(self._context, self._supervisor)
+        self._reach = ReachWatch(self._context, self._follower, self._supervisor, self._mark_changed)
         self._gpus = GpuWatch(self._context, self._supervisor, self._devices, self._mark_changed)
         self._program = ProgramWatch(self._context, self._mark_changed)
         self._relay = ProgressRelay(self._context, self._server, self._make_progress)
@@ -157,6 +159,7 @@ class Agent:
                 loop.create_task(self._gpus.run()),
                 loop.create_task(self._devices.run()),
                 loop.create_task(self._program.run()),
+                loop.create_task(self._reach.run()),
             ]
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
@@ -255,6 +258,7 @@ class Agent:
             gpu_uuids=self._context.devices.uuids,
             step=step,
             metrics=metrics,
+            reach=self._reach.report,
         )
 
     def _mark_changed(self) -> None:
@@ -273,6 +277,7 @@ class Agent:
     def _on_generation(self, generation: Generation) -> None:
         """Bring the status in the store up to date when a generation has ended, and note whose errors it names."""
         self._supervisor.errors.read(generation)
+        self._reach.wake()
         session = self._registration.session
         if session is None or session.written is None:
             return

@@ -8,6 +8,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, join_names
 from resilient_jax.membership.job_end import saves_on_notice
+from resilient_jax.membership.reachability import find_separation
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated
@@ -32,6 +33,8 @@ class DecisionLog:
         self._print_line = print_line
         self._config = config
         self._is_saving_known = False
+        self._waits_because = ""
+        """Which members cannot reach each other, and why none of them leaves; empty: none waits."""
         self._unseated: list[HostName] = []
         """The spares that were last found to have no seat."""
 
@@ -114,6 +117,14 @@ class DecisionLog:
             f"{spares}: found no seat for this spare, expected one of the {seats} of this world to be free; a spare "
             "without a seat joins by a re-form, which takes seconds longer. Raise spare_seats, or start fewer spares"
         )
+
+    def tell_of_separation(self, state: MembershipState) -> None:
+        """Print, once, for whose network all members wait, where none of those that reach no other can be spared."""
+        is_quiet = state.generation.phase is GenerationPhase.QUIESCE
+        found = find_separation(state, self._config) if is_quiet else None
+        before, self._waits_because = self._waits_because, found.reason if found is not None else ""
+        if self._waits_because not in ("", before):
+            self._print_line(f"{self._waits_because}; all keep their state and wait for the network")
 
     def record_state_loss(self, generation: Generation, lost: StateLoss) -> None:
         """Record that steps are lost, and print it for the user."""

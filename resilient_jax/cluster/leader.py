@@ -131,6 +131,8 @@ class Leader:
             is_past: whether a generation is the end of a job that this agent was started to begin anew.
         """
         self._is_leaving = is_leaving
+        self._was_quarantined = False
+        """Whether this host was in quarantine when it last led: looked up again before it leads the next time."""
         self._is_past = is_past
         self._context = context
         self._store = context.store
@@ -160,7 +162,7 @@ class Leader:
     async def _campaign(self, lease: LeaseId) -> None:
         key = make_leader_key(self._job)
         while True:
-            if self._is_leaving() and not await self._are_all_leaving():
+            if (self._is_leaving() or self._was_quarantined) and not await self._may_lead():
                 await self._follow_another(key)
                 continue
             result = await self._store.transaction(
@@ -179,10 +181,14 @@ class Leader:
             except _LeadershipLost:
                 self._log.record(EventKind.LEADER_RESIGNED)
 
-    async def _are_all_leaving(self) -> bool:
-        """Return whether every host got a notice: then one of them leads, else one that stays."""
+    async def _may_lead(self) -> bool:
+        """Return whether no host stays that leads in the place of this one, or this one stays again."""
+        quarantined = {record.host for record in await read_quarantine(self._store, self._job)}
+        self._was_quarantined = self._record.host in quarantined
+        if not (self._is_leaving() or self._was_quarantined):
+            return True
         _, found = await self._store.range(make_hosts_prefix(self._job))
-        return not is_any_staying(map(decode_host_status, found), self._record.host)
+        return not is_any_staying(map(decode_host_status, found), self._record.host, quarantined)
 
     async def _follow_another(self, key: str) -> None:
         """Return when no other agent leads, or soon if none does now."""
@@ -286,6 +292,7 @@ class _Term:
                     await note_host_loss(self._leader._context, host, self._token)
                 if commands or isinstance(event, Tick):
                     self._decisions.record_unseated(machine.state)
+                    self._decisions.tell_of_separation(machine.state)
                     late = list_late_members(machine.state)
                     self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
                 event = await self._next(watching)
@@ -297,11 +304,16 @@ class _Term:
     async def _resign_if_leaving(self, state: MembershipState) -> None:
         """Let a host lead that stays: what this one starts and begins to change would end with it.
 
+        Or others may not reach it, where that is why it is in quarantine.
+
         Raises:
             _LeadershipLost: this agent leads no more.
         """
         leader = self._leader
-        if leader._is_leaving() and is_any_staying(state.hosts.values(), leader._record.host):
+        host = leader._record.host
+        leader._was_quarantined = host in state.quarantined
+        must_resign = leader._is_leaving() or leader._was_quarantined
+        if must_resign and is_any_staying(state.hosts.values(), host, state.quarantined):
             key = make_leader_key(leader._job)
             ours = Compare(key, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token)
             await self._store.transaction([ours], [DeleteOp(key)])

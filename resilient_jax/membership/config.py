@@ -39,6 +39,9 @@ class MembershipConfig:
     max_collective_retries: int = 3
     max_error_restarts: int = 1
     """How often the worker of a host is started again at one step, after errors of its script."""
+    reach_timeout_s: float = 5.0
+    """How long, after a failure that no death explains, members wait for each other's reports of whom they reach: an
+    agent gives up a host that does not answer after 3 s."""
     checkpoint_poll_timeout_s: float = 30.0
     """How long after the loss of a state the leader waits for the hosts' polls for checkpoints."""
     notice_s: float = 25.0
@@ -67,6 +70,7 @@ class MembershipConfig:
             self.snapshot_grace_s,
             self.compile_timeout_s,
             self.forming_timeout_s,
+            self.reach_timeout_s,
             self.checkpoint_poll_timeout_s,
         }
         return sorted(limits)

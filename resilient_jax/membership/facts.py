@@ -249,17 +249,23 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
     )
 
 
-def list_services(state: MembershipState, world: WorldId) -> list[CoordinationServiceStatus]:
-    """Return the services of a world; a former leader, or an earlier guess of the number of members, may have left
-    its own.
+def list_services(state: MembershipState, world: WorldId) -> list[tuple[HostName, CoordinationServiceStatus]]:
+    """Return the services of a world, each with its host; a former leader, or an earlier guess of the number of
+    members, may have left its own. None of a host that other members cannot reach.
     """
-    return [s for status in state.hosts.values() for s in status.services if s.world == world]
+    return [
+        (host, s)
+        for host, status in state.hosts.items()
+        if host not in state.generation.separated
+        for s in status.services
+        if s.world == world
+    ]
 
 
 def has_service(state: MembershipState) -> bool:
     """Return whether the service that the members connect to runs."""
     generation = state.generation
-    return any(s.address == generation.service_address for s in list_services(state, generation.world))
+    return any(s.address == generation.service_address for _, s in list_services(state, generation.world))
 
 
 def has_lost_service(state: MembershipState) -> bool:
@@ -268,6 +274,13 @@ def has_lost_service(state: MembershipState) -> bool:
     One that formed without needs none: no clique is formed in it.
     """
     return bool(state.generation.service_address) and not has_service(state)
+
+
+def owes_reach_report(generation: Generation, status: HostStatus) -> bool:
+    """Return whether a member has yet to report whom it reaches, after a failure that no death explains."""
+    if generation.attempts == 0 or len(generation.members) < 2:
+        return False
+    return status.reach is None or status.reach.generation < generation.number
 
 
 def find_newest_step(state: MembershipState) -> int:
@@ -303,8 +316,13 @@ def have_all_finished_step(state: MembershipState) -> bool:
 
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
-    """Return the newest snapshot of this job's state of which enough is left, also on hosts that do not train."""
-    return choose_snapshot(get_snapshot_reports(state))
+    """Return the newest snapshot of this job's state of which enough is left, also on hosts that do not train.
+
+    On hosts that some members cannot reach only if there is none without them.
+    """
+    reports = get_snapshot_reports(state)
+    reached = {host: report for host, report in reports.items() if host not in state.generation.separated}
+    return choose_snapshot(reached) or choose_snapshot(reports)
 
 
 def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:

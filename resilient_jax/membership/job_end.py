@@ -6,7 +6,7 @@ because the others had got no notice yet, or lost a host meanwhile, they go on t
 than its notice allows: one that is out of time ends the job as it is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from resilient_jax.errors import ExitCode
@@ -24,9 +24,16 @@ def have_all_notice(state: MembershipState) -> bool:
     return bool(hosts) and all(status is not None and status.is_draining for status in hosts)
 
 
-def is_any_staying(hosts: Iterable[HostStatus], host: HostName) -> bool:
-    """Return whether another host than `host` got no notice: it leads the job, as one that leaves must not."""
-    return any(not other.is_draining and other.host != host for other in hosts)
+def is_any_staying(
+    hosts: Iterable[HostStatus], host: HostName, quarantined: Collection[HostName] = ()
+) -> bool:
+    """Return whether another host than `host` got no notice, and is in no quarantine.
+
+    It leads the job, as one that leaves must not.
+    """
+    return any(
+        not other.is_draining and other.host not in quarantined and other.host != host for other in hosts
+    )
 
 
 def saves_on_notice(state: MembershipState) -> bool:

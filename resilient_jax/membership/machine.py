@@ -141,7 +141,7 @@ class MembershipMachine:
         generation, tally = self._state.generation, self._tally
         if generation.phase is not GenerationPhase.ACTIVE:
             return False
-        if (generation.state_loss, generation.trusted_step) != (None, None) or (
+        if (generation.state_loss, generation.trusted_step, generation.separated) != (None, None, ()) or (
             generation.snapshot is not None and tally.is_snapshot_released()
         ):
             return True
@@ -195,4 +195,5 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
         status.is_draining,
         status.is_spare,
         status.standby_devices,
+        status.reach,
     )

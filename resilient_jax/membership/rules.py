@@ -37,7 +37,9 @@ The rules, from which the code below follows:
    policy finds that worth a planned change (`slowness`): one host at a time.
 13. After a loss the members of a pipeline finish their step in their world, by mail, also if its coordination service
    has ended (`world_formation.can_go_on_by_mail`). A world without a service is left between two steps.
-14. A job all of whose hosts got a notice ends at a boundary: in the last step before it, it saves a checkpoint. Where a
+14. Members that cannot reach each other say so: the smallest set of hosts that explains it is taken out, and the pairs
+   are named (`reachability`). If none can be spared, all wait with their state for the network.
+15. A job all of whose hosts got a notice ends at a boundary: in the last step before it, it saves a checkpoint. Where a
    host has no time left it ends as it is. Its outcome says what is saved (`job_end`).
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
@@ -77,6 +79,7 @@ from resilient_jax.membership.facts import (
     list_live_workers,
     list_survivors,
     owes_answer,
+    owes_reach_report,
 )
 from resilient_jax.membership.generation_end import break_off, finish, quiesce
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
@@ -94,6 +97,7 @@ from resilient_jax.membership.planned_axes import find_constants, list_axes
 from resilient_jax.membership.planned_change import decide_in_pause, plan_change
 from resilient_jax.membership.protection import choose_protection
 from resilient_jax.membership.raised_errors import explain_by_error, react_to_errors
+from resilient_jax.membership.reachability import Separation, find_separation, make_separation_outcome
 from resilient_jax.membership.recovery_decision import decide_after_loss
 from resilient_jax.membership.redundancy import count_losses_left, is_last_copy_without
 from resilient_jax.membership.rendezvous import Rendezvous, decide_to_wait
@@ -147,6 +151,7 @@ def decide(
         taken_out = find_corrupt_hosts(state) if transition.trusted_step is not None else frozenset()
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
+        taken_out |= set(transition.separated) - set(state.generation.separated)
         taken_out -= state.quarantined
         commands += list_new_quarantines(state, transition.slowness)
         before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
@@ -197,12 +202,27 @@ def _end_early(state: MembershipState, config: MembershipConfig) -> Generation |
         return reaction
     if is_out_of_time(state):
         return finish(state.generation, make_notice_outcome(state))
+    if (separation := find_separation(state, config)) and (parted := _part(state, separation, config)):
+        return parted
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.
     if state.generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
         return break_off(state, disruption, config)
     if hang := find_hang(state):
         return _end_hang(state, hang, config)
     return None
+
+
+def _part(state: MembershipState, separation: Separation, config: MembershipConfig) -> Generation | None:
+    """Return the next number, in QUIESCE, without the hosts that leave; None: none can be spared, and all have stopped.
+
+    Where all workers of a world are replaced none stops for nothing: what they have would be gone.
+    """
+    generation, out = state.generation, separation.out
+    if not out and (generation.phase is GenerationPhase.QUIESCE or config.replaces_workers):
+        return None
+    left = tuple(m for m in generation.members if m.host not in out)
+    parted = break_off(state, Disruption(separation.reason), config, left)
+    return msgspec.structs.replace(parted, separated=(*generation.separated, *out))
 
 
 def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
@@ -264,7 +284,7 @@ def _in_quiesce(
         if is_needed_by_others(state, generation.members, [m.host for m, _ in waiting]):
             text += "; no other host and no snapshot has the state, which is lost with them"
         return quiesce(state, Disruption(text), left)
-    return _settle(state, now, config)
+    return _settle_in_reach(state, now, config)
 
 
 def _without_late(generation: Generation, late: list[tuple[Member, WorkerStatus]]) -> tuple[Member, ...]:
@@ -299,8 +319,11 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
         return None
     # All have resumed from the snapshot: hosts that stay only because of it may leave.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
-    if (snapshot, None, None) != (generation.snapshot, generation.state_loss, generation.trusted_step):
-        return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None, trusted_step=None)
+    kept = (generation.snapshot, generation.state_loss, generation.trusted_step, generation.separated)
+    if (snapshot, None, None, ()) != kept:
+        return msgspec.structs.replace(
+            generation, snapshot=snapshot, state_loss=None, trusted_step=None, separated=()
+        )
     progress = find_recoverable_step(state)
     if count_losses_left(state) != generation.losses_left:
         return msgspec.structs.replace(generation, progress=max(progress, generation.progress))
@@ -315,6 +338,23 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
     return plan_change(state, joiners, now, config)
+
+
+def _settle_in_reach(
+    state: MembershipState, now: float, config: MembershipConfig
+) -> Generation | StartCoordinationService | None:
+    """Settle once the members reach each other: those that have failed first report whom, or might fail again."""
+    generation, waited_s = state.generation, now - state.phase_since_s
+    hosts = [state.hosts[member.host] for member in generation.members]
+    if waited_s <= config.reach_timeout_s and any(owes_reach_report(generation, status) for status in hosts):
+        return None
+    separation = find_separation(state, config)
+    if separation is None:
+        return _settle(state, now, config)
+    # None of them can be spared, or it would have left by now.
+    if waited_s <= config.start_timeout_s:
+        return None
+    return finish(generation, make_separation_outcome(separation, waited_s))
 
 
 def _settle(

@@ -46,6 +46,7 @@ class Evidence(enum.StrEnum):
     HOST_LOST = "a host was lost without a notice"
     RAISED = "a host's script raised an error, or ended too soon"
     GPU_FAILED = "a GPU must not train any more"
+    HOSTS_SEPARATED = "two hosts cannot reach each other, although both reach the store"
 
 
 class Tries(enum.StrEnum):
@@ -81,6 +82,7 @@ ESCALATIONS: Final[Mapping[Evidence, tuple[Level, ...]]] = {
     Evidence.HOST_LOST: (Level(Action.RESTART_WORKER, Tries.HOST_LOSSES), Level(Action.TAKE_HOST_OUT)),
     Evidence.RAISED: (Level(Action.RESTART_WORKER, Tries.ERROR_RESTARTS), Level(Action.TAKE_HOST_OUT)),
     Evidence.GPU_FAILED: (Level(Action.TAKE_DEVICE_OUT, 1), Level(Action.TAKE_HOST_OUT)),
+    Evidence.HOSTS_SEPARATED: (Level(Action.TAKE_HOST_OUT),),
 }
 """A worker that hangs is ended, and so a worker that died: both count against the budget of its host. Where a host
 cannot do without a GPU, to take that out counts as tried. When an error of a script's is the program's, and ends the

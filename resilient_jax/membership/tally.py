@@ -22,6 +22,7 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.hangs import HANGING_PHASES
 from resilient_jax.membership.next_members import is_wait_too_long_for
+from resilient_jax.membership.reachability import find_reach_report
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.membership.spare_hosts import count_missing_places
 from resilient_jax.membership.worker_errors import find_error
@@ -78,6 +79,8 @@ class Fact(enum.Enum):
     """The same, with a seat of the present world that it has taken."""
     UNREPLACED = enum.auto()
     """Its worker lives, and is of a world that was left."""
+    SEPARATED = enum.auto()
+    """It is a member's host, and reports that it does not reach another."""
     SERVES_WORLD = enum.auto()
     """It runs the coordination service of the present world."""
 
@@ -179,7 +182,9 @@ class MembershipTally:
             Fact.REGULAR_JOINER: joins and not status.is_spare,
             Fact.SEATED_JOINER: joins and has_taken_seat(generation, status),
             Fact.UNREPLACED: is_unreplaced(status, self._dropped.get(host)),
-            Fact.SERVES_WORLD: any(
+            Fact.SEPARATED: find_reach_report(generation, status) is not None,
+            Fact.SERVES_WORLD: host not in generation.separated
+            and any(
                 (s.world, s.address) == (generation.world, generation.service_address)
                 for s in status.services
             ),
@@ -219,7 +224,7 @@ class MembershipTally:
     def is_over(self) -> bool:
         """Return whether the generation, or the job, must end now."""
         generation, counts = self._state.generation, self._counts
-        if counts[Fact.RAISED] or counts[Fact.LOST] or counts[Fact.OUT_OF_TIME]:
+        if any(counts[fact] for fact in (Fact.RAISED, Fact.LOST, Fact.OUT_OF_TIME, Fact.SEPARATED)):
             return True
         # While members unwind, their reports still have the failure that they unwind because of.
         if generation.phase is GenerationPhase.QUIESCE:

@@ -18,6 +18,7 @@ from resilient_jax.membership.facts import (
     list_services,
     list_unseated_standbys,
 )
+from resilient_jax.membership.job_end import is_any_staying
 from resilient_jax.membership.state_loss import explain_state_loss
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotPlan
@@ -322,8 +323,17 @@ def _are_in_world(state: MembershipState, kept: list[HostStatus], joiners: list[
 
 
 def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | None:
-    """Return the address of a service for this many members: it admits exactly as many as it was started for."""
-    return next((s.address for s in list_services(state, world) if s.num_processes == nodes), None)
+    """Return the address of a service for this many members: it admits exactly as many as it was started for.
+
+    That of a host in quarantine, which leads no more, only if no host stays that leads in its place.
+    """
+    for host, service in list_services(state, world):
+        is_replaced = host in state.quarantined and is_any_staying(
+            state.hosts.values(), host, state.quarantined
+        )
+        if service.num_processes == nodes and not is_replaced:
+            return service.address
+    return None
 
 
 def keep_seats(

@@ -14,6 +14,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, Wor
 from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
 from resilient_jax.protocol.raised_error import RaisedError
+from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import (
@@ -159,6 +160,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         failed_host: the host that reported the last failed attempt; None: no attempt failed.
         suspects: the hosts that reported those failed attempts, one each; any of them may be the cause.
         taken_out: the host that is quarantined with this number, after failed attempts or as slow; None: no host.
+        separated: the hosts that were taken out because they and other members cannot reach each other: their services
+            are not used. None any more once all members have finished a step.
         failure_text: the error of the last failed attempt, for the user if no attempt succeeds.
         raised: errors of scripts that the leader has noted: the workers that raised them may be started again.
         reason: why the membership changed.
@@ -208,6 +211,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     failed_host: HostName | None = None
     suspects: tuple[HostName, ...] = ()
     taken_out: HostName | None = None
+    separated: tuple[HostName, ...] = ()
     failure_text: str = ""
     raised: tuple[RaisedError, ...] = ()
     reason: str = ""
@@ -450,6 +454,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         standby_devices: how many of them are sound and stand by: its worker uses others.
         ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
         gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
+        reach: which members this host reaches; None: they go on, or it has not looked yet.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
     """
@@ -477,6 +482,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     standby_devices: int = 0
     ended_for_return: Incarnation = Incarnation(0)
     gpu_uuids: tuple[str, ...] = ()
+    reach: ReachReport | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
 

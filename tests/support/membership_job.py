@@ -12,11 +12,12 @@ from resilient_jax.membership.commands import (
     QuarantineHost,
 )
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import MembershipState, owes_answer
+from resilient_jax.membership.facts import MembershipState, owes_answer, owes_reach_report
 from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, Tick
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,
@@ -55,6 +56,8 @@ class Job:
         self.taken_out_before: list[int] = []
         """By quarantine, how often the host was taken out before as a slow one."""
         self.asked: list[StartCoordinationService] = []
+        self.cut: set[frozenset[str]] = set()
+        """Pairs of hosts that cannot reach each other."""
         self.commands: list[MembershipCommand] = []
         """All that the machine commanded."""
         for name in names:
@@ -101,10 +104,25 @@ class Job:
             self.answer()
 
     def answer(self) -> None:
-        """Have the agents of hosts that do not train answer the generation."""
+        """Have agents answer the generation: those of hosts that do not train, and after a failure members' agents."""
         for status in list(self.state.hosts.values()):
             if owes_answer(self.generation, status):
                 self.change(status.host, generation=self.generation.number)
+        for name in self.members:
+            if self.phase is GenerationPhase.QUIESCE and owes_reach_report(
+                self.generation, self.status(name)
+            ):
+                self.look_around(name)
+
+    def look_around(self, name: str, *, is_lasting: bool = False) -> None:
+        """Have a member's agent report which of the others it does not reach."""
+        unreached = tuple(HostName(other) for other in self.members if frozenset((name, other)) in self.cut)
+        report = ReachReport(
+            generation=self.generation.number,
+            unreached=unreached,
+            lasting=unreached if is_lasting else (),
+        )
+        self.change(name, reach=report)
 
     def status(self, name: str) -> HostStatus:
         worker = WorkerStatus(incarnation=Incarnation(1), pid=1)

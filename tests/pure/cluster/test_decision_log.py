@@ -1,4 +1,4 @@
-"""What a leader prints while a job trains: whether a notice to all hosts would lose its steps."""
+"""What a leader prints while a job trains: what a notice to all hosts would lose, and whose network all wait for."""
 
 import dataclasses
 import itertools
@@ -8,6 +8,7 @@ import pytest
 
 from resilient_jax.cluster.decision_log import NOTE_OF_UNSAVED, DecisionLog
 from resilient_jax.membership.facts import MembershipState
+from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.membership_job import training
 
@@ -29,3 +30,21 @@ def test_a_job_that_tells_of_no_checkpoints_says_once_what_a_notice_would_cost(s
     for before, state in itertools.pairwise(states[1:]):
         decisions.tell_of_unsaved(before.generation, state)
     assert said == ([] if saves else [NOTE_OF_UNSAVED])
+
+
+def test_where_nobody_can_be_spared_it_says_once_whom_all_wait_for() -> None:
+    job = training("a", "b", min_hosts=2)
+    said: list[str] = []
+    decisions = DecisionLog(EventLog(None, "a"), said.append, job.config)
+    job.cut.add(frozenset("ab"))
+    job.report("a", failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="reset"))
+    for _ in range(2):
+        job.acknowledge("a", "b")
+        decisions.tell_of_separation(job.state)
+    (line,) = said
+    assert line.startswith("a and b cannot reach each other, and no host is taken out: ")
+    job.cut.clear()
+    job.look_around("a")
+    job.look_around("b")
+    decisions.tell_of_separation(job.state)
+    assert len(said) == 1

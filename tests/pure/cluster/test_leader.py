@@ -267,6 +267,39 @@ def test_a_leader_with_a_notice_resigns_to_a_host_that_stays_before_it_decides_a
     run_in_virtual_time(main)
 
 
+def test_a_leader_in_quarantine_resigns_and_leads_again_only_after_it_or_alone() -> None:
+    async def main(clock: ManualClock) -> None:
+        async with MemoryStore(clock) as store, asyncio.TaskGroup() as tasks:
+            hosts = Hosts(store, 3)
+            answering = tasks.create_task(hosts.run())
+            old, new = Candidate(store, clock, hosts, 0), Candidate(store, clock, hosts, 1)
+            lease, other = await store.grant(LONG_S), await store.grant(LONG_S)
+            leading = [old.campaign(lease), new.campaign(other)]
+            await asyncio.sleep(SETTLED_S)
+
+            async def find_leader() -> HostName:
+                return decode_leader_record(await read_record(store, LEADER_KEY)).host
+
+            assert await find_leader() == make_host_name(0)
+            await quarantine_host(old.context, make_host_name(0), "host-0 and host-1 cannot reach each other")
+            await asyncio.sleep(SETTLED_S)
+            assert await find_leader() == make_host_name(1)
+            assert (old.count(EventKind.LEADER_ELECTED), old.count(EventKind.LEADER_RESIGNED)) == (1, 1)
+            generation = decode_generation(await read_record(store, GENERATION_KEY))
+            assert {member.host for member in generation.members} == {make_host_name(1), make_host_name(2)}
+            # Nobody else is there: it leads, as a job without a leader would end.
+            leading[1].cancel()
+            for index in (1, 2):
+                await hosts.end(make_host_name(index))
+            await store.transaction([], [DeleteOp(LEADER_KEY)])
+            await asyncio.sleep(SETTLED_S)
+            assert await find_leader() == make_host_name(0)
+            for task in (leading[0], answering):
+                task.cancel()
+
+    run_in_virtual_time(main)
+
+
 def test_a_job_that_was_interrupted_begins_anew_with_the_hosts_that_start_after_it() -> None:
     async def main(clock: ManualClock) -> None:
         async with MemoryStore(clock) as store, asyncio.TaskGroup() as tasks:

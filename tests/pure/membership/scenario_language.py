@@ -671,6 +671,28 @@ def _take_over(job: Job, names: list[str], _: Values) -> None:
         job.change(name, worker=standby.worker, standby=None)
 
 
+def _cut(job: Job, names: list[str], values: Values) -> None:
+    """`cut a b from=c`: a cannot reach c, nor c a, from now on; nor b c."""
+    job.cut |= _list_pairs(names, values["from"])
+
+
+def _mend(job: Job, names: list[str], values: Values) -> None:
+    """`mend a b from=c`: they can again."""
+    job.cut -= _list_pairs(names, values["from"])
+
+
+def _list_pairs(names: list[str], others: str) -> set[frozenset[str]]:
+    return {
+        frozenset((name, other)) for name in names for word in others.split(",") for other in _expand(word)
+    }
+
+
+def _look_around(job: Job, names: list[str], values: Values) -> None:
+    """`looks a b lasting=true`: their agents report whom they do not reach; for longer than a lease."""
+    for name in names:
+        job.look_around(name, is_lasting=values.get("lasting") == "true")
+
+
 def _boundary(job: Job, names: list[str], _: Values) -> None:
     """`boundary 8`: all members answer the pause and stop before step 8."""
     stop_at_boundary(job, int(names[0]))
@@ -790,6 +812,9 @@ COMMANDS: Final[Mapping[str, Callable[[Job, list[str], Values], object]]] = {
     "serves": _serve,
     "serves-too": _for_each(lambda job, name: _serve_too(job, name)),
     "service-ends": _for_each(lambda job, name: job.change(name, services=())),
+    "cut": _cut,
+    "mend": _mend,
+    "looks": _look_around,
     "keeps": _keep,
     # what workers report
     "report": _report,

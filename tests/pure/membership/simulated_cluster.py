@@ -13,11 +13,14 @@ Assumptions of the model about the shells:
   replaces it at once;
 - a host never uses an incarnation twice;
 - an agent that is connected reads what the leader wrote before a timeout that depends on it;
-- the lease of one that is not connected, or suspended, ends before such a timeout.
+- the lease of one that is not connected, or suspended, ends before such a timeout;
+- an agent calls a host that it does not reach lasting only if it would be in the store no more if it were dead;
+- a world forms, and a step ends, only where all members reach each other.
 """
 
 import collections
 import dataclasses
+import itertools
 
 import msgspec
 
@@ -41,6 +44,7 @@ from resilient_jax.cluster.generation_orders import (
     StopOtherServices,
     WorkerChanged,
 )
+from resilient_jax.cluster.reach_watch import must_look
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
     FailStandby,
@@ -61,10 +65,12 @@ from resilient_jax.ids import (
 from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import owes_answer
+from resilient_jax.membership.job_end import is_any_staying
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.records import (
     CoordinationServiceStatus,
     Generation,
@@ -112,6 +118,7 @@ from resilient_jax.store.interface import (
     Compare,
     CompareOperator,
     CompareTarget,
+    DeleteOp,
     PutEvent,
     PutOp,
     require_absent,
@@ -284,6 +291,7 @@ class Host:
         self.term: Term | None = None
         self.services: list[CoordinationServiceStatus] = []
         self.snapshots: tuple[SnapshotStatus, ...] = ()
+        self.reach: ReachReport | None = None
         self.written: HostStatus | None = None  # what is in the store
         self.standby: Worker | None = None
         self.standby_seen: WorkerStatus | None = None
@@ -331,6 +339,7 @@ class Host:
             services=tuple(self.services),
             snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
             snapshots=self.snapshots,
+            reach=self.reach,
             num_devices=2,
         )
 
@@ -353,6 +362,8 @@ class Cluster:
         self.complete: set[int] = set()  # generations whose members were all active at one time
         self.arrived: dict[int, dict[HostName, int]] = collections.defaultdict(dict)
         self.quarantined: set[HostName] = set()
+        self.cut: set[frozenset[HostName]] = set()
+        """Pairs of hosts that cannot reach each other."""
         self.total = ENDLESS
         self.seats: dict[tuple[int, int], tuple[HostName, Incarnation]] = {}
 
@@ -377,6 +388,19 @@ class Cluster:
         workers = [self.workers[m.host, m.incarnation] for m in now.members]
         return len(workers) == self.config.num_hosts and all(
             w.runs and w.report.has_finished_step and w.generation is not None for w in workers
+        )
+
+    def are_all_others_training(self, pair: frozenset[HostName]) -> bool:
+        """Return whether all hosts but one of a pair train together, and have finished a step."""
+        now = self.generation
+        if now is None or now.phase is not GenerationPhase.ACTIVE:
+            return False
+        hosts = {member.host for member in now.members}
+        workers = [self.workers[m.host, m.incarnation] for m in now.members]
+        return (
+            hosts >= set(NAMES) - pair
+            and len(hosts & pair) == 1
+            and all(w.runs and w.report.has_finished_step and w.generation is not None for w in workers)
         )
 
     # Possible actions, (weight, action): those of the shells, then time, then faults.
@@ -408,6 +432,8 @@ class Cluster:
             yield 2, lambda: self.leave(host)
         if host.check_s is not None and self.now_s >= host.check_s:
             yield 2, lambda: self.check(host)
+        if (reach := self.look_around(host)) != host.reach:
+            yield 2, lambda: self.report_reach(host, reach)
         if not host.connected:
             return
         if not host.registered:
@@ -425,7 +451,11 @@ class Cluster:
             yield 3, lambda: self.read_generation(host)
         if host.term is not None:
             yield from self.leader_moves(host, host.term)
-        elif self.store.get(make_leader_key(JOB)) is None and self.store.get(make_host_key(JOB, host.name)):
+        elif (
+            self.store.get(make_leader_key(JOB)) is None
+            and self.store.get(make_host_key(JOB, host.name))
+            and not self.must_let_lead(host)
+        ):
             yield 2, lambda: self.lead(host)
 
     def standby_moves(self, host: Host, standby: Worker):
@@ -439,6 +469,8 @@ class Cluster:
     def leader_moves(self, host: Host, term: Term):
         if term.pending:
             yield 3, lambda: self.write(host, term)
+        elif self.must_let_lead(host):
+            yield 3, lambda: self.resign(host, term)
         elif self.store.read_history(make_hosts_prefix(JOB), term.read, 1)[0]:
             yield 4, lambda: self.read_status(host, term)
         elif term.machine.state.quarantined != self.quarantined:
@@ -485,11 +517,14 @@ class Cluster:
                 yield 2, lambda: self.begin_step(worker, generation)
             return
         arrived = self.arrived[generation.number]
-        has_result = all(arrived.get(m.host, 0) >= worker.begun for m in generation.members)
+        has_result = not self.is_cut(generation) and all(
+            arrived.get(m.host, 0) >= worker.begun for m in generation.members
+        )
         if has_result:
             yield 2, lambda: self.commit(worker)
-        elif worker.report.overdue is None and any(
-            self.workers[m.host, m.incarnation].hung for m in generation.members
+        elif worker.report.overdue is None and (
+            self.is_cut(generation)
+            or any(self.workers[m.host, m.incarnation].hung for m in generation.members)
         ):
             yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
         if any(self.breaks_collective(m, generation, has_result=has_result) for m in generation.members):
@@ -522,6 +557,11 @@ class Cluster:
             yield 1, lambda: self.pass_time(6.0)
 
     def fault_moves(self):
+        if self.cut:
+            yield 3, self.cut.clear
+        else:
+            for pair in itertools.combinations(self.hosts, 2):
+                yield 1, lambda p=frozenset(pair): self.cut.add(p)
         for host in self.hosts.values():
             if host.lease is not None and not (host.acts and host.registered):
                 yield 2, lambda h=host: self.expire(h)
@@ -589,6 +629,30 @@ class Cluster:
             fewer_devices=0.9 * (worker.step % 5 == 0),
         )
         worker.apply(worker_protocol.report_slow_hosts(worker.protocol, ((found,), slowdown)))
+
+    # The network between hosts.
+
+    def is_cut(self, generation: Generation) -> bool:
+        """Return whether two members cannot reach each other."""
+        hosts = {member.host for member in generation.members}
+        return any(pair <= hosts for pair in self.cut)
+
+    def look_around(self, host: Host) -> ReachReport | None:
+        """Return what an agent reports of the hosts that it reaches."""
+        generation = host.orders.generation
+        if generation is None or not must_look(generation, host.name, host.seen.report, ENDLESS):
+            return None if host.reach is None or host.reach.unreached else host.reach
+        others = [self.hosts[m.host] for m in generation.members if m.host != host.name]
+        cut = [other for other in others if frozenset((host.name, other.name)) in self.cut]
+        return ReachReport(
+            generation=generation.number,
+            unreached=tuple(sorted(other.name for other in others if other in cut or not other.alive)),
+            lasting=tuple(sorted(other.name for other in cut if other.acts and other.connected)),
+        )
+
+    def report_reach(self, host: Host, reach: ReachReport | None) -> None:
+        host.reach = reach
+        host.touched = True
 
     # The agent.
 
@@ -802,6 +866,20 @@ class Cluster:
         host.term = Term(result.revision, known, machine, read, collections.deque())
         self.decide(host, host.term, Tick())
 
+    def must_let_lead(self, host: Host) -> bool:
+        """Return whether a host in quarantine lets another lead, as far as it knows."""
+        if host.name not in self.quarantined:
+            return False
+        stored = self.store.range(make_hosts_prefix(JOB))
+        statuses = [msgspec.msgpack.decode(record.value, type=HostStatus) for record in stored]
+        return is_any_staying(statuses, host.name, self.quarantined)
+
+    def resign(self, host: Host, term: Term) -> None:
+        key = make_leader_key(JOB)
+        ours = Compare(key, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, term.token)
+        self.store.transaction((ours,), (DeleteOp(key),))
+        host.term = None
+
     def read_status(self, host: Host, term: Term) -> None:
         (found, *_), term.read = self.store.read_history(make_hosts_prefix(JOB), term.read, 1)
         if isinstance(found, PutEvent):
@@ -877,7 +955,9 @@ class Cluster:
             for source in generation.sources
         ):
             return False
-        return generation.change is not WorldChange.REFORM or generation.number in self.complete
+        return generation.change is not WorldChange.REFORM or (
+            generation.number in self.complete and not self.is_cut(generation)
+        )
 
     def form(self, worker: Worker, generation: Generation) -> None:
         if worker.host in generation.receivers or generation.snapshot is not None:
@@ -1029,6 +1109,8 @@ class Cluster:
         worker = host.worker
         if not worker.runs or worker.hung or worker.held is None:
             return
+        if self.generation is None or not self.generation.progress:
+            return  # the leader has not heard of the first commit: what it begins anew are steps of a moment
         others = [w for h in self.hosts.values() for w in (h.worker, h.standby) if w not in (worker, None)]
         has_copy = any(w.alive and w.held is not None for w in others if w is not None)
         # In the model each part has all of the state.

@@ -57,6 +57,7 @@ def disturb(cluster: Cluster, tape: bytes) -> None:
 def calm_down(cluster: Cluster) -> None:
     """End all faults; absent hosts come back."""
     cluster.quarantined.clear()
+    cluster.cut.clear()
     for host in cluster.hosts.values():
         host.suspended, host.connected = False, True
         if not host.alive:
@@ -178,6 +179,27 @@ def test_workers_that_hang_are_named_and_replaced_and_no_others(seed):
         if cluster.config.replaces_workers:
             continue  # the workers that waited are replaced, too
         assert all(w.alive for w in kept), "killed although they only waited"
+
+
+@given(seed=st.integers(0, 2**32), replaces=st.booleans(), is_beginning=st.booleans())
+def test_two_hosts_that_cannot_reach_each_other_cost_one_of_them_and_one_more_world(
+    seed, replaces, is_beginning
+):
+    chance = random.Random(seed)
+    cluster = (ReplacingCluster if replaces else Cluster)(are_collectives_fragile=False)
+    if not is_beginning:
+        assert play_fairly(cluster, lambda: cluster.do_all_train, chance)
+    before = len(cluster.written)
+    pair = frozenset(chance.sample(NAMES, 2))
+    cluster.cut.add(pair)
+    assert play_fairly(cluster, lambda: cluster.are_all_others_training(pair), chance), cluster.generation
+    assert len(cluster.quarantined) == 1
+    assert cluster.quarantined <= pair
+    changes = [g for g, _ in cluster.written[before:]]
+    named = [g.reason for g in changes if g.separated]
+    assert named
+    assert all("cannot reach" in reason and pair <= set(re.findall(r"\w+", reason)) for reason in named)
+    assert not any(g.attempts for g in changes), "a world fails, and is formed again"
 
 
 @given(seed=st.integers(0, 2**32))
