@@ -249,6 +249,11 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
     )
 
 
+def is_cut_off(state: MembershipState, host: HostName) -> bool:
+    """Return whether a host was taken out because others cannot reach it, and has not been let in again since."""
+    return host in state.generation.separated and host in state.quarantined
+
+
 def list_services(state: MembershipState, world: WorldId) -> list[tuple[HostName, CoordinationServiceStatus]]:
     """Return the services of a world, each with its host; a former leader, or an earlier guess of the number of
     members, may have left its own. None of a host that other members cannot reach.
@@ -256,7 +261,7 @@ def list_services(state: MembershipState, world: WorldId) -> list[tuple[HostName
     return [
         (host, s)
         for host, status in state.hosts.items()
-        if host not in state.generation.separated
+        if not is_cut_off(state, host)
         for s in status.services
         if s.world == world
     ]

@@ -15,6 +15,7 @@ from resilient_jax.membership.facts import (
     awaits_snapshot_report,
     find_worker,
     has_taken_seat,
+    is_cut_off,
     is_idle,
     is_joiner,
     is_unreplaced,
@@ -183,7 +184,7 @@ class MembershipTally:
             Fact.SEATED_JOINER: joins and has_taken_seat(generation, status),
             Fact.UNREPLACED: is_unreplaced(status, self._dropped.get(host)),
             Fact.SEPARATED: find_reach_report(generation, status) is not None,
-            Fact.SERVES_WORLD: host not in generation.separated
+            Fact.SERVES_WORLD: not is_cut_off(self._state, host)
             and any(
                 (s.world, s.address) == (generation.world, generation.service_address)
                 for s in status.services
