@@ -8,7 +8,7 @@ from typing import Any
 
 from resilient_jax.errors import MessageError, Unauthenticated
 from resilient_jax.events import EventKind
-from resilient_jax.transport.method import AnyMethod, decode
+from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, decode
 
 TOKEN_METADATA_KEY = "rj-token"
 MAX_PEERS_REPORTED = 1000
@@ -38,7 +38,12 @@ class Authenticator:
             )
 
     def decode_authenticated(
-        self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str
+        self,
+        data: bytes,
+        method: AnyMethod | ByteStreamMethod[Any],
+        metadata: Metadata | None,
+        peer: str,
+        path: str,
     ) -> Any:  # noqa: ANN401 an instance of method.request
         """Return the request in `data`, if its token is right.
 

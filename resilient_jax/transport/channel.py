@@ -1,6 +1,7 @@
 """The asyncio client of one peer."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, Self, cast
@@ -10,10 +11,19 @@ import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
+from resilient_jax.transport.byte_stream import ByteStream
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import decode_error
-from resilient_jax.transport.grpc_options import channel_options
-from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, format_method_path
+from resilient_jax.transport.grpc_options import IMPATIENT, Keepalive, channel_options
+from resilient_jax.transport.method import (
+    ByteStreamMethod,
+    Method,
+    RequestT,
+    ResponseT,
+    decode,
+    encode,
+    format_method_path,
+)
 from resilient_jax.transport.renewed_channel import RenewedChannel
 
 _EOF = cast(Any, grpc.aio).EOF  # missing in the type stubs
@@ -25,15 +35,22 @@ class Channel:
     The channel never repeats a call: after PeerUnreachable a request may or may not have been served.
     """
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, credentials: Credentials, *, keepalive: Keepalive = IMPATIENT) -> None:
         """Create the channel without connecting.
+
+        Args:
+            address: host:port of the server.
+            credentials: of the job.
+            keepalive: when a silent server counts as gone.
 
         Raises:
             ConfigError: a TLS file cannot be read.
         """
         self.address = address
         self._metadata = ((TOKEN_METADATA_KEY, credentials.token),)
-        self._connector = RenewedChannel(address, credentials.tls, channel_options)
+        self._connector = RenewedChannel(
+            address, credentials.tls, lambda name: channel_options(name, keepalive)
+        )
 
     async def call(
         self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
@@ -97,6 +114,24 @@ class Channel:
             raise
         finally:
             # A reader that stops early must not leave the server sending.
+            call.cancel()
+
+    @contextlib.asynccontextmanager
+    async def open_byte_stream(
+        self, service: str, method: ByteStreamMethod[RequestT], request: RequestT
+    ) -> AsyncGenerator[ByteStream, None]:
+        """Open a stream of bytes, which ends with the context.
+
+        A peer that is not there, or refuses, has ended the stream: its reader and its writer see the same.
+        """
+        call = self._connector.get().stream_stream(format_method_path(service, method))(
+            metadata=self._metadata
+        )
+        stream = ByteStream(call)
+        try:
+            await stream.write(encode(request))
+            yield stream
+        finally:
             call.cancel()
 
     async def close(self) -> None:

@@ -11,10 +11,11 @@ import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.transport.authentication import Authenticator, OnEvent
+from resilient_jax.transport.byte_stream import ByteStream
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
-from resilient_jax.transport.method import AnyMethod, encode, format_method_path
+from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, encode, format_method_path
 from resilient_jax.transport.routes import Routes
 from resilient_jax.transport.server_address import bind_server
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 UnaryHandler = Callable[[Any], Awaitable[Any]]
 StreamHandler = Callable[[Any], AsyncIterator[Any]]
+ByteStreamHandler = Callable[[Any, ByteStream], Awaitable[None]]
 # The message types differ per method; Method ties them together, a mapping cannot.
 
 
@@ -82,6 +84,14 @@ class Server:
                 serve = self._serve_unary(path, method, cast(UnaryHandler, handler))
                 self._routes.add(path, grpc.unary_unary_rpc_method_handler(serve))
 
+    def add_byte_stream(
+        self, service: str, method: ByteStreamMethod[Any], handler: ByteStreamHandler
+    ) -> None:
+        """Serve streams of bytes, each by an `async def h(request, stream)`; its return closes the stream."""
+        path = format_method_path(service, method)
+        serve = self._serve_byte_stream(path, method, handler)
+        self._routes.add(path, grpc.stream_stream_rpc_method_handler(serve))
+
     async def start(self) -> None:
         """Bind the address and serve.
 
@@ -138,7 +148,26 @@ class Server:
 
         return serve
 
-    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 - typed by Method
+    def _serve_byte_stream(self, path: str, method: ByteStreamMethod[Any], handler: ByteStreamHandler) -> Any:  # noqa: ANN401 - private in grpc
+        async def serve(_: object, context: grpc.aio.ServicerContext) -> None:
+            stream = ByteStream(context)
+            try:
+                request = self._admit(await stream.read(), path, method, context)
+                await handler(request, stream)
+                return
+            except Exception as error:  # the process boundary: the error goes to the caller
+                failed = error
+            await _abort(context, failed, path)
+
+        return serve
+
+    def _admit(
+        self,
+        data: bytes,
+        path: str,
+        method: AnyMethod | ByteStreamMethod[Any],
+        context: grpc.aio.ServicerContext,
+    ) -> Any:  # noqa: ANN401 - typed by Method
         return self._gate.decode_authenticated(
             data, method, cast(Any, context.invocation_metadata()), context.peer(), path
         )
