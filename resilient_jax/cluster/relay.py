@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.errors import ConfigError, PeerError
+from resilient_jax.errors import PeerError, ResilientJaxError
 from resilient_jax.protocol.records import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import LOOPBACK, split_service_address
 from resilient_jax.transport.byte_stream import ByteStream
@@ -111,8 +111,9 @@ class Relay:
             if self.service:  # empty: it ended before this worker could connect
                 try:
                     await self._reach(reader, writer)
-                except ConfigError as error:  # certificates that are being replaced
-                    logger.warning("the coordination service cannot be reached: %s", error)
+                # The agent is gone, or has another token; certificates are being replaced; the address is none of ours.
+                except (ResilientJaxError, ValueError) as error:
+                    logger.info("the coordination service cannot be reached: %s", error)
             # Whether or not the service still runs: what the worker sends to a dead one is discarded.
             await _read_until_closed(reader)
         finally:

@@ -55,6 +55,7 @@ async def relayed():
         finally:
             writer.close()
             await relay.close()
+            await service.hung_up.wait()
             server.close()
 
 
