@@ -26,6 +26,7 @@ from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.reach_watch import ReachWatch
+from resilient_jax.cluster.relay import serve_services
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.status_changes import are_snapshots_due
@@ -88,7 +89,8 @@ class Agent:
         serve_agent(self._server, self._context, self._make_status)
         self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
         self._is_out_of_time = False
-        self._services = CoordinationServices(settings.address, self._log, self._mark_changed)
+        self._services = CoordinationServices(lambda: self._server.address, self._log, self._mark_changed)
+        serve_services(self._server, lambda: self._services.running)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
         )

@@ -1,4 +1,4 @@
-"""JAX's coordination services, one process for each world, on the leader's host.
+"""JAX's coordination services, one process for each world, on the loopback of the leader's host (see `relay`).
 
 Importing jaxlib takes 0.4 s, far too long inside a stall. So the leader keeps a standby process that has imported it
 and waits for an address; taking the standby into service takes milliseconds.
@@ -16,6 +16,7 @@ from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat, WorldId
 from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.service_address import LOOPBACK, format_service_address
 from resilient_jax.telemetry.event_log import EventLog
 
 SERVICE_MODULE = "resilient_jax.jax_runtime.coordination_service"
@@ -33,8 +34,15 @@ class CoordinationServices:
         running: the services that run, for the host's status.
     """
 
-    def __init__(self, host_address: str, log: EventLog, on_change: Callable[[], None]) -> None:
-        self._host_address = host_address
+    def __init__(self, get_agent: Callable[[], str], log: EventLog, on_change: Callable[[], None]) -> None:
+        """Begin without a service.
+
+        Args:
+            get_agent: returns where this host's agent listens, once it does: others reach the services through it.
+            log: of the host.
+            on_change: called when `running` has changed.
+        """
+        self._get_agent = get_agent
         self._log = log
         self._on_change = on_change
         self._standby: asyncio.Task[_Standby] | None = None
@@ -118,7 +126,7 @@ class CoordinationServices:
             for _ in range(MAX_PORT_TRIES):
                 if await self._try_to_serve(world, num_processes, num_seats):
                     return
-            raise InternalError(f"no free port for a coordination service on {self._host_address}")
+            raise InternalError(f"no free port for a coordination service on {LOOPBACK}")
         except (InternalError, OSError, TimeoutError) as error:
             self._log.record(
                 EventKind.COORDINATION_SERVICE_START_FAILED,
@@ -140,12 +148,13 @@ class CoordinationServices:
         # Whatever fails below: a process that does not serve is ended, and not kept.
         is_serving = False
         try:
-            address = f"{self._host_address}:{_free_port(self._host_address)}"
-            is_serving = await standby.serve(address, num_processes, num_seats)
+            port = _free_port(LOOPBACK)
+            is_serving = await standby.serve(f"{LOOPBACK}:{port}", num_processes, num_seats)
         finally:
             if not is_serving:
                 await standby.child.kill_and_wait()
         if is_serving:
+            address = format_service_address(self._get_agent(), port)
             status = CoordinationServiceStatus(
                 world=world,
                 num_processes=num_processes,

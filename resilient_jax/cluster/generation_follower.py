@@ -236,8 +236,9 @@ class GenerationFollower:
     async def _relay_to(self, generation: Generation) -> str:
         # To a service that has ended workers stay connected: with their connection they would end.
         if self._relay is None or generation.service_address not in {"", self._relay.service}:
-            old, self._relay = self._relay, Relay(generation.service_address)
-            await self._relay.start(self._context.settings.address)
+            credentials = self._context.settings.credentials
+            old, self._relay = self._relay, Relay(generation.service_address, credentials)
+            await self._relay.start()
             if old is not None:
                 # An attempt to connect that the worker abandoned exists until its timeout.
                 stop_after_s = self._context.settings.config.forming_timeout_s + RELAY_GRACE_S

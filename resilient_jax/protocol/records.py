@@ -390,7 +390,7 @@ class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
         world: the number of the world that it serves.
         num_processes: the processes that form that world.
         num_seats: the seats of that world, spare ones included.
-        address: its host and port.
+        address: of its host's agent, and its port on loopback there (see `service_address`).
         pid: its process id.
     """
 

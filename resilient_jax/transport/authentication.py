@@ -1,16 +1,24 @@
-"""Authentication of calls: a check of the token, and a report of the first refusal of each peer."""
+"""Authentication of peers: a check of their proofs, and a report of the first refusal of each peer."""
 
 import collections
-import hmac
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from resilient_jax.errors import MessageError, Unauthenticated
 from resilient_jax.events import EventKind
-from resilient_jax.transport.method import AnyMethod, decode
+from resilient_jax.transport.call_proofs import (
+    CALL_KEY,
+    NONCE_BYTES,
+    Introduction,
+    ServerNonce,
+    ServerSessions,
+    StaleSession,
+    Token,
+    Welcome,
+)
+from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, decode
 
-TOKEN_METADATA_KEY = "rj-token"
 MAX_PEERS_REPORTED = 1000
 """Bounds the memory when many addresses scan this port; refusals of further peers are only counted."""
 
@@ -21,45 +29,55 @@ OnEvent = Callable[[EventKind, EventFields], None]
 
 
 class Authenticator:
-    """Checks tokens, decodes requests and counts refusals. Safe to share between threads."""
+    """Checks proofs, decodes requests and counts refusals.
+
+    Signatures and their refusals are safe to share between threads; what is about calls belongs to one event loop.
+    """
 
     def __init__(self, token: str, on_event: OnEvent | None) -> None:
-        self._token = token.encode()
+        self._token = Token(token)
+        self._sessions = ServerSessions(self._token)
         self._on_event = on_event
         self._lock = threading.Lock()  # guards the counter below
         self._refusals: collections.Counter[tuple[EventKind, str]] = collections.Counter()
 
     @property
     def num_unauthenticated(self) -> int:
-        """How many calls had no token or a wrong one."""
+        """How many calls and connections did not prove that they have the token."""
         with self._lock:
             return sum(
                 n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED
             )
 
     def decode_authenticated(
-        self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str
-    ) -> Any:  # noqa: ANN401 an instance of method.request
-        """Return the request in `data`, if its token is right.
+        self,
+        data: bytes,
+        method: AnyMethod | ByteStreamMethod[Any],
+        metadata: Metadata | None,
+        peer: str,
+        path: str,
+    ) -> tuple[Any, bytes]:
+        """Return the request in `data`, an instance of `method.request`, and the signature of its answer.
 
         Raises:
-            Unauthenticated: the token is missing or wrong.
+            Unauthenticated: nothing proves that its sender has the token.
+            StaleSession: it is of a session that this server does not know any more.
             MessageError: the request does not decode.
         """
-        self._check_token(metadata or (), peer, path)
+        answer = self._admit(data, metadata or (), peer, path)
         try:
-            return decode(data, method.request, f"request of {path} from {peer}")
+            return decode(data, method.request, f"request of {path} from {peer}"), answer
         except MessageError as error:
             self._report(EventKind.REQUEST_MALFORMED, peer, {"method": path, "reason": str(error)})
             raise
 
     def sign(self, text: bytes) -> bytes:
         """Return a proof that this process has the token, for this text only (HMAC, RFC 2104)."""
-        return hmac.digest(self._token, text, "sha256")
+        return self._token.sign(text)
 
     def is_signature(self, text: bytes, proof: bytes) -> bool:
         """Return whether a process that has the token has signed the text."""
-        return hmac.compare_digest(self.sign(text), proof)
+        return self._token.is_signature(text, proof)
 
     def check_signature(self, text: bytes, proof: bytes, peer: str, path: str) -> None:
         """Check that a peer that has the token has signed the text.
@@ -74,15 +92,35 @@ class Authenticator:
             )
             raise Unauthenticated(reason)
 
-    def _check_token(self, metadata: Metadata, peer: str, path: str) -> None:
-        token = next((value for key, value in metadata if key == TOKEN_METADATA_KEY), None)
-        if token is None:
-            reason = "it is missing"
-        # Takes the same time for every wrong token, so the time tells nothing about the right one.
-        elif not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
-            reason = "it is wrong"
+    def tell_nonce(self) -> ServerNonce:
+        """Return the nonce of the sessions that clients open now."""
+        return ServerNonce(self._sessions.get_nonce_for_new())
+
+    def welcome(self, introduction: Introduction, peer: str, path: str) -> Welcome:
+        """Return the proof for a client that has proved that it has the token.
+
+        Raises:
+            Unauthenticated: it has another token.
+            StaleSession: our nonce has changed meanwhile.
+        """
+        text = introduction.signed_text(b"hello")
+        self.check_signature(text, introduction.proof, peer, path)
+        if introduction.server != self._sessions.nonce:
+            raise StaleSession
+        if len(introduction.client) != NONCE_BYTES:
+            raise MessageError(
+                f"the nonce of {peer}: found {len(introduction.client)} bytes, expected {NONCE_BYTES}"
+            )
+        return Welcome(self.sign(introduction.signed_text(b"welcome")))
+
+    def _admit(self, data: bytes, metadata: Metadata, peer: str, path: str) -> bytes:
+        call = next((value for key, value in metadata if key == CALL_KEY), None)
+        if call is None:
+            reason = "a proof of it is missing"
+        elif not isinstance(call, bytes) or (answer := self._sessions.admit(call, path, data)) is None:
+            reason = "the proof of it is wrong"
         else:
-            return
+            return answer
         self._report(EventKind.REQUEST_UNAUTHENTICATED, peer, {"method": path, "reason": f"token: {reason}"})
         raise Unauthenticated(reason)
 

@@ -47,8 +47,9 @@ class Credentials:
     """What a process presents to its peers and requires of them.
 
     Attributes:
-        token: the job's shared secret, not empty. Without TLS it crosses the network in the clear: it separates
-            jobs, but gives no protection against an attacker who can read the network.
+        token: the job's shared secret, not empty. It is not sent: processes prove to each other that they have it. Who
+            reads a proof can try tokens one by one, so it must not be one that can be guessed. Without TLS it gives no
+            protection against an attacker who can read the network, or change what is sent.
         tls: None for plain TCP.
     """
 
@@ -156,6 +157,6 @@ def describe_exposure(host: str, address: str, credentials: Credentials) -> str:
     if credentials.tls is not None:
         return ""
     return (
-        f"{host}: the job's token, states and programs cross the network in the clear; --tls encrypts them "
+        f"{host}: the job's states and programs cross the network in the clear; --tls encrypts them "
         "(docs/operations.md, Security)"
     )

@@ -18,6 +18,7 @@ from resilient_jax.errors import (
     ResilientJaxError,
     Unauthenticated,
 )
+from resilient_jax.transport.call_proofs import StaleSession
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES
 
 ERROR_KEY = "rj-error"
@@ -30,6 +31,9 @@ ERROR_CLASSES: dict[str, type[ResilientJaxError]] = {
     if isinstance(value, type) and issubclass(value, ResilientJaxError)
 }
 """The error classes by name: all that a peer's answer may raise here."""
+
+STALE_CODE = grpc.StatusCode.ABORTED
+"""The status of a call that was not served, as the server does not know its session (see `call_proofs`)."""
 
 _REFUSED_DETAILS = ("Connection refused", "No such file or directory")
 """Texts in gRPC's details where no process listens: the system's messages for ECONNREFUSED and, for Unix sockets,
@@ -67,6 +71,8 @@ def _truncate(details: str) -> str:
 
 def _choose_code(error: BaseException) -> grpc.StatusCode:
     match error:
+        case StaleSession():
+            return STALE_CODE
         case Unauthenticated():
             return grpc.StatusCode.UNAUTHENTICATED
         case MessageError():
@@ -75,6 +81,11 @@ def _choose_code(error: BaseException) -> grpc.StatusCode:
             return grpc.StatusCode.FAILED_PRECONDITION
         case _:
             return grpc.StatusCode.INTERNAL
+
+
+def is_named(trailing_metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Return whether a handler has raised the error of a call, or what answers in its place says so."""
+    return any(key == ERROR_KEY for key, _ in trailing_metadata or ())
 
 
 def decode_error(

@@ -32,11 +32,19 @@ class Method(Generic[RequestT, ResponseT]):
     is_streaming: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteStreamMethod(Generic[RequestT]):
+    """A procedure whose request opens a stream of bytes in both directions (`ByteStream`)."""
+
+    name: str
+    request: type[RequestT]
+
+
 AnyMethod = Method[Any, Any]
 """A method in a table whose methods have different message types."""
 
 
-def format_method_path(service: str, method: AnyMethod) -> str:
+def format_method_path(service: str, method: AnyMethod | ByteStreamMethod[Any]) -> str:
     """Return the path by which gRPC names the method."""
     return f"/{service}/{method.name}"
 

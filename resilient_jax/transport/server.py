@@ -9,19 +9,34 @@ from typing import Any, Self, cast
 import grpc
 import grpc.aio
 
-from resilient_jax.errors import ResilientJaxError
+from resilient_jax.errors import PeerUnreachable, ResilientJaxError
 from resilient_jax.transport.authentication import Authenticator, OnEvent
+from resilient_jax.transport.byte_stream import ByteStream
+from resilient_jax.transport.call_proofs import (
+    ANSWER_KEY,
+    ASK_NONCE,
+    INTRODUCE,
+    SERVICE,
+    AskNonce,
+    Introduction,
+    ServerNonce,
+    StaleSession,
+    Welcome,
+)
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
-from resilient_jax.transport.method import AnyMethod, encode, format_method_path
+from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, decode, encode, format_method_path
 from resilient_jax.transport.routes import Routes
-from resilient_jax.transport.server_address import bind_server
+from resilient_jax.transport.server_address import bind_server, is_own_address
 
 logger = logging.getLogger(__name__)
 
 UnaryHandler = Callable[[Any], Awaitable[Any]]
 StreamHandler = Callable[[Any], AsyncIterator[Any]]
+AnswerProof = tuple[tuple[str, bytes], ...]
+NO_PROOF: AnswerProof = ()
+ByteStreamHandler = Callable[[Any, ByteStream], Awaitable[None]]
 # The message types differ per method; Method ties them together, a mapping cannot.
 
 
@@ -50,6 +65,7 @@ class Server:
         self._credentials = credentials
         self._gate = Authenticator(credentials.token, on_event)
         self._routes = Routes()
+        self._add_admission()
         self._server: grpc.aio.Server | None = None
         self._address: str | None = None
 
@@ -81,6 +97,14 @@ class Server:
             else:
                 serve = self._serve_unary(path, method, cast(UnaryHandler, handler))
                 self._routes.add(path, grpc.unary_unary_rpc_method_handler(serve))
+
+    def add_byte_stream(
+        self, service: str, method: ByteStreamMethod[Any], handler: ByteStreamHandler
+    ) -> None:
+        """Serve streams of bytes, each by an `async def h(request, stream)`; its return closes the stream."""
+        path = format_method_path(service, method)
+        serve = self._serve_byte_stream(path, method, handler)
+        self._routes.add(path, grpc.stream_stream_rpc_method_handler(serve))
 
     async def start(self) -> None:
         """Bind the address and serve.
@@ -115,37 +139,101 @@ class Server:
 
     def _serve_unary(self, path: str, method: AnyMethod, handler: UnaryHandler) -> Any:  # noqa: ANN401 - private in grpc
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            proof = NO_PROOF
             try:
-                return encode(await handler(self._admit(data, path, method, context)))
+                request, proof = self._admit(data, path, method, context)
+                answer = encode(await handler(request))
+                context.set_trailing_metadata(proof)
+                return answer
             except Exception as error:  # the process boundary: the error goes to the caller
                 failed = error
-            await _abort(context, failed, path)
+            await _abort(context, failed, path, proof)
             raise AssertionError("abort raises")
 
         return serve
 
     def _serve_stream(self, path: str, method: AnyMethod, handler: StreamHandler) -> Any:  # noqa: ANN401 - private in grpc
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            proof = NO_PROOF
             try:
-                request = self._admit(data, path, method, context)
+                request, proof = self._admit(data, path, method, context)
+                await context.send_initial_metadata(proof)
                 async with contextlib.aclosing(cast(Any, handler(request))) as responses:
                     async for response in responses:
                         yield encode(response)
                 return
             except Exception as error:  # the process boundary: the error goes to the caller
                 failed = error
-            await _abort(context, failed, path)
+            await _abort(context, failed, path, proof)
 
         return serve
 
-    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 - typed by Method
-        return self._gate.decode_authenticated(
+    def _serve_byte_stream(self, path: str, method: ByteStreamMethod[Any], handler: ByteStreamHandler) -> Any:  # noqa: ANN401 - private in grpc
+        async def serve(_: object, context: grpc.aio.ServicerContext) -> None:
+            stream, proof = ByteStream(context), NO_PROOF
+            try:
+                request, proof = self._admit(await stream.read(), path, method, context)
+                await context.send_initial_metadata(proof)
+                await handler(request, stream)
+                return
+            except Exception as error:  # the process boundary: the error goes to the caller
+                failed = error
+            await _abort(context, failed, path, proof)
+
+        return serve
+
+    def _admit(
+        self,
+        data: bytes,
+        path: str,
+        method: AnyMethod | ByteStreamMethod[Any],
+        context: grpc.aio.ServicerContext,
+    ) -> tuple[Any, AnswerProof]:
+        request, answer = self._gate.decode_authenticated(
             data, method, cast(Any, context.invocation_metadata()), context.peer(), path
         )
+        return request, ((ANSWER_KEY, answer),)
+
+    def _add_admission(self) -> None:
+        """Serve the methods by which clients and this server prove themselves: they are for everybody."""
+
+        async def tell_nonce(request: AskNonce, peer: str, path: str) -> ServerNonce:
+            return self._gate.tell_nonce()
+
+        async def welcome(request: Introduction, peer: str, path: str) -> Welcome:
+            proof = self._gate.welcome(request, peer, path)
+            # Under TLS the client has compared the address with our certificate.
+            if self._credentials.tls is None and not await is_own_address(request.address, self.address):
+                raise PeerUnreachable(
+                    f"the server at {self.address} was called as {request.address}, which is no address of its machine "
+                    "and this port. Call it by one, or encrypt with --tls: then the name of its certificate counts"
+                )
+            return proof
+
+        for method, handler in ((ASK_NONCE, tell_nonce), (INTRODUCE, welcome)):
+            path = format_method_path(SERVICE, method)
+            self._routes.add(
+                path, grpc.unary_unary_rpc_method_handler(_serve_stranger(path, method, handler))
+            )
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception, path: str) -> None:
-    if not isinstance(error, ResilientJaxError):
+def _serve_stranger(path: str, method: AnyMethod, handler: Callable[[Any, str, str], Awaitable[Any]]) -> Any:  # noqa: ANN401 - private in grpc
+    async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        peer = context.peer()
+        try:
+            return encode(
+                await handler(decode(data, method.request, f"request of {path} from {peer}"), peer, path)
+            )
+        except Exception as error:  # the process boundary: the error goes to the caller
+            failed = error
+        await _abort(context, failed, path, NO_PROOF)
+        raise AssertionError("abort raises")
+
+    return serve
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception, path: str, proof: AnswerProof) -> None:
+    if not isinstance(error, ResilientJaxError | StaleSession):
         logger.error("%s failed", path, exc_info=error)
     failure = encode_error(error, path)
-    await context.abort(failure.code, failure.details, failure.trailing_metadata)
+    await context.abort(failure.code, failure.details, (*failure.trailing_metadata, *proof))

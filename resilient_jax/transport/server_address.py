@@ -1,8 +1,11 @@
 """The address of a server: parsing and binding, with the reason why it cannot be bound."""
 
+import asyncio
 import errno
+import ipaddress
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -67,6 +70,39 @@ def parse_address(address: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"expected an address like 127.0.0.1:7000, found {address!r}")
     return host.strip("[]"), int(port)
+
+
+async def is_own_address(called: str, own: str) -> bool:
+    """Return whether a client that has called an address has reached this server, and nobody between them.
+
+    That is so at an address of this machine with the server's port. On loopback any port will do: who forwards from
+    there is on the client's own machine (`ssh -L`, `kubectl port-forward`).
+
+    Args:
+        called: "host:port", as the client has it.
+        own: where this server listens.
+    """
+    if called == own:
+        return True
+    try:
+        (host, port), (_, own_port) = parse_address(called), parse_address(own)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except (ConfigError, OSError, UnicodeError):
+        return False
+    return all(
+        ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback
+        or (port == own_port and _is_of_this_machine(family, where))
+        for family, _, _, _, where in found
+    )
+
+
+def _is_of_this_machine(family: int, where: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((where[0], 0, *where[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def check_bindable(host: str, port: int) -> None:

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import random
+import secrets
 import socket
 import struct
 import time
@@ -27,8 +28,17 @@ from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVIC
 from resilient_jax.snapshot import messages as snapshot_messages
 from resilient_jax.state.peer_transfer import FETCH_STATE, SERVICE
 from resilient_jax.store import messages as store_messages
-from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
-from resilient_jax.transport.method import Method, format_method_path
+from resilient_jax.transport.call_proofs import (
+    ASK_NONCE,
+    INTRODUCE,
+    NONCE_BYTES,
+    AskNonce,
+    CallSession,
+    ServerNonce,
+    Token,
+)
+from resilient_jax.transport.call_proofs import SERVICE as ADMISSION
+from resilient_jax.transport.method import Method, decode, encode, format_method_path
 from tests.fuzz.messages import RAW, draw_bytes, draw_struct, mutations
 from tests.support.patience import patience
 
@@ -108,6 +118,9 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
         if host.snapshot_server is not None:
             methods = [(m, True) for m in _methods_of(snapshot_messages)]
             services.append((host.snapshot_server.endpoint, snapshot_messages.SERVICE, methods))
+    services += [
+        (address, ADMISSION, [(INTRODUCE, True)]) for address in {address for address, _, _ in services}
+    ]
     return [
         Target(address, format_method_path(service, method), method.request, sense)
         for address, service, methods in services
@@ -190,17 +203,29 @@ def _choose_call(draw: random.Random, target: Target, token: str) -> tuple[str, 
 async def _call(
     channel: grpc.aio.Channel, path: str, data: bytes, token: str, timeout_s: float
 ) -> tuple[str, str]:
-    call = channel.unary_stream(path)(
-        data, timeout=timeout_s, metadata=((TOKEN_METADATA_KEY, token),) if token else ()
-    )
+    call = None
     try:
+        metadata = await _sign(channel, path, data, token) if token else ()
+        call = channel.unary_stream(path)(data, timeout=timeout_s, metadata=metadata)
         async for _ in call:
             break
     except grpc.aio.AioRpcError as error:
         return error.code().name, error.details() or ""
     finally:
-        call.cancel()
+        if call is not None:
+            call.cancel()
     return "OK", ""
+
+
+async def _sign(
+    channel: grpc.aio.Channel, path: str, data: bytes, token: str
+) -> tuple[tuple[str, bytes], ...]:
+    """Return the metadata of a call in a session of its own, as a client has it that does not ask for proofs."""
+    asked = format_method_path(ADMISSION, ASK_NONCE)
+    answer = await channel.unary_unary(asked)(encode(AskNonce()), timeout=REFUSAL_TIMEOUT_S)
+    nonce = decode(answer, ServerNonce, asked).nonce
+    _, metadata = CallSession(Token(token), secrets.token_bytes(NONCE_BYTES), nonce).sign_call(path, data)
+    return metadata
 
 
 async def _send_raw(where: tuple[str, int], data: bytes) -> None:

@@ -34,7 +34,7 @@ def share_connections(answer_timeout_s: float) -> Iterator[None]:
         return _SharedChannel(address, credentials)
 
     with (
-        mock.patch.object(grpc_options, "_BOTH_SIDES", WITHOUT_PINGS),
+        mock.patch.object(grpc_options, "_both_sides", return_value=WITHOUT_PINGS),
         mock.patch.object(progress_relay, "Channel", open_channel),
         mock.patch.object(progress_relay, "REPORT_TIMEOUT_S", answer_timeout_s),
         mock.patch.object(status_combiner, "Channel", open_channel),

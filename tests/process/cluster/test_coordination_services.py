@@ -30,7 +30,7 @@ def test_a_service_that_fails_to_start_is_reported_and_started_later(
             await asyncio.sleep(0.05)
 
     async def main() -> None:
-        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None)
         async with asyncio.timeout(DEADLINE_S):
             await wait(services, EventKind.COORDINATION_SERVICE_START_FAILED)
             assert services.running == ()
@@ -52,7 +52,7 @@ def test_services_can_be_closed_although_one_failed_to_start(
     monkeypatch.setattr(coordination_services, "SERVICE_MODULE", "resilient_jax.no_such_module")
 
     async def main() -> None:
-        services = CoordinationServices("127.0.0.1", EventLog(None, "host-0"), lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", EventLog(None, "host-0"), lambda: None)
         services.start_standby()
         assert services._standby is not None
         async with asyncio.timeout(DEADLINE_S):
@@ -70,13 +70,13 @@ def test_a_service_is_told_of_a_lost_seat_and_its_answer_is_an_event(tmp_path: P
         return [str(e.detail["answer"]) for e in read_events(tmp_path / "events.jsonl") if e.kind is kind]
 
     async def main() -> None:
-        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None)
         async with asyncio.timeout(DEADLINE_S):
             services.start(WorldId(1), 1, 1)
             while not services.running:  # noqa: ASYNC110 - a deadline and two conditions, no event for them
                 await asyncio.sleep(0.01)
             (status,) = services.running
-            services.report_lost("127.0.0.1:1", [Seat(0)])  # of another host
+            services.report_lost("127.0.0.1:2/1", [Seat(0)])  # of another host
             services.report_lost(status.address, [Seat(0), Seat(7)])
             while len(read_answers()) < 2:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
@@ -97,7 +97,7 @@ def test_of_the_services_of_a_world_only_the_one_that_its_members_use_goes_on(tm
     log = EventLog(path, "host-0")
 
     async def main() -> None:
-        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None)
         async with asyncio.timeout(DEADLINE_S):
             for number, (world, num_processes) in enumerate([(1, 1), (2, 1), (2, 2), (3, 2)], 1):
                 services.start(WorldId(world), num_processes, 4)
@@ -130,7 +130,7 @@ def test_a_standby_that_is_lost_is_replaced_before_it_is_needed(
     log = EventLog(tmp_path / "events.jsonl", "host-0")
 
     async def main() -> None:
-        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None)
         services.start_standby()
         assert services._standby is not None
         async with asyncio.timeout(DEADLINE_S):

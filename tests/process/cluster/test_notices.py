@@ -113,7 +113,7 @@ def test_the_coordination_service_and_the_storage_process_outlive_every_notice(t
 
     async def run() -> None:
         log = EventLog(tmp_path / "events.jsonl", "host-0")
-        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        services = CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None)
         try:
             services.start_standby()
             (pid,) = await wait_children()

@@ -2,17 +2,23 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 
-from resilient_jax.cluster.relay import Relay
+from resilient_jax.cluster.relay import Relay, serve_services
+from resilient_jax.ids import WorldId
+from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.service_address import format_service_address
+from resilient_jax.transport import Credentials, Server
 from tests.support.patience import patience
 
 ADDRESS = "127.0.0.1"
+CREDENTIALS = Credentials("the-job-token")
 
 
 def run(main):
     async def bounded():
-        async with asyncio.timeout(patience(3)):
+        async with asyncio.timeout(patience(6)):
             await main()
 
     asyncio.run(bounded())
@@ -40,20 +46,48 @@ async def relayed():
     """Yield a service, its relay, and a worker's connection through it."""
     service = Service()
     server = await asyncio.start_server(service.answer, ADDRESS, 0)
-    relay = Relay("{}:{}".format(*server.sockets[0].getsockname()))
-    await relay.start(ADDRESS)
-    reader, writer = await connect(relay)
-    try:
-        yield service, relay, reader, writer
-    finally:
-        writer.close()
-        await relay.close()
-        server.close()
+    async with serving_agent(server.sockets[0].getsockname()[1]) as address:
+        relay = Relay(address, CREDENTIALS)
+        await relay.start()
+        reader, writer = await connect(relay)
+        try:
+            yield service, relay, reader, writer
+        finally:
+            writer.close()
+            await relay.close()
+            await service.hung_up.wait()
+            server.close()
+
+
+@contextlib.asynccontextmanager
+async def serving_agent(port, credentials=CREDENTIALS):
+    """Yield the address of a service at a port of this host, whose agent connects others to it."""
+    running = []
+    agent = Server(credentials=credentials)
+    serve_services(agent, lambda: running)
+    async with agent:
+        address = format_service_address(agent.address, port)
+        running.append(
+            CoordinationServiceStatus(
+                world=WorldId(1), num_processes=2, num_seats=2, address=address, pid=os.getpid()
+            )
+        )
+        yield address
 
 
 async def connect(relay):
     host, _, port = relay.address.rpartition(":")
     return await asyncio.open_connection(host, int(port))
+
+
+async def check_silent(service):
+    relay = Relay(service, CREDENTIALS)
+    await relay.start()
+    reader, writer = await connect(relay)
+    assert await is_silent(reader)
+    await relay.close()
+    assert await reader.read() == b""
+    writer.close()
 
 
 async def is_silent(reader) -> bool:
@@ -125,13 +159,19 @@ def test_without_a_service_the_workers_connection_is_silent():
     async def main():
         with socket.socket() as unused:
             unused.bind((ADDRESS, 0))  # bound, but not listening: connections are refused
-            relay = Relay("{}:{}".format(*unused.getsockname()))
-            await relay.start(ADDRESS)
-            reader, writer = await connect(relay)
-            assert await is_silent(reader)
-            await relay.close()
-            assert await reader.read() == b""
-            writer.close()
+            async with serving_agent(unused.getsockname()[1]) as address:
+                await check_silent(address)
+
+    run(main)
+
+
+def test_without_an_agent_or_a_service_s_address_the_workers_connection_is_silent():
+    async def main():
+        with socket.socket() as unused:
+            unused.bind((ADDRESS, 0))
+            agent = "{}:{}".format(*unused.getsockname())
+            await check_silent(format_service_address(agent, 1))
+        await check_silent("")
 
     run(main)
 
@@ -157,5 +197,57 @@ def test_closing_the_relay_closes_the_workers_side_and_the_port():
             with contextlib.suppress(ConnectionRefusedError):
                 await connect(relay)
                 raise AssertionError("the relay still listens")
+
+    run(main)
+
+
+def test_a_large_amount_of_data_arrives_complete_and_in_order_both_ways():
+    lines = b"".join(b"%d\n" % number for number in range(400_000))
+
+    async def main():
+        async with relayed() as (_, _, reader, writer):
+            writer.write(lines)
+            assert await reader.readexactly(len(lines)) == lines
+
+    run(main)
+
+
+def test_who_has_another_token_reaches_no_service():
+    async def main():
+        service = Service()
+        server = await asyncio.start_server(service.answer, ADDRESS, 0)
+        async with serving_agent(server.sockets[0].getsockname()[1]) as address:
+            stranger = Relay(address, Credentials("another-token"))
+            await stranger.start()
+            reader, writer = await connect(stranger)
+            writer.write(b"hello\n")
+            assert await is_silent(reader)
+            assert not service.writers, "nothing was connected to it"
+            writer.close()
+            await stranger.close()
+        server.close()
+
+    run(main)
+
+
+def test_an_agent_connects_others_to_its_services_alone():
+    async def main():
+        other = Service()
+        server = await asyncio.start_server(other.answer, ADDRESS, 0)
+        port = server.sockets[0].getsockname()[1]
+        async with serving_agent(1) as address:
+            await check_silent(format_service_address(address.rpartition("/")[0], port))
+        assert not other.writers, "nothing was connected to it"
+        server.close()
+
+    run(main)
+
+
+def test_a_relay_listens_on_loopback_alone():
+    async def main():
+        relay = Relay("", CREDENTIALS)
+        await relay.start()
+        assert relay.address.startswith("127.0.0.1:")
+        await relay.close()
 
     run(main)

@@ -49,7 +49,7 @@ class Agent:
         self.follower = GenerationFollower(
             context,
             self.supervisor,
-            CoordinationServices("127.0.0.1", log, lambda: None),
+            CoordinationServices(lambda: "127.0.0.1:1", log, lambda: None),
             on_end=lambda outcome: None,
             on_leave=lambda: None,
             on_generation=lambda generation: None,

@@ -86,7 +86,7 @@ class Agent:
         self.follower = GenerationFollower(
             context,
             self.supervisor,
-            CoordinationServices("127.0.0.1", self.log, lambda: None),
+            CoordinationServices(lambda: "127.0.0.1:1", self.log, lambda: None),
             on_end=lambda outcome: None,
             on_leave=lambda: None,
             on_generation=lambda generation: None,

@@ -85,7 +85,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
     with serving({ECHO: echo, REPEAT: repeat}, on_event=report) as server:
         with SyncChannel(server.address, Credentials("wrong")) as channel:
             for _ in range(3):
-                with pytest.raises(Unauthenticated, match=r"it is wrong"):
+                with pytest.raises(Unauthenticated, match=r"the proof of it is wrong"):
                     channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
             with pytest.raises(Unauthenticated):
                 next(channel.stream(SERVICE, REPEAT, Blob(b"")))

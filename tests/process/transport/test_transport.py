@@ -22,6 +22,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.transport import Channel, Credentials, Method, Server
+from resilient_jax.transport.client_sessions import ClientSessions
 from tests.support.open_descriptors import count_descriptors, wait_for_descriptors
 from tests.support.patience import NEVER_S, patience
 
@@ -72,9 +73,13 @@ def run(main):
     asyncio.run(bounded())
 
 
-async def raw_call(server, data, metadata):
-    """Send bytes and metadata as a foreign gRPC client would."""
+async def raw_call(server, data, token):
+    """Send bytes as a foreign gRPC client would, with proofs of a token or without."""
     async with grpc.aio.insecure_channel(server.address) as channel:
+        metadata = None
+        if token:
+            session = await ClientSessions(server.address, token).get(channel, WAIT_S)
+            _, metadata = session.sign_call(f"/{SERVICE}/echo", data)
         await channel.unary_unary(f"/{SERVICE}/echo")(data, metadata=metadata, timeout=WAIT_S)
 
 
@@ -113,10 +118,14 @@ def test_a_wrong_token_is_refused_and_reported_once():
             assert not served
             assert server.num_unauthenticated == 8
             assert await good.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S) == Number(1)
-        expected = {"peer": "127.0.0.1", "method": "/test/echo", "reason": "token: it is wrong"}
+        expected = {
+            "peer": "127.0.0.1",
+            "method": "/rj.admission/introduce",
+            "reason": "token: the proof of it is wrong",
+        }
         assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, expected)]
         assert texts == {
-            f"{server.address} refused our job token for /test/echo: it is wrong. "
+            f"{server.address} refused our job token for /test/echo: the proof of it is wrong. "
             "Every process of a job must be given the same token"
         }
 
@@ -126,7 +135,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
 def test_a_missing_token_is_refused():
     async def main():
         async with serving({ECHO: echo}) as (server, _):
-            with pytest.raises(grpc.aio.AioRpcError, match=r"it is missing") as refused:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"a proof of it is missing") as refused:
                 await raw_call(server, msgspec.msgpack.encode(Number(1)), None)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert server.num_unauthenticated == 1
@@ -160,7 +169,7 @@ def test_bytes_that_are_no_message_are_refused(data):
     async def main():
         async with serving({ECHO: echo}) as (server, _):
             with pytest.raises(grpc.aio.AioRpcError, match=r"does not decode as Number") as refused:
-                await raw_call(server, data, (("rj-token", "test-token"),))
+                await raw_call(server, data, "test-token")
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(main)

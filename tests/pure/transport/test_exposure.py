@@ -15,8 +15,8 @@ def test_what_stays_on_this_machine_is_not_exposed(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "pod-0.job", "fd00::7"])
-def test_without_tls_it_is_said_that_the_token_can_be_read_and_what_to_do(address: str) -> None:
+def test_without_tls_it_is_said_what_can_be_read_and_what_to_do(address: str) -> None:
     said = describe_exposure("a", address, Credentials("secret"))
-    assert said.startswith("a: the job's token")
+    assert said.startswith("a: the job's states")
     assert "--tls" in said
     assert describe_exposure("a", address, SECURED) == ""
