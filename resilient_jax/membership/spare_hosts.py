@@ -21,6 +21,7 @@ from resilient_jax.membership.facts import (
     find_seat,
     has_service,
     has_taken_seat,
+    is_cold,
     is_draining,
     list_joiners,
 )
@@ -139,7 +140,7 @@ def choose_joiners(
     """
     generation = state.generation
     if not has_service(state) and config.spare_seats and len(kept) >= max(config.min_hosts, 1):
-        leaves_world = generation.phase is GenerationPhase.BOUNDARY and len(kept) > 1
+        leaves_world = generation.phase is GenerationPhase.BOUNDARY
         if leaves_world or can_go_on_by_mail(state, kept, [], find_state_origin(state, kept, [])):
             return []
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
@@ -155,3 +156,23 @@ def choose_joiners(
     ):
         return seated
     return admitted
+
+
+def explain_cold_join(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], config: MembershipConfig
+) -> str:
+    """Return why hosts that have loaded no programs join in a new world all the same; empty if others go on without.
+
+    Args:
+        state: of the machine.
+        kept: members that stay.
+        joiners: hosts that join.
+        config: of the machine.
+    """
+    warm = [status for status in joiners if not is_cold(status)]
+    if not config.spare_seats:
+        return "a new world has no spare seats"
+    if not kept or len(kept) + len(warm) < config.min_hosts:
+        return "the others are too few without them"
+    with_all = find_state_origin(state, kept, joiners)
+    return "" if find_state_origin(state, kept, warm) == with_all else "they bring a state"
