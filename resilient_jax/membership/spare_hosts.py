@@ -1,8 +1,8 @@
 """Which hosts are members where more are ready than there are places. Pure.
 
 A job has a place for each host that was not started as a spare. A place becomes free when its host is lost or leaves;
-whichever host is ready first takes it. No member gives up its place for another, so a host that comes back while a
-spare has its place is a spare itself.
+whichever host is ready first takes it, but one without a seat leaves it to one that prepares in a seat. No member gives
+up its place for another, so a host that comes back while a spare has its place is a spare itself.
 
 The place of a host that was taken out as a slow one is kept from hosts that were slow more often than it, as long as it
 is in quarantine: at planned changes, and if the loss of another host would not be that of the state.
@@ -23,6 +23,7 @@ from resilient_jax.membership.facts import (
     has_taken_seat,
     is_cold,
     is_draining,
+    is_on_its_way,
     list_joiners,
 )
 from resilient_jax.membership.world_formation import (
@@ -66,7 +67,8 @@ def admit_hosts(
     """Return the joiners for which there is a place beside the members that stay, and the others.
 
     If there are too many: those for which stages are kept, and those with the newest state if no member has it, then
-    those that have taken a seat, and of these spares last. None has the place that is kept from it.
+    those that have taken a seat, and of these spares last. None has the place that is kept from it, and none without a
+    seat that of a host which prepares in one while others train: it would cost a re-form that the other saves.
     """
     free = max(0, count_places(state, [*kept, *joiners], num_hosts) - len(kept))
     is_state_kept = any(_find_held_step(status) >= 0 for status in kept)
@@ -77,11 +79,13 @@ def admit_hosts(
         step = 0 if is_state_kept else _find_held_step(status)
         return has_no_stage, -step, is_unseated, status.is_spare
 
-    if len(joiners) <= free and not state.quarantined:
+    preparing = _count_preparing(state)
+    if len(joiners) <= free - preparing and not state.quarantined:
         return joiners, []
     admitted: set[HostName] = set()
     for status in sorted(joiners, key=rank):
-        if len(admitted) < free - _count_kept_places(state, status.host):
+        is_later = find_seat(state.generation, status) is None
+        if len(admitted) < free - _count_kept_places(state, status.host) - preparing * is_later:
             admitted.add(status.host)
     return (
         [status for status in joiners if status.host in admitted],
@@ -97,6 +101,22 @@ def _count_kept_places(state: MembershipState, host: HostName) -> int:
     count = slowness.count_taken_out
     # The count of a host that is out includes this time.
     return sum(count(host) > count(out) - 1 for out in slowness.out if out in state.quarantined)
+
+
+def _count_preparing(state: MembershipState) -> int:
+    """Return how many hosts load their programs in seats, while others train, for places that are free."""
+    generation = state.generation
+    if generation.phase is not GenerationPhase.ACTIVE:
+        return 0
+    hosts = (state.hosts[m.host] for m in generation.newcomers if m.host in state.hosts)
+    return sum(
+        is_on_its_way(status)
+        and find_seat(generation, status) is not None
+        and status.host not in generation.spares
+        and status.host not in state.quarantined
+        and generation.find_member(status.host) is None
+        for status in hosts
+    )
 
 
 def _find_held_step(status: HostStatus) -> int:
