@@ -116,6 +116,11 @@ class EventKind(enum.StrEnum):
     """The store does not answer, or the lease was not renewed: this host does not train. Detail: `why`."""
     STORE_RECONNECTED = "store.reconnected"
     """The store answers again, and this host has a new lease."""
+    STORE_JOURNAL_UNWRITTEN = "store.journal_unwritten"
+    """The journal of the store that this host's agent serves cannot be written: what changes in the job's records is
+    not confirmed until it is, so no host joins or leaves. Leases go on, and so does training. Detail: `path`, `why`."""
+    STORE_JOURNAL_WRITTEN = "store.journal_written"
+    """It is written again, with all that had to wait. Detail: `path`."""
     TREE_PARENT_LOST = "tree.parent_lost"
     """The agent to which this host's agent reports, and which writes its status, does not answer: the host writes its
     status itself, and the leader names another agent. Detail: `parent` (its endpoint)."""

@@ -244,6 +244,27 @@ MUTATIONS: Final = (
         "next_seat=generation.next_seat,",
         "a seat is given to two workers",
     ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        """return "" if kept or joiners else""",
+        """return "" if len(kept) + len(joiners) > 1 else""",
+        "a host that is left alone leaves its world",
+    ),
+    Mutation(
+        "membership",
+        "membership/rules.py",
+        "joiners = [status for status in joiners if not is_cold(status)]",
+        "pass",
+        "all wait for the programs of a host that has loaded none",
+    ),
+    Mutation(
+        "store",
+        "store/journal.py",
+        "if bool(why) != self._has_trouble:",
+        "if False:",
+        "a journal on a full disk stalls the job without a word",
+    ),
     # The leader's fence.
     Mutation(
         "membership",

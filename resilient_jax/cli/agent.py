@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import os
 import re
@@ -40,7 +41,7 @@ from resilient_jax.cli.options import (
     read_versions,
 )
 from resilient_jax.cli.outcome_text import describe_for_agent
-from resilient_jax.cluster.agent import INTERRUPTED, LEFT, Agent
+from resilient_jax.cluster.agent import INTERRUPTED, LEFT, Agent, open_event_log
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import create_run_directory
@@ -53,6 +54,7 @@ from resilient_jax.errors import (
     OutOfResources,
     Unauthenticated,
 )
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.notices import list_handled_notices
@@ -65,6 +67,7 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.state_machine import FIRST_REVISION
 from resilient_jax.store.store_access import StoreAccess, make_store_access
+from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.telemetry.screen_output import unblocked_output
 from resilient_jax.transport.credentials import (
     MISSING_TOKEN,
@@ -229,19 +232,35 @@ async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool
     server = Server(access.address, credentials=settings.credentials)
     assert settings.run_directory is not None, "the command has made it"
     journal = settings.run_directory / f"store-{settings.job}.journal"
-    async with MemoryStore.from_journal(journal) as store:
-        if store.revision > FIRST_REVISION:
-            print_line(
-                f"[{settings.host}] the store goes on from revision {store.revision} of {journal}: the agent that "
-                "served it was killed. Remove the file to begin anew"
-            )
-        serve_store(server, store)
-        async with server:
-            outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
-            if outcome.exit_code != ExitCode.INTERRUPTED:
-                await _serve_other_hosts(settings, store)
-            journal.unlink(missing_ok=True)
-            return outcome
+    with contextlib.closing(open_event_log(settings)) as log:
+        report = functools.partial(_report_journal, settings.host, journal, log)
+        async with MemoryStore.from_journal(journal, on_trouble=report) as store:
+            if store.revision > FIRST_REVISION:
+                print_line(
+                    f"[{settings.host}] the store goes on from revision {store.revision} of {journal}: the agent that "
+                    "served it was killed. Remove the file to begin anew"
+                )
+            serve_store(server, store)
+            async with server:
+                outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
+                if outcome.exit_code != ExitCode.INTERRUPTED:
+                    await _serve_other_hosts(settings, store)
+                journal.unlink(missing_ok=True)
+                return outcome
+
+
+def _report_journal(host: HostName, journal: Path, log: EventLog, why: str) -> None:
+    """Say that the store's journal cannot be written, or, without a reason, that it is written again."""
+    if why:
+        log.record(EventKind.STORE_JOURNAL_UNWRITTEN, path=str(journal), why=why)
+        print_line(
+            f"[{host}] the store's journal {journal} cannot be written: {why}. Until it can, no host joins or leaves: "
+            "training goes on while all members live, and waits after a loss. Free space on the disk of "
+            f"{journal.parent}: then the job goes on by itself, and nothing is lost"
+        )
+    else:
+        log.record(EventKind.STORE_JOURNAL_WRITTEN, path=str(journal))
+        print_line(f"[{host}] the store's journal {journal} is written again")
 
 
 async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +27,9 @@ from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 from resilient_jax.topology import Topology
+
+_ALONE: Final = "no host of its world is left"
+"""Why a job of one host whose worker ends goes on in a new world."""
 
 
 class ActionPlan(NamedTuple):
@@ -154,8 +157,7 @@ def _decide_loss(job: _Job, lost: Sequence[str], *, num_back: int = 0) -> Decide
     missing = lost[seated:]
     estimate = job.estimate(missing) if missing else None
     present, is_pipeline = ActionPlan(plan.shape, plan.step_time_s), plan.layout.axes.pipeline > 1
-    # With one host left its world is formed anew, but that of a pipeline, whose hosts know each other's mailboxes.
-    in_place = len(hosts) - len(lost) + seated > 1 or is_pipeline
+    is_any_left = len(hosts) - len(lost) + seated > 0
     kept = sum(host.devices for host in hosts if host.name not in lost)
     replaced = sum(job.topology.host(name).devices for name in lost[:seated])
     return_s = job.prices.seconds[TimedChange.RETURN]
@@ -165,8 +167,8 @@ def _decide_loss(job: _Job, lost: Sequence[str], *, num_back: int = 0) -> Decide
         num_seated=job.count_hosts(replaced),
         num_lost=job.count_hosts(sum(job.topology.host(name).devices for name in lost)),
         awaited=(ExpectedReturn(return_s, job.count_hosts(num_back)),) if num_back else (),
-        is_in_place=in_place,
-        can_join_in_place=in_place,
+        new_world_because="" if is_any_left else _ALONE,
+        can_join_in_place=is_any_left,
         needs_restore=count_lost_bytes(plan, lost) > 0,
         stage_return_s=return_s if num_back else None,
     )
@@ -193,7 +195,7 @@ def _add_moves(prices: Prices, estimate: LossEstimate | None) -> Prices:
         return prices
     kept, seconds = estimate.kept, dict(prices.seconds)
     seconds[TimedChange.SHRINK] += kept.migration_s if kept is not None else 0.0
-    for change in (TimedChange.RESTORE, TimedChange.REFORM):
+    for change in (TimedChange.RESTORE, TimedChange.REFORM, TimedChange.REFORM_COLD):
         seconds[change] += estimate.best.transition_s
     return dataclasses.replace(prices, seconds=seconds)
 
@@ -207,13 +209,11 @@ def _decide_return(
         estimate = job.estimate(out)
     except PlanError:
         return ()
-    is_last = len(hosts) == 2 and job.plan.layout.axes.pipeline == 1
     # The axes that follow are not foreseen: a host with fewer devices than the topology gives it is like no other.
     admission = Admission(
         places=job.count_hosts(sum(host.devices + len(host.lost_devices) for host in hosts)),
         training=job.count_hosts(sum(host.devices for host in hosts if host.name != name)),
         joining=job.count_hosts(used),
-        can_join_in_place=not is_last,
         is_last_copy=len(hosts) == 2,
         has_stage=first.choice.action is RecoveryAction.KEEP_STAGES,
     )
@@ -229,7 +229,7 @@ def _decide_return(
 def _decide_restart(job: _Job, out: Sequence[str], used: int) -> DecidedChange:
     """Return the decision of a job of one host, whose worker starts again with the devices that are left."""
     estimate, ready = job.estimate(out), job.count_hosts(used)
-    loss = Loss(places=1, ready=ready, num_lost=0, is_in_place=False, needs_restore=True)
+    loss = Loss(places=1, ready=ready, num_lost=0, new_world_because=_ALONE, needs_restore=True)
     after = {RecoveryAction.RESTORE: ActionPlan.of(estimate.best)}
     choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
     return _make_decided("", choice, job, after, estimate, ())

@@ -73,7 +73,7 @@ class Agent:
         clock: Clock | None = None,
     ) -> None:
         self._settings = settings
-        self._log = _open_log(settings)
+        self._log = open_event_log(settings)
         self._context = AgentContext(
             settings=settings,
             store=store,
@@ -353,7 +353,8 @@ class Agent:
         self._log.close()
 
 
-def _open_log(settings: AgentSettings) -> EventLog:
+def open_event_log(settings: AgentSettings) -> EventLog:
+    """Return a log that appends to the host's events in the run folder; without one it is in memory only."""
     directory = settings.run_directory
     path = make_log_path(directory, settings.host, HostLog.EVENTS) if directory is not None else None
     return EventLog(path, settings.host)

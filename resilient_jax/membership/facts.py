@@ -165,6 +165,15 @@ def awaits_seat(generation: Generation, status: HostStatus) -> bool:
     return status.worker.report.seat != SeatId(generation.world, newcomer.seat)
 
 
+def is_cold(status: HostStatus) -> bool:
+    """Return whether a host's worker has loaded no programs: it has neither trained nor tried to take a seat.
+
+    One that could not take its seat would not be warmer in the next world: it has had its try.
+    """
+    worker = status.worker
+    return worker is not None and not worker.report.entered and worker.report.seat is None
+
+
 def is_on_its_way(status: HostStatus) -> bool:
     """Return whether a host's worker has started, or takes a seat, and has not asked to join yet."""
     if status.worker is None or not status.worker.is_alive or status.is_draining:

@@ -17,6 +17,7 @@ from resilient_jax.membership.facts import (
     find_newest_step,
     find_worker,
     have_all_finished_step,
+    is_cold,
     is_joiner,
 )
 from resilient_jax.membership.failure_forecast import (
@@ -82,8 +83,10 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         stalled_since_s = None if gives_up_axes(before) else now
         memory = dataclasses.replace(memory, stalled_since_s=stalled_since_s, gives_up_stages=gives_up)
     elif after.phase is GenerationPhase.FORM and _has_waited(before, memory, now):
-        memory = dataclasses.replace(memory, stalled_since_s=None)
+        # What follows a wait takes as long as without one.
+        memory = dataclasses.replace(memory, stalled_since_s=now)
     if after.phase is GenerationPhase.FORM and before.phase is not GenerationPhase.FORM:
+        memory = dataclasses.replace(memory, has_cold_members=_has_cold_members(state, after))
         history, memory = _note_losses(history, memory, find_left(state, after), after, now)
         history, memory = _note_members_back(history, memory, after, now)
         history = forget_returns(history, _list_missed(state, after, now))
@@ -122,8 +125,15 @@ def _is_planned(before: Generation, host: HostName) -> bool:
     return member is not None and (host, member.incarnation) in before.slowness.restarting
 
 
+def _has_cold_members(state: MembershipState, after: Generation) -> bool:
+    """Return whether hosts become members that have loaded no programs yet, for which the others wait."""
+    before = {(member.host, member.incarnation) for member in state.generation.members}
+    come = [m.host for m in after.members if (m.host, m.incarnation) not in before and m.host in state.hosts]
+    return any(is_cold(state.hosts[host]) for host in come)
+
+
 def _has_waited(before: Generation, memory: LeaderMemory, now: float) -> bool:
-    """Return whether hosts were waited for in this change: then it is no measure of its kind."""
+    """Return whether hosts were waited for in this change: then its time counts from the end of the wait."""
     decision = before.decision
     if decision is not None and decision.action is RecoveryAction.WAIT and decision.number == before.number:
         return True
@@ -229,6 +239,8 @@ def _find_timed_change(generation: Generation, memory: LeaderMemory) -> TimedCha
             return None
         if decision.has_new_axes and decision.action is RecoveryAction.SHRINK:
             return TimedChange.NEW_AXES
+    if generation.change is WorldChange.REFORM and memory.has_cold_members:
+        return TimedChange.REFORM_COLD
     return _TIMED[generation.change]
 
 

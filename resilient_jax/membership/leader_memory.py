@@ -16,6 +16,7 @@ class LeaderMemory:
         decided_s: when the recorded decision was taken, or this leader's term began.
         stalled_since_s: when the members stopped training, as long as they have not finished a step since.
         gives_up_stages: whether the members, who all stayed, then stopped so that a stage is kept no longer.
+        has_cold_members: whether members had loaded no programs when the generation formed.
         steady_since_s: when all members had finished their first step of this generation.
         steady_step: the newest step then.
         lost_since_s: when the hosts that have not come back yet were lost, and the cause.
@@ -28,6 +29,7 @@ class LeaderMemory:
     decided_s: float = 0.0
     stalled_since_s: float | None = None
     gives_up_stages: bool = False
+    has_cold_members: bool = False
     steady_since_s: float | None = None
     steady_step: int = 0
     lost_since_s: Mapping[HostName, tuple[float, LossCause]] = dataclasses.field(default_factory=dict)

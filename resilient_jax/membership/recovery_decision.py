@@ -17,6 +17,7 @@ from resilient_jax.membership.facts import (
     awaits_seat,
     has_service,
     has_taken_seat,
+    is_cold,
     is_draining,
     is_on_its_way,
     join_names,
@@ -38,8 +39,8 @@ from resilient_jax.membership.planned_axes import (
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.return_groups import ExpectedReturn
-from resilient_jax.membership.spare_hosts import count_places, list_staying
-from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, is_in_place
+from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
+from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
 from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
@@ -90,8 +91,6 @@ def decide_after_loss(
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
     # Not where all leave their world after the step: the model is cut anew at once.
     stage = find_stage_loss(kept, joiners) if has_service(state) else None
-    # In a new world that follows between two steps there are seats again.
-    has_seats = generation.next_seat < generation.num_seats if has_service(state) else config.spare_seats > 0
     in_place = is_in_place(state, kept, joiners, origin)
     planned = find_plan_change(kept, joiners)
     # With hosts that join now no other axes are an option; those that follow are recorded all the same.
@@ -108,10 +107,12 @@ def decide_after_loss(
         places=shares.sum_complete(names) + max(places - len(names), 0),
         ready=shares.sum_used(status.host for status in kept) + num_seated,
         num_seated=num_seated,
+        num_cold=shares.sum_used(status.host for status in joiners if is_cold(status)),
+        cold_join_because=explain_cold_join(state, kept, joiners, config),
         num_lost=_count_lost(generation, lost, shares),
         awaited=_list_returns(awaited, shares),
-        is_in_place=in_place,
-        can_join_in_place=has_seats and (in_place or has_service(state)),
+        new_world_because="" if in_place else explain_new_world(state, kept, joiners),
+        can_join_in_place=_has_seats(state, config, is_same_world=in_place and has_service(state)),
         needs_restore=not (origin.sources or origin.part_holders)
         and (origin.snapshot is not None or generation.progress > 0),
         stage=stage,
@@ -126,6 +127,14 @@ def decide_after_loss(
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
     decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
     return note_axes(generation, decision, *planned) if planned is not None else decision
+
+
+def _has_seats(state: MembershipState, config: MembershipConfig, *, is_same_world: bool) -> bool:
+    """Return whether hosts that come later will find seats: in a new world there are some again, also in one that
+    follows between two steps.
+    """
+    generation = state.generation
+    return generation.next_seat < generation.num_seats if is_same_world else config.spare_seats > 0
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
@@ -209,16 +218,16 @@ def decide_admission(
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
-    in_place = can_change_in_place(state, staying, joining)
+    new_world_because = explain_new_world(state, staying, joining)
     # In a new world no programs are ready, whichever axes it has.
-    planned = find_plan_change(staying, joining) if in_place else None
+    planned = find_plan_change(staying, joining) if not new_world_because else None
     shares, hosts = HostShares.of(state), {*(status.host for status in staying), *names}
     admission = Admission(
         places=shares.sum_complete([*hosts, *awaited]) + max(places - len(hosts) - len(awaited), 0),
         training=shares.sum_used(status.host for status in staying),
         joining=shares.sum_used(names),
         awaited=_list_returns(awaited, shares),
-        can_join_in_place=in_place,
+        new_world_because=new_world_because,
         is_last_copy=not generation.losses_left,
         has_stage=not set(names).isdisjoint(list_absent(generation)),
         before=before,

@@ -26,6 +26,7 @@ PRIOR_S: Final[Mapping[TimedChange, float]] = {
     TimedChange.NEW_AXES: 0.6,
     TimedChange.GROW: 0.6,
     TimedChange.REFORM: 3.0,
+    TimedChange.REFORM_COLD: 8.0,
     TimedChange.RESTORE: 3.0,
     TimedChange.RETURN: 5.0,
     TimedChange.REDIVIDE: 0.6,
@@ -42,9 +43,11 @@ class Loss:
         places: the hosts that the job has at most.
         ready: the hosts that can go on now.
         num_seated: those of them that were no members before.
+        num_cold: those of these that have loaded no programs, for which all would wait in a new world.
+        cold_join_because: why they cannot prepare in a seat of the new world and join then; empty if they can.
         num_lost: others that were lost at one moment, as they were before.
         awaited: the hosts that are expected back, the soonest first.
-        is_in_place: whether those that are ready can go on in their world.
+        new_world_because: why those that are ready cannot go on in their world; empty if they can.
         can_join_in_place: whether those that come later will have seats in it.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
         may_wait: whether it may be waited; the rules allow it once in a change.
@@ -58,9 +61,11 @@ class Loss:
     places: float
     ready: float
     num_seated: float = 0
+    num_cold: float = 0
+    cold_join_because: str = ""
     num_lost: float = 1
     awaited: tuple[ExpectedReturn, ...] = ()
-    is_in_place: bool = True
+    new_world_because: str = ""
     can_join_in_place: bool = True
     needs_restore: bool = False
     may_wait: bool = True
@@ -68,6 +73,11 @@ class Loss:
     plan: PlanChange | None = None
     has_new_axes: bool = False
     stage_return_s: float | None = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether those that are ready can go on in their world."""
+        return not self.new_world_because
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +89,7 @@ class Admission:
         training: the hosts that train.
         joining: the hosts that are ready to join.
         awaited: the other hosts that are expected back, the soonest first.
-        can_join_in_place: whether those that are ready have taken seats.
+        new_world_because: why those that are ready cannot join in place; empty if they can.
         is_last_copy: whether the next loss may be that of the state.
         has_stage: whether the stage of one that is ready was kept for it.
         before: what was chosen for the same hosts before; None: nothing.
@@ -91,12 +101,17 @@ class Admission:
     training: float
     joining: float
     awaited: tuple[ExpectedReturn, ...] = ()
-    can_join_in_place: bool = True
+    new_world_because: str = ""
     is_last_copy: bool = False
     has_stage: bool = False
     before: RecoveryAction | None = None
     plan: PlanChange | None = None
     has_new_axes: bool = False
+
+    @property
+    def can_join_in_place(self) -> bool:
+        """Whether those that are ready have taken seats of the world in which the others train."""
+        return not self.new_world_because
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +151,7 @@ CHANGE_OF: Final[Mapping[RecoveryAction, TimedChange]] = {
     RecoveryAction.KEEP_AXES: TimedChange.SHRINK,
     RecoveryAction.REPLACE: TimedChange.GROW,
     RecoveryAction.REFORM: TimedChange.REFORM,
+    RecoveryAction.REFORM_COLD: TimedChange.REFORM_COLD,
     RecoveryAction.RESTORE: TimedChange.RESTORE,
 }
 
@@ -145,14 +161,21 @@ def find_usual(loss: Loss) -> RecoveryAction:
     if loss.needs_restore:
         return RecoveryAction.RESTORE
     if not loss.is_in_place:
-        return RecoveryAction.REFORM
+        must_wait = loss.num_cold and loss.cold_join_because
+        return RecoveryAction.REFORM_COLD if must_wait else RecoveryAction.REFORM
     return RecoveryAction.REPLACE if loss.num_seated else RecoveryAction.SHRINK
 
 
 def price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not: str) -> RecoveryOption:
     """Return the option of an action after a loss that is no wait."""
-    # A shrink leaves out hosts that are ready in their seats.
-    ready = loss.ready - (loss.num_seated if action is RecoveryAction.SHRINK else 0)
+    ready, awaited = loss.ready, loss.awaited
+    if action is RecoveryAction.SHRINK:  # leaves out hosts that are ready in their seats
+        ready -= loss.num_seated
+    elif action is RecoveryAction.REFORM and loss.num_cold:
+        # Beside the training they need about as long as all would wait for them otherwise.
+        ready -= loss.num_cold
+        preparing = ExpectedReturn(prices.seconds[TimedChange.REFORM_COLD], loss.num_cold)
+        awaited = tuple(sorted((*awaited, preparing)))
     first = Phase(pause_s=prices.seconds[CHANGE_OF[action]], speed=ready / loss.places)
     if loss.stage is not None and action is RecoveryAction.SHRINK:
         first = price_cut(loss.stage, _find_present_speed(loss), prices.seconds)
@@ -161,7 +184,7 @@ def price_after_loss(action: RecoveryAction, loss: Loss, prices: Prices, why_not
     elif loss.plan is not None and action is RecoveryAction.SHRINK:
         first = Phase(pause_s=_find_axes_s(loss, prices), speed=_find_present_speed(loss) * loss.plan.best)
     join_s = find_join_s(loss, prices)
-    phases = list_phases(first, ready, group_returns(loss.awaited), join_s=join_s, places=loss.places)
+    phases = list_phases(first, ready, group_returns(awaited), join_s=join_s, places=loss.places)
     return make_option(action, phases, prices, why_not)
 
 
@@ -255,7 +278,10 @@ def price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> Rec
     last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0, 0)
     join_s = find_join_s(loss, prices)
     ready = min(loss.ready + last.hosts, loss.places)
-    pause_s = last.return_s + max(join_s, prices.seconds[CHANGE_OF[find_usual(loss)]])
+    usual = find_usual(loss)
+    # In a new world all wait for the programs of those that have come.
+    change = TimedChange.REFORM_COLD if usual is RecoveryAction.REFORM else CHANGE_OF[usual]
+    pause_s = last.return_s + max(join_s, prices.seconds[change])
     first = Phase(pause_s=pause_s, speed=ready / loss.places)
     later = groups[num_groups:]
     phases = list_phases(first, loss.ready, later, join_s=join_s, places=loss.places)
@@ -264,7 +290,7 @@ def price_wait(loss: Loss, prices: Prices, num_groups: int, why_not: str) -> Rec
 
 def find_join_s(change: Loss | Admission, prices: Prices) -> float:
     """Return the pause in which hosts join that are ready, in seconds."""
-    return prices.seconds[TimedChange.GROW if change.can_join_in_place else TimedChange.REFORM]
+    return prices.seconds[TimedChange.GROW if change.can_join_in_place else TimedChange.REFORM_COLD]
 
 
 def explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -> str:
@@ -272,12 +298,8 @@ def explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -
     if action is usual:
         return ""
     match action:
-        case RecoveryAction.WAIT if not loss.awaited:
-            return "no host is on its way back"
-        case RecoveryAction.WAIT if loss.is_in_place and loss.can_join_in_place:
-            return "a host that comes back joins in place"
         case RecoveryAction.WAIT:
-            return "" if loss.may_wait else "the rules wait no longer in this change"
+            return _explain_wait_refusal(loss)
         case RecoveryAction.KEEP_STAGES | RecoveryAction.KEEP_AXES:
             explain = (
                 _explain_stage_refusal if action is RecoveryAction.KEEP_STAGES else _explain_axes_refusal
@@ -285,15 +307,34 @@ def explain_refusal(action: RecoveryAction, usual: RecoveryAction, loss: Loss) -
             return explain(usual, loss)
         case RecoveryAction.RESTORE:
             return "the hosts have a newer state"
-        case RecoveryAction.REFORM if usual is not RecoveryAction.RESTORE:
-            return "the hosts can go on in place"
+        case RecoveryAction.REFORM | RecoveryAction.REFORM_COLD if usual is not RecoveryAction.RESTORE:
+            return _explain_reform_refusal(action, loss)
         case RecoveryAction.REPLACE if usual is RecoveryAction.SHRINK:
             return "no other host is ready in a seat"
         case RecoveryAction.SHRINK if usual is RecoveryAction.REPLACE:
             return "other hosts are ready in their seats"
         case _:
-            is_lost = usual is RecoveryAction.RESTORE
-            return "no host has the newest state" if is_lost else "the hosts cannot go on in place"
+            if usual is RecoveryAction.RESTORE:
+                return "no host has the newest state"
+            return f"the hosts cannot go on in place: {loss.new_world_because}"
+
+
+def _explain_wait_refusal(loss: Loss) -> str:
+    """Return why no host is waited for after a loss; empty if one may be."""
+    if not loss.awaited:
+        return "no host is on its way back"
+    if loss.is_in_place and loss.can_join_in_place:
+        return "a host that comes back joins in place"
+    return "" if loss.may_wait else "the rules wait no longer in this change"
+
+
+def _explain_reform_refusal(action: RecoveryAction, loss: Loss) -> str:
+    """Return why another new world than the usual one is not possible after a loss; empty if it is."""
+    if loss.is_in_place:
+        return "the hosts can go on in place"
+    if action is RecoveryAction.REFORM:
+        return f"the hosts that have no programs must join: {loss.cold_join_because}"
+    return "" if loss.num_cold else "all hosts that are ready have loaded programs"
 
 
 def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
@@ -301,14 +342,17 @@ def _explain_stage_refusal(usual: RecoveryAction, loss: Loss) -> str:
     if loss.stage is None:
         return "no stage of a pipeline is to be kept"
     if usual is not RecoveryAction.SHRINK:
-        return "the hosts do not go on as they are in their world"
+        why = f": {loss.new_world_because}" if loss.new_world_because else ""
+        return f"the hosts do not go on as they are in their world{why}"
     return "" if loss.stage.kept else "no other replica is complete"
 
 
 def _explain_axes_refusal(usual: RecoveryAction, loss: Loss) -> str:
     """Return why the axes that the job has cannot be kept after a loss; empty if they can."""
     if loss.plan is not None and usual is not RecoveryAction.SHRINK:
-        return "other hosts are ready, or these cannot go on in place"
+        if loss.new_world_because:
+            return f"the hosts cannot go on in place: {loss.new_world_because}"
+        return "other hosts are ready" if loss.num_seated else "no host has the newest state"
     return explain_new_axes(loss)
 
 

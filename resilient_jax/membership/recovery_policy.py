@@ -107,7 +107,9 @@ def choose_after_loss(loss: Loss, prices: Prices) -> Choice:
     # A stage that no host is awaited for is kept until its blocks are copied.
     if chosen is RecoveryAction.KEEP_AXES or (chosen is RecoveryAction.KEEP_STAGES and own is not None):
         wait_s = max(wait_s, find_break_even_s(loss, prices))
-    choice = make_choice(chosen, usual, (*options.values(), stop), prices, wait_s)
+    choice = make_choice(
+        chosen, usual, (*options.values(), stop), prices, wait_s, new_world_because=loss.new_world_because
+    )
     return dataclasses.replace(choice, num_awaited=waits_for.num_hosts if waits_for is not None else 0)
 
 
@@ -117,6 +119,7 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
     RecoveryAction.KEEP_AXES: "goes on in place with the axes that it has",
     RecoveryAction.REPLACE: "goes on in place with hosts in their seats",
     RecoveryAction.REFORM: "goes on in a new world",
+    RecoveryAction.REFORM_COLD: "goes on in a new world, for which hosts load their programs while all wait",
     RecoveryAction.RESTORE: "goes on from an older state",
     RecoveryAction.WAIT: "waits for hosts that come back",
     RecoveryAction.JOIN: "has the hosts that are ready join",
@@ -162,7 +165,14 @@ def choose_admission(admission: Admission, prices: Prices) -> Choice:
     wait_s = {RecoveryAction.GATHER: gathers_s, RecoveryAction.POSTPONE: RECONSIDER_S}.get(chosen, 0.0)
     if chosen is RecoveryAction.KEEP_AXES:
         wait_s = find_join_break_even_s(admission, prices)
-    choice = make_choice(chosen, usual, tuple(options.values()), prices, wait_s)
+    choice = make_choice(
+        chosen,
+        usual,
+        tuple(options.values()),
+        prices,
+        wait_s,
+        new_world_because=admission.new_world_because,
+    )
     gathers_for = last if chosen is RecoveryAction.GATHER else None
     return dataclasses.replace(choice, num_awaited=gathers_for.num_hosts if gathers_for is not None else 0)
 
@@ -188,6 +198,8 @@ def make_choice(
     options: tuple[RecoveryOption, ...],
     prices: Prices,
     wait_s: float,
+    *,
+    new_world_because: str = "",
 ) -> Choice:
     """Return the choice of an option, with the reason: what the next best one would lose or save.
 
@@ -197,6 +209,7 @@ def make_choice(
         options: all of them.
         prices: by which they were scored.
         wait_s: see `Choice`.
+        new_world_because: why these hosts cannot go on in their world; empty if they can.
     """
     ordered = sorted(
         options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)
@@ -205,6 +218,14 @@ def make_choice(
     course = _ACTION_TEXTS[chosen]
     if chosen is RecoveryAction.KEEP_STAGES and not wait_s:
         course = "keeps the lost stages until others have copies of their blocks"
+    if new_world_because and chosen is RecoveryAction.JOIN:
+        course += " in a new world"
+    if new_world_because and chosen in (
+        RecoveryAction.REFORM,
+        RecoveryAction.REFORM_COLD,
+        RecoveryAction.JOIN,
+    ):
+        course += f" ({new_world_because})"
     reason = f"the job {course}: {first.describe_speed()}"
     if chosen in WAITING_ACTIONS:
         reason = f"the job {course}, for {wait_s:.2g} s at most"

@@ -7,6 +7,7 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import (
     MembershipState,
     count_unreplaced,
+    find_seat,
     has_service,
     is_on_its_way,
     is_snapshot_settling,
@@ -115,8 +116,14 @@ def _count_expected(
 def _may_gain_copy(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], config: MembershipConfig
 ) -> bool:
-    """Return whether these hosts would continue with the last copy of the state, and another one may soon join."""
-    if not kept or joiners or not any(map(is_on_its_way, state.hosts.values())):
+    """Return whether these hosts would continue with the last copy of the state, and another one may soon join.
+
+    Where there are seats, one whose worker has just started takes a seat while they train: it is not waited for.
+    """
+    coming = [status for status in state.hosts.values() if is_on_its_way(status)]
+    if config.spare_seats and len(kept) >= config.min_hosts:
+        coming = [status for status in coming if find_seat(state.generation, status) is not None]
+    if not kept or joiners or not coming:
         return False
     if len(kept) >= count_places(state, kept, config.num_hosts):
         return False

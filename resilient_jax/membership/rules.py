@@ -11,9 +11,11 @@ The rules, from which the code below follows:
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
    left. A member that is not idle within the timeout is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
-   unplanned change is decided joins in the same change (but in 13). While others train a host is given a spare seat
-   of their world, and is ready once it has taken it: it joins in place. Without a seat, or if it cannot take it, by a
-   re-form. A member's standby is given a seat, too: when the member dies, it is the host's worker at once, and ready.
+   unplanned change is decided joins in the same change (but in 13). In a new world all would wait for the programs of
+   one that has loaded none: whether others go on without it, and it prepares in a seat, is weighed (11). While others
+   train a host is given a spare seat of their world, and is ready once it has taken it: it joins in place. Without a
+   seat, or if it cannot take it, by a re-form. A member's standby is given a seat, too: when the member dies, it is the
+   host's worker at once, and ready.
 6. The newest complete state wins: a member's, which the others fetch; or that which members have together, each a part,
    and take along into a new world; or a snapshot of which enough is left on the hosts, which all restore. If there is
    none in a job that had made progress, all begin with the newest checkpoint that a host sees on storage; without one
@@ -27,8 +29,8 @@ The rules, from which the code below follows:
 8. Where collectives cannot be aborted, an unplanned change has no survivors: the agents kill all workers that were
    in the world, and those that replace them resume from a snapshot. While there is none, workers with the state stay.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
-   waited for longer: a member that is late to stop, and a host whose worker is starting or takes a seat just now.
-   Nothing ends or leaves out a member that answers and is the last to have the state (`last_holders`).
+   waited for longer: a member that is late to stop, and a host whose worker takes a seat just now, or, if there are no
+   seats, is starting. Nothing ends or leaves out a member that answers and is the last to have the state (`last_holders`).
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
@@ -72,6 +74,7 @@ from resilient_jax.membership.facts import (
     find_worker,
     has_service,
     have_all_finished_step,
+    is_cold,
     is_idle,
     is_snapshot_needed,
     join_names,
@@ -466,7 +469,7 @@ def _form(
         return finish(state.generation, arrived)
     if arrived is Rendezvous.WAITING:
         return None
-    decision = state.generation.decision
+    decision, renews_world = state.generation.decision, False
     is_loss = state.generation.phase is GenerationPhase.QUIESCE and state.generation.world > 0
     if is_loss and not have_all_notice(state):  # else there is no time to wait for others
         decision = decide_after_loss(state, kept, joiners, origin, now, config)
@@ -474,11 +477,16 @@ def _form(
             return None
         if decision.action is RecoveryAction.WAIT:
             return msgspec.structs.replace(state.generation, decision=decision)
-    formed = form_next_generation(state, kept, joiners, origin, lost, config.spare_seats)
-    if isinstance(formed, StartCoordinationService):
-        return formed
+        renews_world = decision.action is RecoveryAction.REFORM
+        if renews_world:  # hosts without programs prepare in its seats
+            joiners = [status for status in joiners if not is_cold(status)]
     staying = [status for status in (*kept, *joiners) if not status.is_draining]
     places = count_places(state, staying, config.num_hosts)
+    # The world of a host alone has seats if others may come: they prepare in them while it trains.
+    spare_seats = config.spare_seats if max(places, len(state.hosts)) > 1 else 0
+    formed = form_next_generation(state, kept, joiners, origin, lost, spare_seats, renews_world=renews_world)
+    if isinstance(formed, StartCoordinationService):
+        return formed
     formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
     formed = note_stage_hosts(state, formed, decision, kept)
     axes = list_axes(state.generation, decision, kept, joiners)

@@ -102,7 +102,7 @@ def _list_phases(
     # Its worker ends, the others go on without it, and the next one joins them when it is ready.
     share = training.training / training.places
     return_s = prices.seconds[TimedChange.RETURN]
-    join_s = prices.seconds[TimedChange.GROW if training.can_return_in_place else TimedChange.REFORM]
+    join_s = prices.seconds[TimedChange.GROW if training.can_return_in_place else TimedChange.REFORM_COLD]
     meanwhile = Phase(
         pause_s=pause_s,
         speed=share * training.slowdown.without,
@@ -122,7 +122,7 @@ def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices
         case RecoveryAction.TAKE_OUT | RecoveryAction.FEWER_DEVICES:
             pause_s = seconds[TimedChange.SHRINK if training.can_shrink_in_place else TimedChange.REFORM]
         case _:
-            pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM]
+            pause_s = seconds[TimedChange.GROW if training.is_spare_in_place else TimedChange.REFORM_COLD]
     # The mean of a change in which a state was read counts what else it took, so that the sum is an upper bound.
     return pause_s + (seconds[TimedChange.RESTORE] if training.needs_restore else 0.0)
 

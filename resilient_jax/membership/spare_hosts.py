@@ -1,8 +1,8 @@
 """Which hosts are members where more are ready than there are places. Pure.
 
 A job has a place for each host that was not started as a spare. A place becomes free when its host is lost or leaves;
-whichever host is ready first takes it. No member gives up its place for another, so a host that comes back while a
-spare has its place is a spare itself.
+whichever host is ready first takes it, but one without a seat leaves it to one that prepares in a seat. No member gives
+up its place for another, so a host that comes back while a spare has its place is a spare itself.
 
 The place of a host that was taken out as a slow one is kept from hosts that were slow more often than it, as long as it
 is in quarantine: at planned changes, and if the loss of another host would not be that of the state.
@@ -21,7 +21,9 @@ from resilient_jax.membership.facts import (
     find_seat,
     has_service,
     has_taken_seat,
+    is_cold,
     is_draining,
+    is_on_its_way,
     list_joiners,
 )
 from resilient_jax.membership.world_formation import (
@@ -65,7 +67,8 @@ def admit_hosts(
     """Return the joiners for which there is a place beside the members that stay, and the others.
 
     If there are too many: those for which stages are kept, and those with the newest state if no member has it, then
-    those that have taken a seat, and of these spares last. None has the place that is kept from it.
+    those that have taken a seat, and of these spares last. None has the place that is kept from it, and none without a
+    seat that of a host which prepares in one while others train: it would cost a re-form that the other saves.
     """
     free = max(0, count_places(state, [*kept, *joiners], num_hosts) - len(kept))
     is_state_kept = any(_find_held_step(status) >= 0 for status in kept)
@@ -76,11 +79,13 @@ def admit_hosts(
         step = 0 if is_state_kept else _find_held_step(status)
         return has_no_stage, -step, is_unseated, status.is_spare
 
-    if len(joiners) <= free and not state.quarantined:
+    preparing = _count_preparing(state)
+    if len(joiners) <= free - preparing and not state.quarantined:
         return joiners, []
     admitted: set[HostName] = set()
     for status in sorted(joiners, key=rank):
-        if len(admitted) < free - _count_kept_places(state, status.host):
+        is_later = find_seat(state.generation, status) is None
+        if len(admitted) < free - _count_kept_places(state, status.host) - preparing * is_later:
             admitted.add(status.host)
     return (
         [status for status in joiners if status.host in admitted],
@@ -96,6 +101,22 @@ def _count_kept_places(state: MembershipState, host: HostName) -> int:
     count = slowness.count_taken_out
     # The count of a host that is out includes this time.
     return sum(count(host) > count(out) - 1 for out in slowness.out if out in state.quarantined)
+
+
+def _count_preparing(state: MembershipState) -> int:
+    """Return how many hosts load their programs in seats, while others train, for places that are free."""
+    generation = state.generation
+    if generation.phase is not GenerationPhase.ACTIVE:
+        return 0
+    hosts = (state.hosts[m.host] for m in generation.newcomers if m.host in state.hosts)
+    return sum(
+        is_on_its_way(status)
+        and find_seat(generation, status) is not None
+        and status.host not in generation.spares
+        and status.host not in state.quarantined
+        and generation.find_member(status.host) is None
+        for status in hosts
+    )
 
 
 def _find_held_step(status: HostStatus) -> int:
@@ -139,7 +160,7 @@ def choose_joiners(
     """
     generation = state.generation
     if not has_service(state) and config.spare_seats and len(kept) >= max(config.min_hosts, 1):
-        leaves_world = generation.phase is GenerationPhase.BOUNDARY and len(kept) > 1
+        leaves_world = generation.phase is GenerationPhase.BOUNDARY
         if leaves_world or can_go_on_by_mail(state, kept, [], find_state_origin(state, kept, [])):
             return []
     admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
@@ -155,3 +176,23 @@ def choose_joiners(
     ):
         return seated
     return admitted
+
+
+def explain_cold_join(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], config: MembershipConfig
+) -> str:
+    """Return why hosts that have loaded no programs join in a new world all the same; empty if others go on without.
+
+    Args:
+        state: of the machine.
+        kept: members that stay.
+        joiners: hosts that join.
+        config: of the machine.
+    """
+    warm = [status for status in joiners if not is_cold(status)]
+    if not config.spare_seats:
+        return "a new world has no spare seats"
+    if not kept or len(kept) + len(warm) < config.min_hosts:
+        return "the others are too few without them"
+    with_all = find_state_origin(state, kept, joiners)
+    return "" if find_state_origin(state, kept, warm) == with_all else "they bring a state"

@@ -268,7 +268,7 @@ class MembershipTally:
         expected = config.num_hosts - count_missing_places(self._state)
         if config.replaces_workers and generation.progress > 0:
             expected = min(config.num_hosts, len(hosts) - sum(host in hosts for host in quarantined))
-        can_go_on_in_place = counts[Fact.SEATED_JOINER] > 1 and not counts[Fact.UNREPLACED]
+        can_go_on_in_place = counts[Fact.SEATED_JOINER] > 0 and not counts[Fact.UNREPLACED]
         return counts[Fact.JOINER] >= expected or (config.replaces_workers and can_go_on_in_place)
 
     def _exists_state(self) -> bool:

@@ -15,6 +15,7 @@ from resilient_jax.membership.facts import (
     has_service,
     has_taken_seat,
     is_newcomer_alive,
+    join_names,
     list_services,
     list_unseated_standbys,
 )
@@ -108,8 +109,7 @@ def _reform(
     # A generation's number is never used twice, so neither is a world's id: a late process cannot enter a later world.
     world = WorldId(generation.number)
     members = _assign_seats(generation, kept, joiners)
-    # A host alone has a world without a network between its devices, and so without others.
-    num_seats = len(members) + spare_seats if len(members) > 1 else 1
+    num_seats = len(members) + spare_seats
     address = _find_address(state, world, len(members))
     if address is None:
         return StartCoordinationService(world, len(members), num_seats)
@@ -159,6 +159,8 @@ def form_next_generation(
     origin: StateOrigin,
     state_loss: StateLoss | None,
     spare_seats: int,
+    *,
+    renews_world: bool = False,
 ) -> Generation | StartCoordinationService:
     """Build the next generation.
 
@@ -168,19 +170,21 @@ def form_next_generation(
         joiners: hosts that join.
         origin: of the state.
         state_loss: of the job's state, if it was just found out.
-        spare_seats: of a new world.
+        spare_seats: of a new world; 0 for a host that no other can join, whose devices then need no network
+            between them.
+        renews_world: whether they form a new world also if they could go on in place, so that others find seats in it.
 
     Returns:
         The generation, or the service that must run before it.
     """
     generation = state.generation
-    if is_in_place(state, kept, joiners, origin):
+    if is_in_place(state, kept, joiners, origin) and not renews_world:
         change = WorldChange.GROW if joiners else WorldChange.SHRINK
         built = msgspec.structs.replace(
             generation,
             change=change,
             members=keep_seats(generation, kept, joiners),
-            service_address=generation.service_address if _can_form_cliques(state, kept) else "",
+            service_address="" if _explain_no_cliques(state, kept) else generation.service_address,
         )
         built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
     else:
@@ -267,16 +271,21 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
 
 
 def can_change_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
-    """Return whether all are in the world already, and new cliques can be formed in it.
+    """Return whether all are in the world already, and new cliques can be formed in it."""
+    return not explain_new_world(state, kept, joiners)
 
-    After a failure that no death explains, a new world is more likely to work; and a host alone resumes in a world of
-    its own, where its devices need no network between them. Standbys in their seats need no member that is kept: with
-    none, no clique of the failed one is left, and one failure is allowed, which may come to light before its death.
+
+def explain_new_world(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> str:
+    """Return why these hosts cannot go on in the present world; empty if they can, be it one host alone.
+
+    After a failure that no death explains, a new world is more likely to work. Standbys in their seats need no member
+    that is kept: with none, no clique of the failed one is left, and one failure is allowed, which may come to light
+    before its death.
     """
-    is_explained = state.generation.attempts <= (0 if kept else 1)
-    is_any_other = len(kept) + len(joiners) > 1
-    can_form = _can_form_cliques(state, kept) and _are_in_world(state, kept, joiners)
-    return is_explained and is_any_other and can_form
+    generation = state.generation
+    if generation.attempts > (0 if kept else 1):
+        return "the last attempt failed although no host died"
+    return _explain_no_cliques(state, kept) or _explain_absence(generation, kept, joiners)
 
 
 def can_go_on_by_mail(
@@ -296,7 +305,7 @@ def can_go_on_by_mail(
         and not has_failed
         and bool(kept)
         and not joiners
-        and _are_in_world(state, kept, joiners)
+        and not _explain_absence(generation, kept, joiners)
     )
 
 
@@ -307,19 +316,35 @@ def is_in_place(
     return can_change_in_place(state, kept, joiners) or can_go_on_by_mail(state, kept, joiners, origin)
 
 
-def _can_form_cliques(state: MembershipState, kept: list[HostStatus]) -> bool:
-    """Return whether the service of the world runs, and no member has taken it for dead."""
+def _explain_no_cliques(state: MembershipState, kept: list[HostStatus]) -> str:
+    """Return why members of the world cannot form new cliques; empty if its service runs, and none took it for dead."""
     world = state.generation.world
-    return has_service(state) and not any(
-        status.worker is not None and status.worker.report.detached_from == world for status in kept
-    )
+    detached = [
+        status.host
+        for status in kept
+        if status.worker is not None and status.worker.report.detached_from == world
+    ]
+    if world == 0:
+        return "there is no world yet"
+    if not has_service(state):
+        return "the coordination service of their world has ended"
+    return f"{join_names(detached)} took the coordination service for dead" if detached else ""
 
 
-def _are_in_world(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
-    generation = state.generation
-    connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
-    has_seats = all(has_taken_seat(generation, status) for status in joiners)
-    return connected and has_seats and generation.world > 0
+def _explain_absence(generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]) -> str:
+    """Return who of these hosts is not in the world, and why; empty if all are, and there is one at least."""
+    left = [s.host for s in kept if s.worker is None or s.worker.report.world != generation.world]
+    if left:
+        return f"{join_names(left)} had to leave the world"
+    outside = [status.host for status in joiners if not has_taken_seat(generation, status)]
+    if not outside:
+        return "" if kept or joiners else "no host of their world is ready"
+    without = "has no seat" if len(outside) == 1 else "have no seats"
+    if generation.num_seats == 1:
+        why = ", which was formed for one host"
+    else:
+        why = ", which has none left" if generation.next_seat >= generation.num_seats else ""
+    return f"{join_names(outside)} {without} in their world{why}"
 
 
 def _find_address(state: MembershipState, world: WorldId, nodes: int) -> str | None:

@@ -85,10 +85,18 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[JournalRecord])
 
 
 class StoreJournal:
-    """The file, locked for as long as it is open: one process at a time reads and writes it."""
+    """The file, locked for as long as it is open: one process at a time reads and writes it.
+
+    Attributes:
+        path: of the file.
+        on_trouble: called with why the file cannot be written, at the first write that fails, and with an empty text
+            at the first one that does not fail any more.
+    """
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path = path
+        self.on_trouble: Callable[[str], None] = _ignore_trouble
+        self._has_trouble = False
         self._descriptor = descriptor
         self._size = size
         """Of the frames that are complete; what a torn write has left behind them is cut off by the next one."""
@@ -188,9 +196,16 @@ class StoreJournal:
                 await asyncio.to_thread(self._write, records)
         except OSError as error:
             self._pending = records + self._pending
+            self._note_trouble(error.strerror or str(error))
             return error
         self._durable = appended
+        self._note_trouble("")
         return None
+
+    def _note_trouble(self, why: str) -> None:
+        if bool(why) != self._has_trouble:
+            self._has_trouble = bool(why)
+            self.on_trouble(why)
 
     def _write(self, records: list[JournalRecord]) -> None:
         frame = _encode_frame(records)
@@ -216,6 +231,10 @@ class StoreJournal:
             raise
         os.close(self._descriptor)
         self._descriptor, self._size, self._image_bytes = descriptor, len(content), len(content)
+
+
+def _ignore_trouble(why: str) -> None:
+    """Tell nobody: the caller of `sync` has the error."""
 
 
 def _read_frames(content: bytes, path: Path) -> tuple[list[JournalRecord], int]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -65,9 +65,21 @@ class MemoryStore(TransactionStore):
 
     @classmethod
     def from_journal(
-        cls, path: Path, clock: Clock | None = None, *, keep_revisions: int = KEEP_REVISIONS
+        cls,
+        path: Path,
+        clock: Clock | None = None,
+        *,
+        keep_revisions: int = KEEP_REVISIONS,
+        on_trouble: Callable[[str], None] = lambda why: None,
     ) -> Self:
         """Return the store that a journal is of, or a new one whose journal this will be.
+
+        Args:
+            path: of the journal.
+            clock: measures leases.
+            keep_revisions: how many changes a watch may resume from.
+            on_trouble: called with why the journal cannot be written, once; with an empty text when it is again. Until
+                then nothing changes in the store, and leases go on.
 
         Raises:
             LogUnwritable: the file cannot be created or written.
@@ -75,6 +87,7 @@ class MemoryStore(TransactionStore):
         """
         store = cls(clock, keep_revisions=keep_revisions)
         store._journal, records = StoreJournal.open(path)
+        store._journal.on_trouble = on_trouble
         for record in records:
             if isinstance(record, StoreImage):
                 store.store_id = record.store_id

@@ -159,7 +159,10 @@ def test_random_failures_leave_the_weights_unchanged(tmp_path: Path, pytestconfi
         tiny.finish(more_steps=10)
 
 
-def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -> None:
+def test_of_two_hosts_the_one_that_is_left_goes_on_in_place_and_the_other_joins_rehearsed(
+    tmp_path: Path,
+) -> None:
+    """Each host has several replicas, so the one that is left needs connections between its own devices."""
     with TinyJob(tmp_path, 2, words=["per_host=2"]) as tiny:
         report = tiny.wait_training(2)
         assert report.generation is not None
@@ -167,7 +170,13 @@ def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -
         tiny.hold(FailPoint.BEFORE_REDUCE, [victim])
         tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
         tiny.job.release()
-        tiny.wait_training(2, after_generation=report.generation.number)
+        after = tiny.wait_training(2, after_generation=report.generation.number)
+        assert after.generation is not None
+        changes = list_changes(tiny)
+        assert set(changes) == {"shrink", "grow"}, changes
+        assert after.generation.world == report.generation.world
+        rehearsed = [e for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED]
+        assert [(e.host, e.detail["problem"]) for e in rehearsed] == [(victim, "")]
         tiny.finish()
 
 

@@ -32,6 +32,7 @@ from resilient_jax.protocol.recovery_records import (
 from resilient_jax.protocol.state_records import StageLoss
 
 PLACES: Final = (2, 4, 8, 64, 512, 4096)
+NO_SERVICE: Final = "the coordination service of their world has ended"
 RATE_SPREAD: Final = 1.2
 """Standard deviation of the logarithm: published clusters differ by a factor of ten and more."""
 SCALE_SPREAD: Final = 1.0
@@ -115,7 +116,7 @@ class _Course:
 def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome: Outcome) -> float:
     """Return the work after a loss, if `usual` is how the hosts go on and `action` is that or another."""
     course, places = _Course(outcome.failed_s), loss.places
-    join_s = outcome.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
+    join_s = outcome.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM_COLD]
     change_s, speed = outcome.seconds[_TIMED[usual]], loss.ready / places
     waited = list(outcome.returns[: outcome.num_awaited])
     left = sorted(outcome.returns[outcome.num_awaited :])
@@ -128,6 +129,8 @@ def play_loss(action: RecoveryAction, usual: RecoveryAction, loss: Loss, outcome
     hosts = loss.ready + sum(one.share for one in waited)
     if action is RecoveryAction.WAIT:
         speed = hosts / places
+        if usual is RecoveryAction.REFORM and waited:  # all wait for the programs of those that have come
+            change_s = outcome.seconds[TimedChange.REFORM_COLD]
     elif outcome.stage is not None:
         return _play_lost_stage(action, loss, outcome, outcome.stage)
     course.spend(change_s)
@@ -155,7 +158,7 @@ def _play_lost_stage(action: RecoveryAction, loss: Loss, outcome: Outcome, stage
 def play_admission(action: RecoveryAction, admission: Admission, outcome: Outcome) -> float:
     """Return the work after a choice about hosts that are ready to join; one of them may be lost again."""
     course, places = _Course(outcome.failed_s), admission.places
-    join_s = outcome.seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM]
+    join_s = outcome.seconds[TimedChange.GROW if admission.can_join_in_place else TimedChange.REFORM_COLD]
     few = admission.training / places
     if action is RecoveryAction.POSTPONE:
         course.spend(math.inf, few)
@@ -263,7 +266,7 @@ def _play_loss(chance: random.Random) -> _Played:
         ready=places - lost,
         num_lost=lost,
         awaited=tuple(expected for expected, _ in awaited),
-        is_in_place=stage is not None or chance.random() < 0.5,
+        new_world_because="" if stage is not None or chance.random() < 0.5 else NO_SERVICE,
         can_join_in_place=stage is not None or chance.random() < 0.5,
         stage=stage,
         stage_return_s=awaited[0][0].return_s if awaited and stage is not None and lost == 1 else None,
@@ -296,7 +299,7 @@ def _play_admission(chance: random.Random) -> _Played:
         training=places - away,
         joining=joining,
         awaited=tuple(expected for expected, _ in awaited),
-        can_join_in_place=chance.random() < 0.5,
+        new_world_because="" if chance.random() < 0.5 else NO_SERVICE,
     )
     names = {_name(number) for number in range(joining)}
     hosts = {*names, *(_name(number) for number in range(away, places))}

@@ -65,6 +65,7 @@ OUTCOME = Outcome(
         TimedChange.KEEP_STAGES: 1.0,
         TimedChange.GROW: 2.0,
         TimedChange.REFORM: 10.0,
+        TimedChange.REFORM_COLD: 10.0,
         TimedChange.REDIVIDE: 2.0,
     },
     returns=(ExpectedReturn(20.0),),

@@ -66,10 +66,10 @@ def test_a_spare_takes_the_place_of_one_host():
     assert two.find_speed(two.choice.options[0]) == alone.find_speed(alone.choice.options[0])
 
 
-def test_the_last_host_forms_a_new_world_but_not_that_of_a_pipeline():
+def test_the_last_host_goes_on_in_place():
     topology = cluster([1.0] * 2, devices=2)
     (change,) = _decide(topology, _plan(topology, {Axis.REPLICA: 2}))["a host"].changes
-    assert change.choice.action is RecoveryAction.REFORM
+    assert change.choice.action is RecoveryAction.SHRINK
     first, second = _decide(topology, _plan(topology, {Axis.REPLICA: 2}))["a device"].changes
     assert {option.action for option in first.choice.options if not option.why_not} == set(first.after)
     postponed = {option.action: option.why_not for option in second.choice.options}[RecoveryAction.POSTPONE]

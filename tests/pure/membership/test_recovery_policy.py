@@ -59,6 +59,9 @@ SHARES = st.sampled_from((0.25, 0.5, 1.0))
 """Of a host's devices."""
 
 
+WHY = "the coordination service of their world has ended"
+
+
 def draw_returns(draw, most: int) -> tuple[ExpectedReturn, ...]:
     """Draw the hosts that are awaited, the soonest first."""
     returns = st.builds(ExpectedReturn, TIMES, SHARES)
@@ -74,7 +77,7 @@ def draw_loss(draw) -> Loss:
         ready=ready,
         num_seated=draw(st.integers(0, ready - 1)),
         awaited=draw_returns(draw, places - ready),
-        is_in_place=draw(st.booleans()),
+        new_world_because=draw(st.sampled_from(("", WHY))),
         can_join_in_place=draw(st.booleans()),
         needs_restore=draw(st.booleans()),
         may_wait=draw(st.booleans()),
@@ -102,7 +105,7 @@ def draw_admission(draw) -> Admission:
         training=training,
         joining=joining,
         awaited=draw_returns(draw, places - training - joining),
-        can_join_in_place=draw(st.booleans()),
+        new_world_because=draw(st.sampled_from(("", WHY))),
         is_last_copy=draw(st.booleans()),
         before=draw(st.sampled_from((None, RecoveryAction.POSTPONE))),
         plan=draw(st.none() | PLANS),
@@ -211,18 +214,23 @@ def test_a_returned_host_joins_a_small_job_at_once():
 
 
 def test_of_thousands_of_hosts_one_that_returns_waits_for_more_or_the_next_change():
-    admission = Admission(places=4096, training=4090, joining=1, can_join_in_place=False)
+    admission = Admission(places=4096, training=4090, joining=1, new_world_because=WHY)
     history = lose(JobHistory(observed_s=HOUR_S), "d")
     prices = price_job(history, name_hosts(4096, "d"), names("d"))
     choice = choose_admission(admission, prices)
     assert (choice.action, choice.wait_s) == (RecoveryAction.POSTPONE, 60.0)
-    assert choose_admission(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.JOIN
+    # All of the job would wait 8 s for their programs.
+    assert (
+        choose_admission(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.POSTPONE
+    )
+    several = dataclasses.replace(admission, training=4080, joining=16)
+    assert choose_admission(several, prices).action is RecoveryAction.JOIN
 
 
 def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
     """A host of 512 that dies ten seconds after each join; an hour as the leader would decide it."""
     history, joins, now_s = JobHistory(), [], 0.0
-    admission = Admission(places=512, training=511, joining=1, can_join_in_place=False)
+    admission = Admission(places=512, training=511, joining=1, new_world_because=WHY)
     before: RecoveryAction | None = None
     while now_s < HOUR_S:
         history = msgspec.structs.replace(history, observed_s=now_s)
@@ -240,9 +248,9 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
 
 def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
     admission = Admission(
-        places=8, training=6, joining=1, awaited=(ExpectedReturn(6.0),), can_join_in_place=False
+        places=8, training=6, joining=1, awaited=(ExpectedReturn(6.0),), new_world_because=WHY
     )
-    history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
+    history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM_COLD, 20.0)
     choice = choose_admission(admission, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.GATHER, 9.0)
     slow = dataclasses.replace(admission, awaited=(ExpectedReturn(100.0),))
@@ -250,11 +258,15 @@ def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
 
 
 def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
-    loss = Loss(places=8, ready=7, awaited=(ExpectedReturn(6.0),), is_in_place=False, can_join_in_place=False)
-    history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM, 20.0)
+    loss = Loss(
+        places=8, ready=7, awaited=(ExpectedReturn(6.0),), new_world_because=WHY, can_join_in_place=False
+    )
+    history = JobHistory(observed_s=HOUR_S)
+    for change in (TimedChange.REFORM, TimedChange.REFORM_COLD):
+        history = add_time(history, change, 20.0)
     choice = choose_after_loss(loss, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.WAIT, 9.0)
-    in_place = dataclasses.replace(loss, is_in_place=True, can_join_in_place=True)
+    in_place = dataclasses.replace(loss, new_world_because="", can_join_in_place=True)
     assert choose_after_loss(in_place, price_job(history, name_hosts(8))).action is RecoveryAction.SHRINK
 
 
@@ -287,11 +299,11 @@ def test_after_hours_a_job_is_judged_by_its_own_failures():
 def play_wait(loss: Loss, prices: Prices, num_awaited: int) -> float:
     """Return the work until the next failure if the first hosts are waited for: moment by moment, no phases."""
     usual = max(prices.seconds[TimedChange.REFORM], 0.0)
-    join_s = prices.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM]
+    join_s = prices.seconds[TimedChange.GROW if loss.can_join_in_place else TimedChange.REFORM_COLD]
     moments = 20_000
     step_s = prices.next_failure_s / moments
     waits_s = loss.awaited[num_awaited - 1].return_s if num_awaited else 0.0
-    busy_until_s = waits_s + (max(join_s, usual) if num_awaited else usual)
+    busy_until_s = waits_s + (max(join_s, prices.seconds[TimedChange.REFORM_COLD]) if num_awaited else usual)
     hosts = loss.ready + sum(one.share for one in loss.awaited[:num_awaited])
     work, left = 0.0, list(loss.awaited[num_awaited:])
     for moment in range(moments):
@@ -322,10 +334,10 @@ def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, refor
         places=places,
         ready=places - len(returns),
         awaited=tuple(sorted(returns)),
-        is_in_place=False,
+        new_world_because=WHY,
         can_join_in_place=False,
     )
-    seconds = {**PRIOR_S, TimedChange.REFORM: reform_s}
+    seconds = {**PRIOR_S, TimedChange.REFORM: reform_s, TimedChange.REFORM_COLD: 1.5 * reform_s}
     prices = Prices(seconds=seconds, next_failure_s=horizon_s)
     choice = choose_after_loss(loss, prices)
     works = [play_wait(loss, prices, number) for number in range(len(returns) + 1)]
@@ -338,7 +350,7 @@ def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, refor
 
 
 def test_a_flapping_host_is_admitted_later_than_a_sound_one_and_again_once_it_has_been_quiet():
-    admission = Admission(places=2048, training=2047, joining=1, can_join_in_place=False)
+    admission = Admission(places=2048, training=2047, joining=1, new_world_because=WHY)
     history = JobHistory(observed_s=200 * HOUR_S)
     hosts = name_hosts(2048, "flapping", "sound")
     history = lose(history, "sound")

@@ -222,7 +222,8 @@ def test_what_the_disk_does_not_take_is_told_to_nobody_and_written_later(tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def main():
-        async with MemoryStore.from_journal(path) as store:
+        told = []
+        async with MemoryStore.from_journal(path, on_trouble=told.append) as store:
             revision = await store.put("a", b"1")
             watch = store.watch("", Revision(revision + 1))
             seen = asyncio.ensure_future(anext(watch))
@@ -232,12 +233,16 @@ def test_what_the_disk_does_not_take_is_told_to_nobody_and_written_later(tmp_pat
                     PeerUnreachable, match=r"cannot write its journal .*: File too large; free space"
                 ):
                     await store.put("a", b"2")
+                with pytest.raises(PeerUnreachable):
+                    await store.put("a", b"2")
                 assert store.revision == revision
+                assert told == ["File too large"], "once"
                 assert not seen.done()
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             await store.put("b", b"3")
-            assert [event.mod_revision for event in await seen] == [revision + 1, revision + 2]
+            assert told == ["File too large", ""]
+            assert [event.mod_revision for event in await seen] == [revision + 1, revision + 2, revision + 3]
             await watch.aclose()
             content = await read_all(store)
         async with MemoryStore.from_journal(path) as store:
