@@ -39,6 +39,7 @@ from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.facts import owes_answer
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.records import (
+    CoordinationServiceStatus,
     Generation,
     GenerationPhase,
     HostStatus,
@@ -83,14 +84,10 @@ class Agent:
             fork_server=None if settings.fork_server is None else connect_fork_server(settings.fork_server),
         )
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
-        self._server = Server(
-            f"{settings.address}:0", credentials=settings.credentials, on_event=self._log.record_detail
-        )
-        serve_agent(self._server, self._context, self._make_status)
+        self._server = _make_server(self._context, self._make_status, lambda: self._services.running)
         self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
         self._is_out_of_time = False
         self._services = CoordinationServices(lambda: self._server.address, self._log, self._mark_changed)
-        serve_services(self._server, lambda: self._services.running)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
         )
@@ -351,6 +348,19 @@ class Agent:
         await self._combiner.close()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()
+
+
+def _make_server(
+    context: AgentContext,
+    make_status: Callable[[], HostStatus],
+    list_services: Callable[[], tuple[CoordinationServiceStatus, ...]],
+) -> Server:
+    """Return the server for all that others ask this agent; it does not listen yet."""
+    settings, log = context.settings, context.log
+    server = Server(f"{settings.address}:0", credentials=settings.credentials, on_event=log.record_detail)
+    serve_agent(server, context, make_status)
+    serve_services(server, list_services)
+    return server
 
 
 def open_event_log(settings: AgentSettings) -> EventLog:

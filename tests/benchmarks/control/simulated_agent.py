@@ -236,7 +236,7 @@ class _StubServices(CoordinationServices):
     """Coordination services that run as soon as they are asked for."""
 
     def __init__(self, context: AgentContext, on_start: Callable[[StartCoordinationService], None]) -> None:
-        super().__init__(context.settings.address, context.log, lambda: None)
+        super().__init__(lambda: context.settings.address, context.log, lambda: None)
         self._on_start = on_start
         self._started: set[tuple[WorldId, int]] = set()
 
