@@ -114,6 +114,15 @@ def test_what_surrounds_a_job_ends_nothing_that_it_does_not_hit(tmp_path: Path) 
     assert (figures["incidents"] + figures["skipped"], figures["violations"]) == (16, 0), told
 
 
+@pytest.mark.full
+def test_two_hosts_that_cannot_reach_each_other_end_nothing(tmp_path: Path) -> None:
+    if (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
+    code, figures, told = run_chaos("--campaign", "cut_pair", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (1, 0, 0), told
+
+
 def write_manifest(path: Path, *incidents: str) -> Path:
     path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
     return path
