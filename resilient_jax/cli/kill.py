@@ -101,6 +101,11 @@ def parse_target(words: Sequence[str], *, has_folder: bool) -> KillTarget:
     rest = list(words[1:] if has_folder else words)
     if not 1 <= len(rest) <= 2:
         raise CallerError(f"found {' '.join(words)!r}, expected {expected}, with PART one of {PARTS}")
+    if has_folder and words[0] in set(JobComponent) and rest[0] not in set(JobComponent):
+        raise CallerError(
+            f"found {' '.join(words)!r}, expected {expected}: RUN_DIR is missing, the run folder of the job, which "
+            "`launch` prints first"
+        )
     if rest[0] not in set(JobComponent):
         raise CallerError(f"PART: found {rest[0]!r}, expected one of {PARTS} in {expected}")
     return KillTarget(

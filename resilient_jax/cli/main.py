@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Iterable
+from typing import Annotated
 
 import typer
 
@@ -64,8 +66,9 @@ def build_app(names: Iterable[str]) -> typer.Typer:
         rich_markup_mode="markdown",
         add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
-    app.callback()(lambda: None)  # without a callback, typer drops the name of a single command
+    app.callback()(_take_options)  # without a callback, typer drops the name of a single command
     for name in names:
         spec = COMMANDS[name]
         command = getattr(importlib.import_module(spec.module), name)
@@ -75,6 +78,27 @@ def build_app(names: Iterable[str]) -> typer.Typer:
             settings = SCRIPT_FOLLOWS if name in ("launch", "agent") else None
             app.command(name, rich_help_panel=spec.task, context_settings=settings)(command)
     return app
+
+
+def _print_versions(is_asked: bool) -> None:
+    if is_asked:
+        names = ("resilient_jax", "jax", "jaxlib")
+        typer.echo(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
+        raise typer.Exit
+
+
+def _take_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the versions of this package and of JAX, and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Take the options that come before a command: each does all by itself."""
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from resilient_jax.cluster.job_view import JobView
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.records import Generation, GenerationPhase
 from resilient_jax.telemetry.metric_text import format_metrics
 from resilient_jax.telemetry.screen_output import print_bytes
 
@@ -55,6 +55,12 @@ def _show(text: str) -> None:
     print_bytes(text.encode(errors="replace"))
 
 
+def describe_members(generation: Generation) -> str:
+    """Return how many hosts train, such as "3 hosts live"."""
+    count = len(generation.members)
+    return f"{count} host{'' if count == 1 else 's'} live"
+
+
 def describe_progress(view: JobView) -> str:
     """Return the progress line of a job."""
     generation = view.generation
@@ -62,7 +68,7 @@ def describe_progress(view: JobView) -> str:
         return "waiting for hosts"
     words = [f"step {view.step}"]
     words += format_metrics(view.metrics)
-    words += [f"generation {generation.number}", f"{len(generation.members)} hosts live"]
+    words += [f"generation {generation.number}", describe_members(generation)]
     if generation.phase not in (GenerationPhase.ACTIVE, GenerationPhase.FINISHED):
         words.append(f"{generation.phase} ({generation.reason})")
     return " | ".join(words)

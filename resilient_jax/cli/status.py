@@ -22,6 +22,7 @@ from resilient_jax.cli.job_contact import (
 )
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
+from resilient_jax.cli.progress import describe_members
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.membership.redundancy import Redundancy
@@ -129,7 +130,7 @@ def print_report(console: Console, report: JobReport) -> None:
     else:
         console.print(
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
-            f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
+            f"world {generation.world}, {describe_members(generation)}, leader {report.leader}"
         )
     if generation is not None and generation.decision is not None:
         console.print(escape(describe_decision(generation.decision)))

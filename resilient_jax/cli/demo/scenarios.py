@@ -12,6 +12,7 @@ from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.observed_job import JobEnded
 from resilient_jax.chaos.recovery import AHEAD_STEPS, hold_collective, wait_stall, wait_training
 from resilient_jax.chaos.targets import newest_step
+from resilient_jax.cli.progress import describe_members
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
@@ -71,7 +72,7 @@ class ProgressPrinter:
         loss = f", loss {newest.metrics['loss']:.4f}" if "loss" in newest.metrics else ""
         self._console.print(
             f"  step {newest.step}/{self._steps}{loss}, generation {report.generation.number} "
-            f"({report.generation.phase}), {len(report.generation.members)} hosts live",
+            f"({report.generation.phase}), {describe_members(report.generation)}",
             end="\r" if self._console.is_terminal else "\n",
             style="cyan",
         )

@@ -1,7 +1,11 @@
 """The command line teaches: `--help` with a first example, and what is meant by a wrong option."""
 
-import pytest
+import re
 
+import pytest
+from typer.testing import CliRunner
+
+from resilient_jax.cli.main import build_app
 from resilient_jax.cli.options import check_script, note_misplaced_options
 from resilient_jax.errors import CallerError
 
@@ -19,3 +23,17 @@ def test_an_option_of_ours_after_the_script_gets_a_note(capfd: pytest.CaptureFix
     assert capfd.readouterr().out == (
         "note: --hosts after the script goes to the script; options of `resilient-jax` precede it\n"
     )
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_has_a_short_and_a_long_name_for_each_command(word: str) -> None:
+    for command in ([], ["status"]):
+        done = CliRunner().invoke(build_app(["status", "kill"]), [*command, word])
+        assert done.exit_code == 0
+        assert "Usage:" in done.output
+
+
+def test_the_version_names_what_matters_for_a_report() -> None:
+    done = CliRunner().invoke(build_app(["status", "kill"]), ["--version"])
+    assert done.exit_code == 0
+    assert re.fullmatch(r"resilient_jax [\d.]+, jax [\d.]+, jaxlib [\d.]+\n", done.output)

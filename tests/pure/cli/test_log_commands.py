@@ -91,6 +91,11 @@ def test_kill_takes_a_run_folder_unless_the_job_is_named_by_its_store(words, has
         (
             ["worker", "node-7"],
             True,
+            "found 'worker node-7', expected RUN_DIR PART .HOST.: RUN_DIR is missing",
+        ),
+        (
+            ["run", "node-7"],
+            True,
             "PART: found 'node-7', expected one of worker, agent, .* in RUN_DIR PART",
         ),
         (["run"], True, "found 'run', expected RUN_DIR PART"),
