@@ -36,8 +36,8 @@ PLACES = (
     FailPoint.BEFORE_COMMIT,
     FailPoint.AFTER_COMMIT,
 )
-IN_MAKE_TEST_JOBS = (FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.AFTER_REDUCE, FailPoint.BEFORE_COMMIT)
-"""In a microbatch, after the sum and before it counts: one place of each part of the step."""
+IN_MAKE_TEST_JOBS = (FailPoint.BEFORE_WEIGHT_GRADIENT, FailPoint.BEFORE_COMMIT)
+"""In a microbatch, and before the step counts; processes of a pipeline are killed at more places in `tests/process`."""
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +302,7 @@ def test_any_host_may_die_while_blocks_are_copied_to_one_that_joins(
     broken.wait_protected(HOSTS, after_generation=before.number + 1)
 
 
+@pytest.mark.full  # as processes of a pipeline without a job in `tests/process`
 def test_an_evaluation_is_made_again_when_a_stage_dies_in_it(broken: PipelinedJob) -> None:
     """Its numbers, too, are those of an undisturbed host, as is checked at the end."""
     broken.wait_protected(HOSTS)
@@ -314,6 +315,7 @@ def test_an_evaluation_is_made_again_when_a_stage_dies_in_it(broken: PipelinedJo
     broken.wait_protected(HOSTS, after_generation=before.number)
 
 
+@pytest.mark.full  # the same
 def test_another_stage_may_die_while_blocks_move(broken: PipelinedJob) -> None:
     broken.wait_protected(HOSTS)
     before = broken.wait_training(HOSTS).generation
