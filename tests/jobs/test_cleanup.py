@@ -129,7 +129,10 @@ def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_
     """The array keeps the world's client, which ends the process when its connection is closed (SIGABRT)."""
     with TinyJob(tmp_path, 2, SHORT_FORMING, ONE_DEVICE, words=["keep"]) as tiny:
         report = tiny.wait_training(2)
-        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        serving = next(status.host for status in report.hosts if status.services)
+        tiny.signal(
+            JobComponent.COORDINATION_SERVICE, serving, signal.SIGKILL
+        )  # else nobody leaves the world
         assert report.generation is not None
         report = tiny.wait_training(2, after_generation=report.generation.number)
         leaks = [
