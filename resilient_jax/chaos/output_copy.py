@@ -20,7 +20,7 @@ class OutputCopy:
     """A copy of the output of a process: a pipe, and a thread that writes what comes into a file.
 
     Attributes:
-        writer: the descriptor for the process whose output it is; the caller closes it when the process has it.
+        writer: the descriptor for the process whose output it is; see `close_writer`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,6 +28,7 @@ class OutputCopy:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._reader, self.writer = os.pipe()
         fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._is_closed = False
         self._may_read = threading.Event()
         self._may_read.set()
         self._thread = threading.Thread(
@@ -42,9 +43,14 @@ class OutputCopy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._may_read.set()
-        with contextlib.suppress(OSError):  # it is closed already where a process has got it
-            os.close(self.writer)
+        self.close_writer()
         self._thread.join(END_TIMEOUT_S)
+
+    def close_writer(self) -> None:
+        """Close this process's end, once another has it: else the output would have no end. Idempotent."""
+        if not self._is_closed:  # the number may be another's by now
+            self._is_closed = True
+            os.close(self.writer)
 
     def hold(self) -> Callable[[], None]:
         """Read nothing more, and return the function that goes on."""

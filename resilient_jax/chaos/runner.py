@@ -99,7 +99,7 @@ def run_campaign(
                 ),
             )
         )
-        os.close(output.writer)  # the launcher has it
+        output.close_writer()
         around = FaultEnvironment(
             network=network,
             disk=disk,

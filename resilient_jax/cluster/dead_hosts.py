@@ -11,20 +11,18 @@ import contextlib
 from collections.abc import Iterable
 
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.port_probe import PortAnswer, ProbeLimits, probe_port
 from resilient_jax.cluster.stored_records import decode_host_status
 from resilient_jax.errors import LeaseExpired, PeerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.store_keys import make_host_key
-from resilient_jax.transport.server_address import parse_address
 
 MAX_CONNECTIONS = 32
 """At a time."""
 INTERVAL_S = 0.25
 """Time between two looks at one host."""
-CONNECT_TIMEOUT_S = 0.5
-NUM_TRIES = 2
-TRY_INTERVAL_S = 0.05
+LIMITS = ProbeLimits(num_tries=2, timeout_s=0.5, interval_s=0.05)
 
 
 class DeadHostFinder:
@@ -68,17 +66,4 @@ class DeadHostFinder:
 
 async def refuses_connections(endpoint: str) -> bool:
     """Return whether a machine answers, each time, that no process listens there."""
-    host, port = parse_address(endpoint)
-    for number in range(NUM_TRIES):
-        if number:
-            await asyncio.sleep(TRY_INTERVAL_S)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, port)
-        except ConnectionRefusedError:
-            continue
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return False
-    return True
+    return await probe_port(endpoint, LIMITS, {PortAnswer.REFUSED}) is PortAnswer.REFUSED

@@ -16,12 +16,12 @@ from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.generation_follower import GenerationFollower
+from resilient_jax.cluster.port_probe import PortAnswer, ProbeLimits, probe_port
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerStatus
-from resilient_jax.transport.server_address import parse_address
 
 PATIENCE_S: Final = 2.0
 """So long a world may take to form, or a first step to finish, before anybody is looked at."""
@@ -30,9 +30,7 @@ REPEAT_INTERVAL_S: Final = 1.0
 """Between two looks at the same members."""
 MAX_MEMBERS: Final = 64
 """Looked at at a time: the same number of connections on each host."""
-CONNECT_TIMEOUT_S: Final = 1.5
-NUM_TRIES: Final = 2
-TRY_INTERVAL_S: Final = 0.5
+LIMITS: Final = ProbeLimits(num_tries=2, timeout_s=1.5, interval_s=0.5)
 LASTING_LEASES: Final = 2.0
 """So many times the length of a lease after it was first not reached, a host that is dead is in the store no more."""
 
@@ -177,15 +175,5 @@ async def reaches(endpoint: str) -> bool:
     """Return whether a connection to this address is accepted; also if there is none."""
     if not endpoint:
         return True
-    host, port = parse_address(endpoint)
-    for number in range(NUM_TRIES):
-        if number:
-            await asyncio.sleep(TRY_INTERVAL_S)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError):
-            continue
-        writer.close()
-        return True
-    return False
+    doubted = (PortAnswer.REFUSED, PortAnswer.NONE)
+    return await probe_port(endpoint, LIMITS, doubted) is PortAnswer.ACCEPTED
