@@ -244,7 +244,7 @@ def _price_cut(
                     total[kind] = total.get(kind, 0.0) + one * factors.get(host, 1.0)
             seconds[host] = total
             first += count
-    even = tuple(share_microbatches(teams, shape.num_microbatches, shape.device_speeds))
+    even = share_microbatches(teams, shape.num_microbatches, speeds=shape.device_speeds)
     quotas = {even, divide_by_speed(teams, even, seconds)} if shape.is_balanced else {even}
     by_block = spread_over_blocks(teams, seconds)
     return min(

@@ -5,26 +5,23 @@
 1. A host that had just the blocks of a new stage gets such a stage, as many hosts as there are. Nothing better is lost
    by that: with blocks R of the host and of the stage, S of the stage that it would have otherwise and H of the host
    that the stage would have, |R & S| + |R & H| = |R & (S | H)| + |R & S & H| <= |R| + |S & H|.
-2. The others are assigned by the Hungarian method, which is exact: the sum of blocks that stay is greatest.
+2. The others are assigned exactly (`planning.assignment`): the sum of blocks that stay is greatest.
 
 Blocks are those of hosts of equal speed, so that a slow host's fewer layers do not hide which stage it has.
 """
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.teams import make_teams
+from resilient_jax.planning.assignment import solve_assignment
 
 Stage = range
 """The blocks of a stage."""
-UNREACHED: Final = np.iinfo(np.int64).max
-"""More blocks than any way moves."""
 
 
 def assign_stages(
@@ -60,7 +57,7 @@ def assign_stages(
         [len(stages[place]) - _count_common(held.get(host, range(0)), stages[place]) for place in free]
         for host in left
     ]
-    for host, column in zip(left, _assign(np.array(moves, np.int64)), strict=True):
+    for host, column in zip(left, solve_assignment(np.array(moves, np.int64)), strict=True):
         found[free[column]] = host
     assert None not in found, "there are as many hosts as stages"
     return tuple(host for host in found if host is not None)
@@ -101,39 +98,3 @@ def _sort_candidates(
 
 def _count_common(one: Stage, other: Stage) -> int:
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
-
-
-def _assign(costs: NDArray[np.int64]) -> list[int]:
-    """Return the column of each row, so that the sum of costs is least: the Hungarian method, in O(n^3).
-
-    >>> _assign(np.array([[4, 1], [2, 0]]))
-    [1, 0]
-    """
-    # Kuhn and Munkres with potentials u, v: u[i] + v[j] <= costs[i, j], with equality for assigned pairs. Each row
-    # extends the assignment by a shortest augmenting path. Column `size` is where that begins.
-    size = len(costs)
-    u, v = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
-    row_of = np.full(size + 1, -1)
-    for row in range(size):
-        row_of[size], column = row, size
-        least = np.full(size, UNREACHED)
-        way, is_used = np.full(size, size), np.zeros(size + 1, np.bool_)
-        while row_of[column] >= 0:
-            is_used[column] = True
-            at, is_free = row_of[column], ~is_used[:size]
-            reduced = costs[at] - u[at] - v[:size]
-            is_nearer = is_free & (reduced < least)
-            least[is_nearer], way[is_nearer] = reduced[is_nearer], column
-            following = int(np.argmin(np.where(is_free, least, UNREACHED)))
-            delta = least[following]
-            u[row_of[is_used]] += delta
-            v[is_used] -= delta
-            least[is_free] -= delta
-            column = following
-        while column != size:
-            row_of[column] = row_of[way[column]]
-            column = way[column]
-    columns = [0] * size
-    for column, row in enumerate(row_of[:size].tolist()):
-        columns[row] = column
-    return columns

@@ -16,7 +16,7 @@ from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.step_division import StepDivision, TaskSeconds, price_division, spread_over_blocks
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, TaskKind
-from resilient_jax.pipeline_schedule.teams import list_complete_teams, make_teams, share_in_complete_teams
+from resilient_jax.pipeline_schedule.teams import list_complete_teams, make_teams, share_microbatches
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 
 
@@ -107,12 +107,12 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
             )
         )
         if complete not in kept:  # replicas of as many hosts with as many devices are alike
-            quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
+            quotas = share_microbatches(layout.teams, num_microbatches, absent, layout.device_speeds)
             kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
         speeds = tuple(sorted(map(layout.find_speed, lost)))
         if speeds not in cut_s:
             cut = cut_without(lost)
-            quotas = share_in_complete_teams(cut, num_microbatches, speeds=layout.device_speeds)
+            quotas = share_microbatches(cut, num_microbatches, speeds=layout.device_speeds)
             cut_s[speeds] = _price(layout, cut, quotas)
         # So are hosts at the same place in them.
         place = (*sorted(places[host] for host in lost), len({team_of[host] for host in lost}))
@@ -151,13 +151,13 @@ def estimate_stage_outlook(layout: StageLayout, most_lost: int) -> StageOutlook 
     by_speed = sorted(replicas, key=lambda replica: -sum(map(layout.find_speed, replica)))
     for number in range(1, min(most_lost, len(replicas)) + 1):
         absent = layout.absent.union(*by_speed[:number])
-        quotas = share_in_complete_teams(layout.teams, num_microbatches, absent, layout.device_speeds)
+        quotas = share_microbatches(layout.teams, num_microbatches, absent, layout.device_speeds)
         kept.append(present_s / _price(layout, layout.teams, quotas) if any(quotas) else 0.0)
     costs = layout.block_costs
     cut, move_s = [1.0], [0.0]
     for number in range(1, min(most_lost, len(hosts) - 1) + 1):
         teams = make_teams(hosts[number:], costs, layout.num_stages, layout.device_speeds)
-        quotas = share_in_complete_teams(teams, num_microbatches, speeds=layout.device_speeds)
+        quotas = share_microbatches(teams, num_microbatches, speeds=layout.device_speeds)
         cut.append(present_s / _price(layout, teams, quotas))
         largest = max(
             sum(layout.block_bytes[block] for block in blocks) for blocks in _list_blocks(teams).values()

@@ -13,11 +13,10 @@ import msgspec
 from resilient_jax.health.monitor import MIN_EXCESS_S
 from resilient_jax.health.step_prediction import StepPath
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
 from resilient_jax.pipeline_schedule.routes import Team, make_routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
-from resilient_jax.planning.makespan import MachineClass
-from resilient_jax.planning.team_quotas import TeamRate, find_quotas
 from resilient_jax.step.host_speeds import MIN_GAIN
 
 TaskSeconds = Mapping[HostName, Mapping[TaskKind, float]]
@@ -181,15 +180,13 @@ def divide_by_speed(teams: Sequence[Team], quotas: Sequence[int], measured: Task
     """
     if sum(quotas) <= len(teams):
         return tuple(quotas)
-    rates = []
+    replicas = []
     for team in teams:
         busy_s = [sum(measured[host].values()) for host, _ in team]
         first_s = sum(busy_s)  # its first microbatch goes through all hosts
-        machine = MachineClass(count=1, start_s=first_s, task_s=max(busy_s))
-        rates.append(TeamRate(sequences=1, machines=[machine]))
-    found = find_quotas(sum(quotas) - len(teams), rates)
-    assert found is not None, "microbatches of one unit add up to any number"
-    return tuple(1 + quota for quota in found)
+        replicas.append(MachineClass(count=1, start_s=first_s, task_s=max(busy_s)))
+    assigned = assign_tasks(sum(quotas) - len(teams), replicas)
+    return tuple(1 + counts[0][1] for counts in assigned.task_counts)
 
 
 def _pays(before_s: float, after_s: float) -> bool:

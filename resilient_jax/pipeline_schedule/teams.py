@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.routes import Team
 
 
@@ -120,17 +121,6 @@ def _cut_once(block_costs: tuple[float, ...], speeds: tuple[float, ...]) -> tupl
     return tuple(cut_by_speed(block_costs, speeds))
 
 
-def share_microbatches(
-    teams: Sequence[Team], num_microbatches: int, speeds: Mapping[HostName, float] | None = None
-) -> list[int]:
-    """Return how many microbatches each replica computes: in proportion to its hosts, and to their speeds if given.
-
-    >>> share_microbatches([[("a", 1), ("b", 1), ("c", 1)], [("d", 3)]], 8)
-    [6, 2]
-    """
-    return share_in_complete_teams(teams, num_microbatches, speeds=speeds)
-
-
 def list_complete_teams(teams: Sequence[Team], absent: Collection[HostName]) -> frozenset[int]:
     """Return the indexes of the replicas all of whose hosts are there."""
     return frozenset(
@@ -138,36 +128,24 @@ def list_complete_teams(teams: Sequence[Team], absent: Collection[HostName]) -> 
     )
 
 
-def share_in_complete_teams(
+def share_microbatches(
     teams: Sequence[Team],
     num_microbatches: int,
     absent: Collection[HostName] = (),
     speeds: Mapping[HostName, float] | None = None,
-) -> list[int]:
-    """Return how many microbatches each replica computes, where one that lacks a host computes none.
+) -> tuple[int, ...]:
+    """Return how many microbatches each replica computes: by the speed of its hosts, and none where one is absent.
 
-    >>> share_in_complete_teams([[("a", 1), ("b", 1)], [("c", 2)]], 6, ["b"])
-    [0, 6]
+    >>> share_microbatches([[("a", 1), ("b", 1), ("c", 1)], [("d", 3)]], 8)
+    (6, 2)
+    >>> share_microbatches([[("a", 1), ("b", 1)], [("c", 2)]], 6, ["b"])
+    (0, 6)
     """
     complete = list_complete_teams(teams, absent)
     if not complete:
-        return [0] * len(teams)
+        return (0,) * len(teams)
     weights = [
         sum((speeds or {}).get(host, 1.0) for host, _ in team) if number in complete else 0.0
         for number, team in enumerate(teams)
     ]
-    return share_in_proportion(weights, num_microbatches)
-
-
-def share_in_proportion(weights: Sequence[float], num_microbatches: int) -> list[int]:
-    """Return how many microbatches each replica computes: in proportion to its weight.
-
-    >>> share_in_proportion([5, 1], 3)
-    [3, 0]
-    """
-    exact = [num_microbatches * weight / sum(weights) for weight in weights]
-    quotas = [int(share) for share in exact]
-    by_rest = sorted(range(len(weights)), key=lambda number: (quotas[number] - exact[number], number))
-    for number in by_rest[: num_microbatches - sum(quotas)]:
-        quotas[number] += 1
-    return quotas
+    return share_tasks(num_microbatches, weights)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from resilient_jax.pipeline_schedule.makespan import UNLIMITED, MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.collectives import DeviceLink, estimate_collective_s, find_device_links
 from resilient_jax.planning.device_layout import (
     NO_LAYER_LIMITS,
@@ -20,7 +21,6 @@ from resilient_jax.planning.device_layout import (
 )
 from resilient_jax.planning.host_pool import Composition, find_stage_kinds
 from resilient_jax.planning.layer_split import StageRun, split_layers_by_run
-from resilient_jax.planning.makespan import UNLIMITED, MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.memory import DeviceMemory
 from resilient_jax.planning.pipeline import PipelineTime, find_weight_share, time_pipeline
 from resilient_jax.planning.plan_request import PlanRequest

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from resilient_jax.pipeline_schedule.makespan import UNLIMITED
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.collectives import LevelFactors
-from resilient_jax.planning.makespan import UNLIMITED
 
 
 class ReplicaAxes(NamedTuple):

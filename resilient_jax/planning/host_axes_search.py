@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from resilient_jax.pipeline_schedule.makespan import MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.host_local_search import list_host_local_plans
-from resilient_jax.planning.makespan import MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.team_reduction import TeamReduction

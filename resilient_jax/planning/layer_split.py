@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.makespan import UNLIMITED, MachineClass, assign_tasks
+from resilient_jax.pipeline_schedule.makespan import UNLIMITED, MachineClass, assign_tasks
 
 
 def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float] = ()) -> tuple[int, ...]:

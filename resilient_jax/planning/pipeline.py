@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.makespan import MachineClass, assign_tasks
+from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
 
 Seconds = float | NDArray[np.float64]
 """One time, or a column of them."""

@@ -13,11 +13,11 @@ from typing import Final
 
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.errors import HoldersLost
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, KINDS, TaskKind
-from resilient_jax.pipeline_schedule.teams import share_in_proportion
 from resilient_jax.planning.pipeline import WEIGHT_SHARE, estimate_rerouted_s, time_pipeline
 
 MAX_TASKS: Final = 20_000
@@ -73,7 +73,7 @@ def price_rerouted_s(
     options = [found.routes]
     if broken and sum(complete):
         weights = [0 if replica in broken else quota for replica, quota in enumerate(quotas)]
-        options.append(make_routes(teams, share_in_proportion(weights, sum(quotas))))
+        options.append(make_routes(teams, share_tasks(sum(quotas), weights)))
     return min(_simulate_s(routes, stage_s, transfer_s, weight_share) for routes in options)
 
 

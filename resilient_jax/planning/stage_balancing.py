@@ -10,9 +10,9 @@ from operator import attrgetter
 
 import msgspec
 
+from resilient_jax.pipeline_schedule.makespan import UNLIMITED
 from resilient_jax.planning.cost_model import BlockClass, CostModel
 from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig, StageLayerLimits
-from resilient_jax.planning.makespan import UNLIMITED
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 ROUNDED = 1e-9

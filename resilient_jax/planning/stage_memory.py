@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from resilient_jax.pipeline_schedule.makespan import UNLIMITED
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
-from resilient_jax.planning.makespan import UNLIMITED
 from resilient_jax.planning.memory import (
     ActivationBytes,
     DeviceMemory,

@@ -9,6 +9,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from resilient_jax.ids import HostName
 from resilient_jax.planning.assignment import solve_assignment
 from resilient_jax.planning.host_state import (
@@ -165,7 +167,7 @@ def _assign_alike(
         for wants in set(slots):
             costs[has, wants] = count_missing_bytes(has, wants, weights)
     if len(mine) <= MAX_EXACT_HOSTS:
-        return solve_assignment([[costs[has, wants] for wants in slots] for has in mine])
+        return solve_assignment(np.array([[costs[has, wants] for wants in slots] for has in mine]))
     # Greedy: pairs of states by the bytes that stay, bytes of the place - c_ij, the most first.
     free: dict[HostState, list[int]] = {}
     for place, wants in reversed(list(enumerate(slots))):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from resilient_jax.planning.makespan import MachineClass
+from resilient_jax.pipeline_schedule.makespan import MachineClass
 
 HALVINGS = 30
 """Halvings of the interval of the makespan: to a billionth."""

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from resilient_jax.planning.makespan import MachineClass, assign_tasks
+from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
 from resilient_jax.planning.pipeline import find_weight_share, time_pipeline
 from resilient_jax.planning.plan import Plan
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     ReplicaLocation,
@@ -18,7 +19,6 @@ from resilient_jax.step.assignment import (
     count_working_devices,
     replica_speeds,
 )
-from resilient_jax.step.quotas import apportion_microbatches
 
 EXCHANGE_INTERVAL_STEPS: Final = 16
 """Steps between two exchanges of what hosts have measured, beside claims: one small all-reduce, a millisecond."""
@@ -103,7 +103,7 @@ class HostSpeeds:
         present = self._chosen.setdefault(spec.name, count_working_devices(locations, len(seconds)))
         speeds = self._chosen[spec.name] = choose_speeds(present, seconds, locations, spec.num_microbatches)
         if speeds is not present:
-            shares = apportion_microbatches(spec.num_microbatches, replica_speeds(locations, speeds))
+            shares = share_tasks(spec.num_microbatches, replica_speeds(locations, speeds))
             counts = count_by_host(locations, shares, len(speeds))
             self.new_shares = tuple(zip(counts, (1 / speeds).tolist(), strict=True))
         return speeds
@@ -134,7 +134,7 @@ def _find_finish_s(
     speeds: np.ndarray, measured: np.ndarray, locations: Sequence[ReplicaLocation], num_microbatches: int
 ) -> float:
     """Return when the last replica is done if microbatches are assigned by `speeds` and computed as `measured`."""
-    shares = apportion_microbatches(num_microbatches, replica_speeds(locations, speeds))
+    shares = share_tasks(num_microbatches, replica_speeds(locations, speeds))
     return max(
         share / speed for share, speed in zip(shares, replica_speeds(locations, measured), strict=True)
     )

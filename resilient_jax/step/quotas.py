@@ -4,51 +4,23 @@ A step has a constant number of microbatches, however many hosts are alive. Afte
 distributed again.
 """
 
-import heapq
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from resilient_jax.errors import CallerError
-
-
-def apportion_microbatches(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of `count` microbatches each replica takes so that the last one finishes soonest.
-
-    Args:
-        count: of all replicas together.
-        speeds: of each replica, in any unit; equal speeds give counts that differ by one at most.
-
-    Raises:
-        CallerError: no replica, or a speed that is not a positive number.
-    """
-    if not speeds or any(not (speed > 0 and math.isfinite(speed)) for speed in speeds):
-        raise CallerError(f"speeds: found {list(speeds)}, expected a positive number for each of the hosts")
-    shares = [0] * len(speeds)
-    # Minimize max_r n_r / v_r with sum_r n_r = count: greedily, each microbatch to the replica that would finish it
-    # first, at (n_r + 1) / v_r. Optimal, because they are equal: on any other replica the last would end no sooner.
-    finish_times = [(1 / speed, replica) for replica, speed in enumerate(speeds)]
-    heapq.heapify(finish_times)
-    for _ in range(count):
-        _, replica = finish_times[0]
-        shares[replica] += 1
-        heapq.heapreplace(finish_times, ((shares[replica] + 1) / speeds[replica], replica))
-    return tuple(shares)
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 
 
 def distribute_microbatches(missing: Sequence[int], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Return which of the `missing` microbatches each replica computes: runs of them, in order.
+    """Return which of the `missing` microbatches each replica computes: runs of them, in order, all done soonest.
 
     Args:
         missing: their indexes, ascending.
         speeds: of each replica.
     """
     rest = iter(missing)
-    return tuple(
-        tuple(itertools.islice(rest, share)) for share in apportion_microbatches(len(missing), speeds)
-    )
+    return tuple(tuple(itertools.islice(rest, share)) for share in share_tasks(len(missing), speeds))
 
 
 def accept_disjoint_claims(claims: np.ndarray) -> np.ndarray:

@@ -16,10 +16,10 @@ import msgspec
 from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.device_choice import choose_devices_to_leave_out, explain_all_devices
-from resilient_jax.step.quotas import apportion_microbatches
 
 CAUSED_BY_HOST: Final = frozenset(
     {FindingKind.COMPUTE, FindingKind.MEMORY, FindingKind.INPUT, FindingKind.LINK}
@@ -140,7 +140,7 @@ def _measure_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
 
 def _find_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
     """Return when the last host is done, from the seconds of a microbatch on each, and by what they are shared."""
-    shares = apportion_microbatches(num_microbatches, speeds)
+    shares = share_tasks(num_microbatches, speeds)
     return max(share * one for share, one in zip(shares, seconds, strict=True))
 
 

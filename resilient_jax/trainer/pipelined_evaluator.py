@@ -14,8 +14,8 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.stage_runner import LOSS
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.routes import Routes, make_routes
-from resilient_jax.pipeline_schedule.teams import share_in_proportion
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
@@ -81,7 +81,7 @@ class PipelinedEvaluator:
         placement, mail = self._steps.find_stage()
         world, step = layout.world, mail.step
         # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.
-        shares = share_in_proportion(placement.quotas, self._num_microbatches)
+        shares = share_tasks(self._num_microbatches, placement.quotas)
         routes = make_routes(placement.teams, shares)
         own = _list_own(routes, world)
         places = {index: place for place, index in enumerate(own)}

@@ -27,7 +27,7 @@ from resilient_jax.pipeline_schedule.teams import (
     combine_speeds,
     find_device_speeds,
     make_teams,
-    share_in_complete_teams,
+    share_microbatches,
 )
 from resilient_jax.sharding.holder_sharding import (
     make_absent_mesh,
@@ -98,9 +98,7 @@ class UnitPlacement:
         self.stage_hosts = follow_stages(groups, block_costs, num_stages)
         self.absent = frozenset(self.stage_hosts).difference(world.hosts)
         self.teams: list[Team] = make_teams(self.stage_hosts, block_costs, num_stages, speeds)
-        self.quotas = tuple(
-            share_in_complete_teams(self.teams, num_microbatches, self.absent, self.device_speeds)
-        )
+        self.quotas = share_microbatches(self.teams, num_microbatches, self.absent, self.device_speeds)
         self.routes: Routes = make_routes(self.teams, self.quotas)
         self.holders = find_living_holders(find_holders(self.teams), self.absent)
         self._states = states

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.routes import Hop, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
-from resilient_jax.pipeline_schedule.teams import share_in_proportion
 from tests.process.pipeline.pipeline_hosts import Pipeline, PipelineHost
 from tests.support.full_only import full_but
 from tests.support.small_decoders import ROWS, TOKENS, WIDTH
@@ -90,7 +90,7 @@ def evaluated(hosts):
 def test_an_evaluation_has_the_bits_of_one_host_and_sends_no_weights(hosts, evaluated, layout):
     teams, quotas, config = LAYOUTS[layout]
     pipeline = Pipeline(hosts, teams, quotas, **config)
-    shares = share_in_proportion(quotas, EVALUATED)
+    shares = share_tasks(EVALUATED, quotas)
     found, received = evaluate(pipeline, make_routes(name_teams(teams), shares))
     assert found == evaluated
     for team, share in zip(teams, shares, strict=True):

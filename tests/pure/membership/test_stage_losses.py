@@ -25,7 +25,7 @@ from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
-from resilient_jax.pipeline_schedule.teams import make_teams, share_in_complete_teams, share_microbatches
+from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
 from resilient_jax.planning.recovery_score import HOUR_S, Phase, score_phases
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
@@ -48,7 +48,7 @@ def make_layout(
     teams, away = make_teams(hosts, [1.0] * blocks, stages), frozenset(map(HostName, absent))
     return StageLayout(
         teams=tuple(teams),
-        quotas=tuple(share_in_complete_teams(teams, microbatches * replicas, away)),
+        quotas=share_microbatches(teams, microbatches * replicas, away),
         absent=away,
         num_stages=stages,
         schedule=SCHEDULE,
@@ -100,7 +100,7 @@ def test_so_are_those_after_the_loss_of_two_hosts_at_one_moment(second: tuple[in
     assert len({one.hosts for one in losses}) == len(losses) == 12 + 66
     (found,) = [one for one in losses if set(one.hosts) == lost]
     present_s, broken = play(make_routes(layout.teams, layout.quotas)), {1, second[0]}
-    quotas = share_in_complete_teams(layout.teams, 24, lost)
+    quotas = share_microbatches(layout.teams, 24, lost)
     assert [number for number, quota in enumerate(quotas) if not quota] == sorted(broken)
     assert found.kept == pytest.approx(present_s / play(make_routes(layout.teams, quotas)), abs=1e-3)
     before = [host for team in layout.teams for host, _ in team]
@@ -187,13 +187,13 @@ def test_no_rerouting_of_later_steps_is_faster_than_a_replica_that_computes_noth
     others = [one for number, one in enumerate(layout.teams) if number != team]
     rerouted = []
     for quota in range(1, microbatches + 1, 1 if stages * replicas <= 16 else 3):
-        quotas = share_microbatches(others, total - quota)
+        quotas = [*share_microbatches(others, total - quota)]
         quotas.insert(team, quota)
         found = reroute(
             make_routes(layout.teams, quotas), (), find_holders(layout.teams), [lost], schedule=SCHEDULE
         )
         rerouted.append(play(found.routes))
-    kept_s = play(make_routes(layout.teams, share_in_complete_teams(layout.teams, total, {lost})))
+    kept_s = play(make_routes(layout.teams, share_microbatches(layout.teams, total, {lost})))
     assert min(rerouted) >= kept_s - 1e-9
 
 

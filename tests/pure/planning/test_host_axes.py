@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from resilient_jax.pipeline_schedule.makespan import assign_tasks
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_axes_search import MIN_GAIN, search_host_axes_plan
 from resilient_jax.planning.host_local_search import list_host_local_plans, search_host_local_plan
-from resilient_jax.planning.makespan import assign_tasks
 from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.search import DEFAULT_CALIBRATION
 from resilient_jax.planning.team_reduction import TeamReduction

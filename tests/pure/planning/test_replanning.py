@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def test_chameleons_score_and_break_even_are_reproduced():
 def test_no_other_assignment_costs_less(size, data):
     row = st.lists(st.integers(0, 9), min_size=size, max_size=size)
     costs = data.draw(st.lists(row, min_size=size, max_size=size))
-    found = solve_assignment(costs)
+    found = solve_assignment(np.array(costs))
     assert sorted(found) == list(range(size))
     best = min(sum(costs[i][j] for i, j in enumerate(p)) for p in itertools.permutations(range(size)))
     assert sum(costs[i][j] for i, j in enumerate(found)) == best

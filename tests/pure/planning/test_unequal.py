@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.planning.makespan import MachineClass, assign_tasks
+from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
 from resilient_jax.planning.replanning import ReplanAction, replan
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.team_quotas import TeamRate, find_quotas

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.step.assignment import (
     ReplicaLocation,
     ReplicaShape,
@@ -14,7 +15,7 @@ from resilient_jax.step.assignment import (
     locate_replicas,
     replica_speeds,
 )
-from resilient_jax.step.quotas import accept_disjoint_claims, apportion_microbatches
+from resilient_jax.step.quotas import accept_disjoint_claims
 
 
 @given(data=st.data(), hosts=st.integers(1, 7), microbatches=st.integers(1, 40), span=st.integers(1, 3))
@@ -136,7 +137,7 @@ def test_hosts_with_fewer_devices_have_fewer_replicas_which_are_alike(
     by_host = [tuple(one.devices for one in found if one.host_indexes == (h,)) for h in range(len(counts))]
     assert by_host == expected
     speeds = count_working_devices(found, len(counts))
-    shares = apportion_microbatches(10 * sum(map(sum, expected)), replica_speeds(found, speeds))
+    shares = share_tasks(10 * sum(map(sum, expected)), replica_speeds(found, speeds))
     assert list(shares) == [10 * one.devices for one in found], "in proportion to devices"
 
 

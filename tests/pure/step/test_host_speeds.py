@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, count_by_host, replica_speeds
 from resilient_jax.step.host_speeds import (
     MIN_GAIN,
@@ -14,7 +15,6 @@ from resilient_jax.step.host_speeds import (
     MeasuredSpeed,
     choose_speeds,
 )
-from resilient_jax.step.quotas import apportion_microbatches
 
 some_seconds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 
@@ -24,13 +24,13 @@ def locate(num_hosts: int) -> list[ReplicaLocation]:
 
 
 def finish_s(speeds: np.ndarray, seconds: np.ndarray, count: int) -> float:
-    shares = apportion_microbatches(count, replica_speeds(locate(len(speeds)), speeds))
+    shares = share_tasks(count, replica_speeds(locate(len(speeds)), speeds))
     return float(max(np.array(shares) * seconds))
 
 
 def test_a_host_at_half_speed_gets_half_as_many() -> None:
     speeds = choose_speeds(np.ones(4), np.array([1.0, 1.0, 2.0, 1.0]), locate(4), 14)
-    assert apportion_microbatches(14, replica_speeds(locate(4), speeds)) == (4, 4, 2, 4)
+    assert share_tasks(14, replica_speeds(locate(4), speeds)) == (4, 4, 2, 4)
 
 
 @given(some_seconds, st.integers(1, 40), st.floats(0.97, 1.03))
@@ -55,7 +55,7 @@ def test_a_step_is_never_much_slower_than_the_best_assignment(
 
 def test_a_host_without_measurements_counts_as_the_median() -> None:
     speeds = choose_speeds(np.ones(4), np.array([1.0, 1.0, 4.0, 0.0]), locate(4), 13)
-    assert apportion_microbatches(13, replica_speeds(locate(4), speeds)) == (4, 4, 1, 4)
+    assert share_tasks(13, replica_speeds(locate(4), speeds)) == (4, 4, 1, 4)
 
 
 def test_hosts_keep_what_they_have_while_nothing_is_known() -> None:
@@ -66,7 +66,7 @@ def test_hosts_keep_what_they_have_while_nothing_is_known() -> None:
 def test_a_replica_of_several_hosts_is_as_fast_as_its_slowest() -> None:
     pairs = [ReplicaLocation((0, 1)), ReplicaLocation((2, 3))]
     speeds = choose_speeds(np.ones(4), np.array([1.0, 3.0, 1.0, 1.0]), pairs, 8)
-    shares = apportion_microbatches(8, replica_speeds(pairs, speeds))
+    shares = share_tasks(8, replica_speeds(pairs, speeds))
     assert shares == (2, 6)
     assert count_by_host(pairs, shares, 4) == [2, 2, 6, 6]
 

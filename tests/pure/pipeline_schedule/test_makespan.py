@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.planning.makespan import MachineClass, assign_tasks
+from resilient_jax.errors import CallerError
+from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks, share_tasks
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(
@@ -69,3 +70,30 @@ def test_a_hundred_thousand_equal_machines_cost_as_much_as_one():
         10**9, [MachineClass(count=10**5, start_s=0, task_s=1), MachineClass(count=1, start_s=0, task_s=2)]
     )
     assert found.makespan_s == 10_000
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_equal_machines_differ_by_one_at_most(count: int, machines: int) -> None:
+    shares = share_tasks(count, [1.0] * machines)
+    assert sum(shares) == count
+    assert max(shares) - min(shares) <= 1
+
+
+@given(st.integers(0, 12), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=3))
+def test_no_other_way_finishes_sooner(count: int, speeds: list[float]) -> None:
+    def makespan(shares: tuple[int, ...]) -> float:
+        return max(n / s for n, s in zip(shares, speeds, strict=True))
+
+    def ways(left: int, machines: int) -> list[tuple[int, ...]]:
+        if machines == 1:
+            return [(left,)]
+        return [(n, *rest) for n in range(left + 1) for rest in ways(left - n, machines - 1)]
+
+    best = min(map(makespan, ways(count, len(speeds))))
+    assert makespan(share_tasks(count, speeds)) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("speeds", [[], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
+    with pytest.raises(CallerError, match="expected a positive number"):
+        share_tasks(3, speeds)

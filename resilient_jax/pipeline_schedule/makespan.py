@@ -1,10 +1,10 @@
 """Equal tasks on unequal machines with the least makespan: microbatches over replicas, layers over stages.
 
-`step.quotas` assigns microbatches by the same rule; here machines come by class, so that a hundred thousand equal ones
-cost as much as one. With release times s_i, task times p_i and n_i tasks on machine i the makespan is
-`max_i (s_i + n_i p_i)`. The greedy list schedule, each task to the machine that would finish it first, minimizes it for
-equal tasks (Graham 1969, https://doi.org/10.1137/0117039, covers unequal ones). Most tasks are assigned at once: by the
-fluid time t with `sum_i max(0, t - s_i) / p_i = tasks` no schedule has finished more.
+Machines come by class, so that a hundred thousand equal ones cost as much as one. With release times s_i, task times
+p_i and n_i tasks on machine i the makespan is `max_i (s_i + n_i p_i)`. The greedy list schedule, each task to the
+machine that would finish it first, minimizes it for equal tasks (Graham 1969, https://doi.org/10.1137/0117039, covers
+unequal ones). Most tasks are assigned at once: by the fluid time t with `sum_i max(0, t - s_i) / p_i = tasks` no
+schedule has finished more.
 """
 
 import heapq
@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+
+from resilient_jax.errors import CallerError
 
 UNLIMITED = 1 << 62
 """More tasks than any request has."""
@@ -43,6 +45,29 @@ class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
     makespan_s: float
     task_counts: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def share_tasks(tasks: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Return how many of equal tasks each machine takes, so that the last machine is done soonest.
+
+    Args:
+        tasks: number of tasks.
+        speeds: tasks per unit of time; 0 for a machine that takes none. Equal speeds give numbers that differ by one at
+            most, those of the first machines are the greater.
+
+    Raises:
+        CallerError: a speed is negative or not finite, or none is positive.
+
+    >>> share_tasks(8, [1.0, 0.0, 3.0])
+    (2, 0, 6)
+    """
+    if not any(speeds) or any(not (speed >= 0 and math.isfinite(speed)) for speed in speeds):
+        raise CallerError(
+            f"speeds: found {list(speeds)}, expected a positive number for each that works, 0 for others"
+        )
+    machines = [MachineClass(count=1, start_s=0, task_s=1 / speed) for speed in speeds if speed]
+    shares = (counts[0][1] for counts in assign_tasks(tasks, machines).task_counts)
+    return tuple(next(shares) if speed else 0 for speed in speeds)
 
 
 def assign_tasks(tasks: int, machines: Sequence[MachineClass]) -> TaskAssignment:
