@@ -20,6 +20,7 @@ from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.task_timings import StageReport
+from resilient_jax.state.array_digest import add_array
 from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.weighted_mean import WeightedMean, join_weights, read_divisor
 
@@ -95,7 +96,7 @@ def make_rows(
     for number, found in sorted(gradients.items()):
         digest = hashlib.blake2b(digest_size=16)
         for name in sorted(found):
-            digest.update(np.asarray(found[name]).tobytes())
+            add_array(digest, name, found[name])
         values = [found[name] for name in sorted(found.keys() - changed)]
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.state.array_digest import add_array
 from resilient_jax.transport.mail_protocol import MailKind
 
 
@@ -17,7 +17,7 @@ class WeightDigests(msgspec.Struct, frozen=True):
     """What a host says about its weights.
 
     Attributes:
-        digests: dtype, shape and SHA-256 of the bytes, by the name of the weight.
+        digests: by the name of the weight.
     """
 
     digests: Mapping[str, str]
@@ -58,8 +58,7 @@ def digest_weights(
 
 
 def digest_weight(value: object) -> str:
-    """Return dtype, shape and SHA-256 of an array of any dtype."""
-    array = np.asarray(value)
-    # Bytes: bfloat16 and its kin have no buffers of their own.
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return f"{array.dtype} {array.shape} {hashlib.sha256(data).hexdigest()}"
+    """Return the SHA-256, in hex, of an array with its dtype and shape."""
+    digest = hashlib.sha256()
+    add_array(digest, "", value)
+    return digest.hexdigest()

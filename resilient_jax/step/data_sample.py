@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.state.array_digest import add_array
 from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
 from resilient_jax.step.batch_source import BatchSource
 
@@ -72,9 +73,7 @@ def digest_batch(batch: Any) -> np.ndarray:  # noqa: ANN401 - a user's tree
     """
     digest = hashlib.blake2b(digest_size=4 * DIGEST_WORDS)
     for path, leaf in jax.tree.leaves_with_path(batch):
-        array = np.asarray(leaf)
-        if array.dtype.hasobject:
+        if np.asarray(leaf).dtype.hasobject:
             raise TypeError(f"found Python objects at {jax.tree_util.keystr(path)}, expected an array")
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
+        add_array(digest, jax.tree_util.keystr(path), leaf)
     return np.frombuffer(digest.digest(), np.int32)

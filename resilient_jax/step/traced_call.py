@@ -12,11 +12,11 @@ import logging
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription, describe_program
+from resilient_jax.state.array_digest import add_array
 from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,7 @@ def digest_call(call: MicrobatchCall, step: int, index: int, num_microbatches: i
     digest = hashlib.blake2b(found.digest, digest_size=4 * DIGEST_WORDS)
     for value in jaxpr.consts:
         if not isinstance(value, jax.Array) or (value.is_fully_addressable and id(value) not in shared):
-            array = _to_numpy(value)
-            digest.update(f"{array.dtype} {array.shape}".encode())
-            digest.update(array.tobytes())
+            add_array(digest, "", value)
     return np.frombuffer(digest.digest(), np.int32)
 
 
@@ -69,9 +67,3 @@ def _trace(call: MicrobatchCall, step: int, index: int) -> core.ClosedJaxpr | No
     except Exception:
         logger.debug("a compute function could not be traced for comparison", exc_info=True)
         return None
-
-
-def _to_numpy(value: Any) -> np.ndarray:  # noqa: ANN401 - an array
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value)

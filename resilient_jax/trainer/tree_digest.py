@@ -4,9 +4,8 @@ import hashlib
 from typing import Any
 
 import jax
-import numpy as np
 
-from resilient_jax.state.leaf_kinds import is_random_key
+from resilient_jax.state.array_digest import add_array
 
 
 def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree
@@ -25,8 +24,5 @@ def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree
     """
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        holds_keys = isinstance(leaf, jax.Array) and is_random_key(leaf)
-        array = np.asarray(jax.random.key_data(leaf) if holds_keys else leaf)
-        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
-        found.update(array.tobytes())
+        add_array(found, jax.tree_util.keystr(path), leaf)
     return found.hexdigest()

@@ -26,6 +26,7 @@ from resilient_jax.protocol.ledger import (
     StepEntry,
 )
 from resilient_jax.sharding.holder_sharding import find_holders_of
+from resilient_jax.state.array_digest import add_array
 from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
@@ -106,8 +107,8 @@ def compute_sha256(state: FlatState) -> str:
         return ""
     found = hashlib.sha256()
     for leaf in state.leaves:
-        found.update(_leaf_name(leaf))
-        found.update(_to_numpy(leaf.value).reshape(-1)[: math.prod(leaf.shape)].tobytes())
+        elements = _to_numpy(leaf.value).reshape(-1)[: math.prod(leaf.shape)]  # without padding
+        add_array(found, f"{leaf.path} {leaf.key_impl}", elements.reshape(leaf.shape))
     return found.hexdigest()
 
 
