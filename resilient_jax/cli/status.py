@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from resilient_jax.cli.console import open_console
 from resilient_jax.cli.job_contact import (
     JobOption,
+    RemoteJob,
     RunDirectoryArgument,
     StoreOption,
     choose_job,
@@ -22,9 +24,10 @@ from resilient_jax.cli.job_contact import (
 )
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
-from resilient_jax.cli.progress import describe_members
+from resilient_jax.cli.progress import StepRate, describe_members, describe_steps
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.errors import StoreUnreachable
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
 from resilient_jax.protocol.recovery_records import RecoveryDecision
@@ -32,6 +35,7 @@ from resilient_jax.protocol.slow_hosts import SlowHost
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.telemetry.metric_text import format_metrics
 
+WATCH_INTERVAL_S = 1.0
 MIN_WIDTH = 110
 """Columns of the table. In a narrower terminal its lines wrap, which is still readable; truncated columns are not."""
 
@@ -43,6 +47,9 @@ def status(
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it anew every second, until the job is over or Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended.
 
@@ -51,16 +58,65 @@ def status(
     Example: resilient-jax status --store etcd://a:2379,b:2379,c:2379 --job lm
     """
     chosen = choose_job(run_dir, store, job, tls, store_tls)
-    if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
-        print_line(msgspec.json.encode(ended).decode() if json_output else describe_end(ended, time.time()))
-        return
-    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
-    report = asyncio.run(read_job_report(contact))
     with open_console() as console:
-        if json_output:
+        screen = _Screen(console, is_json=json_output, is_redrawn=watch)
+        while not _show(chosen, screen) and watch:
+            time.sleep(WATCH_INTERVAL_S)
+
+
+class _Screen:
+    """Where reports are shown: one below the other, or on a terminal each in the place of the one before.
+
+    Attributes:
+        has_shown: whether there was a report.
+    """
+
+    def __init__(self, console: Console, *, is_json: bool, is_redrawn: bool) -> None:
+        self._console = console
+        self._is_json = is_json
+        self._is_redrawn = is_redrawn and console.is_terminal and not is_json
+        self._rate = StepRate()
+        self.has_shown = False
+
+    def show_end(self, ended: EndedJob) -> None:
+        """Show how the job ended."""
+        print_line(msgspec.json.encode(ended).decode() if self._is_json else describe_end(ended, time.time()))
+
+    def show_trouble(self, what: str) -> None:
+        """Show why there is no report."""
+        if not self._is_json:
+            self._console.print(escape(what))
+
+    def show(self, report: JobReport) -> None:
+        """Show a report."""
+        if self._is_json:
             sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         else:
-            print_report(console, report)
+            if self._is_redrawn:
+                self._console.clear()
+            newest = max(report.hosts, key=lambda host: host.step, default=None)
+            steps_per_s = self._rate.measure(newest.step, time.monotonic()) if newest is not None else None
+            print_report(self._console, report, steps_per_s)
+        sys.stdout.flush()
+        self.has_shown = True
+
+
+def _show(chosen: Path | RemoteJob, screen: _Screen) -> bool:
+    """Show a job as it is now; return whether it is over."""
+    if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
+        screen.show_end(ended)
+        return True
+    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    try:
+        report = asyncio.run(read_job_report(contact))
+    except StoreUnreachable as error:
+        if not screen.has_shown:
+            raise
+        # The store of a job that ends goes before its end is written.
+        screen.show_trouble(str(error))
+        return False
+    screen.show(report)
+    return report.generation is not None and report.generation.outcome is not None
 
 
 def describe_end(ended: EndedJob, now_s: float) -> str:
@@ -122,39 +178,61 @@ def describe_decision(decision: RecoveryDecision, about: str = "") -> str:
     return f"last decision{about}, in generation {decision.number}: {decision.action}: {decision.reason}"
 
 
-def print_report(console: Console, report: JobReport) -> None:
-    """Print the generation in a line, and a table with a row for each host."""
-    job, generation = escape(report.job), report.generation
+def list_options(decision: RecoveryDecision) -> list[str]:
+    """Return the options of a decision, a line each; none if there was no other."""
+    if len(decision.options) < 2:
+        return []
+    lines = [f"    {option.describe()}" for option in decision.options]
+    return ["  scores are mean speeds until the next failure; all hosts at full speed have 1", *lines]
+
+
+def print_report(console: Console, report: JobReport, steps_per_s: float | None = None) -> None:
+    """Print generation and progress, the last decisions, and a table with a row for each host."""
+    generation = report.generation
     if generation is None:
-        console.print(f"job {job}: no generation yet, {len(report.hosts)} hosts registered")
+        console.print(f"job {escape(report.job)}: no generation yet, {len(report.hosts)} hosts registered")
     else:
-        console.print(
-            f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
-            f"world {generation.world}, {describe_members(generation)}, leader {report.leader}"
-        )
-    if generation is not None and generation.decision is not None:
-        console.print(escape(describe_decision(generation.decision)))
-    if generation is not None and generation.slowness.decision is not None:
-        console.print(escape(describe_decision(generation.slowness.decision, " about slow hosts")))
-    if generation is not None and generation.outcome is not None:
-        console.print(describe_outcome(generation.outcome))
-        return
-    console.print(describe_redundancy(report.redundancy))
-    for changed in dict.fromkeys(filter(None, (host.changed_program for host in report.hosts))):
-        console.print(
-            f"changed on disk since the job began, which goes on with its copies: {escape(changed)}"
-        )
-    for record in report.quarantine:  # a host that gave up has no row below
-        left_s = max(record.until_wall_s - time.time(), 0.0)
-        console.print(
-            f"{escape(record.host)}: in quarantine for {left_s:.0f} s more: {escape(record.reason)}"
-        )
-    for device in report.device_quarantine:
-        left_s = max(device.until_wall_s - time.time(), 0.0)
-        console.print(
-            f"{escape(device.label)}: device in quarantine for {left_s:.0f} s more: {escape(device.reason)}"
-        )
+        _print_generation(console, report, generation, steps_per_s)
+        if generation.outcome is not None:
+            console.print(describe_outcome(generation.outcome))
+            return
+    for line in _list_conditions(report, time.time()):
+        console.print(escape(line))
     console.width = max(console.width, MIN_WIDTH)
+    console.print(_make_table(report))
+
+
+def _print_generation(
+    console: Console, report: JobReport, generation: Generation, steps_per_s: float | None
+) -> None:
+    console.print(
+        f"job {escape(report.job)}: generation {generation.number} ({generation.phase}, {generation.change}), "
+        f"world {generation.world}, {describe_members(generation)}, leader {report.leader}"
+    )
+    newest = max(report.hosts, key=lambda host: host.step, default=None)
+    if newest is not None and newest.step:
+        words = describe_steps(newest.step, newest.num_steps, steps_per_s)
+        console.print(escape(" | ".join([*words, *format_metrics(newest.metrics)])))
+    for decision, about in ((generation.decision, ""), (generation.slowness.decision, " about slow hosts")):
+        if decision is not None:
+            console.print(escape("\n".join([describe_decision(decision, about), *list_options(decision)])))
+
+
+def _list_conditions(report: JobReport, now_s: float) -> Iterator[str]:
+    """Yield what else people should know of a job: how safe its state is, what has changed, who is in quarantine."""
+    yield describe_redundancy(report.redundancy)
+    for changed in dict.fromkeys(filter(None, (host.changed_program for host in report.hosts))):
+        yield f"changed on disk since the job began, which goes on with its copies: {changed}"
+    for record in report.quarantine:  # a host that gave up has no row in the table
+        left_s = max(record.until_wall_s - now_s, 0.0)
+        yield f"{record.host}: in quarantine for {left_s:.0f} s more: {record.reason}"
+    for device in report.device_quarantine:
+        left_s = max(device.until_wall_s - now_s, 0.0)
+        yield f"{device.label}: device in quarantine for {left_s:.0f} s more: {device.reason}"
+
+
+def _make_table(report: JobReport) -> Table:
+    generation = report.generation
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
         table.add_column(name, overflow="fold")
@@ -172,7 +250,7 @@ def print_report(console: Console, report: JobReport) -> None:
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             "\n".join(_list_notes(host, report)),
         )
-    console.print(table)
+    return table
 
 
 def _list_notes(host: HostStatus, report: JobReport) -> list[str]:

@@ -229,7 +229,7 @@ class Agent:
     # The status.
 
     def _make_status(self) -> HostStatus:
-        step, metrics = self._supervisor.progress
+        progress = self._supervisor.progress
         generation = self._follower.generation
         return HostStatus(
             host=self._settings.host,
@@ -255,8 +255,9 @@ class Agent:
             standby_devices=self._context.devices.num_standby,
             ended_for_return=self._context.devices.ended_for_return,
             gpu_uuids=self._context.devices.uuids,
-            step=step,
-            metrics=metrics,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            metrics=progress.metrics,
             reach=self._reach.report,
         )
 
@@ -264,12 +265,13 @@ class Agent:
         self._registration.mark_changed()
 
     def _make_progress(self) -> HostProgress:
-        step, metrics = self._supervisor.progress
+        progress = self._supervisor.progress
         return HostProgress(
             host=self._settings.host,
             agent_id=self._context.agent_id,
-            step=step,
-            metrics=metrics,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            metrics=progress.metrics,
             snapshots=self._snapshots.snapshots,
         )
 

@@ -19,6 +19,8 @@ class JobView:
         self.let_in: set[HostName] = set()
         self.step = 0
         """The newest step that any host reported."""
+        self.num_steps = 0
+        """How many there are in the end; 0: not known."""
         self.metrics: dict[str, float] = {}
         """The metrics of that step."""
 
@@ -28,7 +30,7 @@ class JobView:
         if status.program:
             self.let_in.add(status.host)
         if status.step > self.step:
-            self.step, self.metrics = status.step, status.metrics
+            self.step, self.num_steps, self.metrics = status.step, status.num_steps, status.metrics
 
     @property
     def outcome(self) -> JobOutcome | None:

@@ -19,6 +19,7 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: of the agent that reports.
         sequence: the number of that agent's report; a greater one is newer.
         step: the number of steps that the worker has committed.
+        num_steps: how many it will have committed in the end; 0: not known.
         metrics: the metrics that the worker last reported, by name.
         snapshots: the snapshots that are complete on this host.
     """
@@ -27,6 +28,7 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
     agent_id: str
     sequence: int = 0
     step: int = 0
+    num_steps: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     snapshots: tuple[SnapshotStatus, ...] = ()
 

@@ -32,5 +32,9 @@ def add_progress(status: HostStatus, progress: HostProgress | None) -> HostStatu
     if progress is None or progress.agent_id != status.agent_id or progress.step < status.step:
         return status
     return msgspec.structs.replace(
-        status, step=progress.step, metrics=progress.metrics, snapshots=progress.snapshots
+        status,
+        step=progress.step,
+        num_steps=progress.num_steps,
+        metrics=progress.metrics,
+        snapshots=progress.snapshots,
     )

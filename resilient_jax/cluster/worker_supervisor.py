@@ -83,7 +83,7 @@ class WorkerSupervisor:
     Attributes:
         worker: the newest process; None before the first.
         status: what the store is given of it.
-        progress: the last step and metrics that it sent.
+        progress: its last commit.
         on_event: called with each event of the worker; returns why the host must leave the job, or None.
         errors: of its workers that the leader has noted.
         on_suspicion: called when the error of a worker is one that a device causes.
@@ -144,7 +144,7 @@ class WorkerSupervisor:
         self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
-        self.progress: tuple[int, dict[str, float]] = (0, {})
+        self.progress = StepCommitted(step=0)
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
         self._replaced: WorkerProcess | None = None
@@ -316,7 +316,7 @@ class WorkerSupervisor:
                 if (why := _find_refusal(message.event, self._settings.host, self.on_event)) is not None:
                     self._refuse(why)
             case StepCommitted():
-                self.progress = (message.step, message.metrics)
+                self.progress = message
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
                 standby.commit(worker.report.generation)
             case StacksTaken():

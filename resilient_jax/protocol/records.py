@@ -457,6 +457,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         reach: which members this host reaches; None: they go on, or it has not looked yet.
         metrics: the metrics that the worker had last reported, by name.
         step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
+        num_steps: how many it will have committed in the end; 0: not known.
     """
 
     host: HostName
@@ -485,6 +486,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     reach: ReachReport | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
+    num_steps: int = 0
 
     @property
     def devices(self) -> str:

@@ -117,9 +117,16 @@ class WorkerReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The worker committed a step."""
+    """The worker committed a step.
+
+    Attributes:
+        step: how many steps are committed.
+        num_steps: how many will be in the end; 0: not known.
+        metrics: by name.
+    """
 
     step: int
+    num_steps: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 

@@ -161,7 +161,7 @@ class FitLoop:
         if not self._is_stopped(world, int(state.step)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)
-            for number, step in enumerate(world.steps(num_steps)):
+            for number, step in enumerate(world.steps(num_steps, num_commits=config.num_steps)):
                 if number == 1:
                     self.compile_ahead(generation)
                 state = self._evaluate(generation, state, step)

@@ -179,18 +179,16 @@ class AgentConnection:
         """Whether the generation that the main thread works in has ended."""
         return self._protocol.is_interrupted
 
-    def report_commit(
-        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
-    ) -> None:
-        """Report that `step` steps are committed; this host has all of their state (`holds_state`), or a part."""
-        send_unless_closed(self._connection, StepCommitted(step=step, metrics=metrics))
+    def report_commit(self, commit: StepCommitted, *, holds_state: bool, part: StatePart | None) -> None:
+        """Report that a step is committed, of whose state this host has all (`holds_state`) or a part."""
+        send_unless_closed(self._connection, commit)
         with self._changed:
             protocol, answers = worker_protocol.report_commit(
-                self._protocol, step, holds_state=holds_state, part=part
+                self._protocol, commit.step, holds_state=holds_state, part=part
             )
             self._apply((protocol, answers))
         if answers:
-            self.record_event(EventKind.STEP_COMMITTED, step=step)
+            self.record_event(EventKind.STEP_COMMITTED, step=commit.step)
 
     @property
     def takes_snapshot(self) -> bool:

@@ -31,7 +31,7 @@ from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
 from resilient_jax.membership.failure_forecast import estimate_rate
 from resilient_jax.protocol.state_records import StatePart
-from resilient_jax.protocol.worker_messages import TakeSeat
+from resilient_jax.protocol.worker_messages import StepCommitted, TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState, KeptArrays
 from resilient_jax.worker.expected_members import list_others
@@ -76,9 +76,7 @@ class RehearsalControl:
         self.asked_s = time.monotonic()
         self._agent.raise_if_ended()
 
-    def report_commit(
-        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
-    ) -> None:
+    def report_commit(self, commit: StepCommitted, *, holds_state: bool, part: StatePart | None) -> None:
         """End the rehearsal."""
         self.has_committed = True
         raise GenerationEnded

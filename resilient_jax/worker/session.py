@@ -21,7 +21,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, Corruption, FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateLoss
-from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE, StepCommitted
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
@@ -98,6 +98,8 @@ class Session:
         self._wanted: Any = None
         """The tree of abstract arrays that the user's function asked for; until the first commit is like it."""
         self._step: int | None = None
+        self._num_commits = 0
+        """Of the loop that the user's function runs."""
         self._is_resumed = False
         self._tries = LoopTries(control)
         self._reduced: set[str] = set()
@@ -110,8 +112,9 @@ class Session:
 
     # Steps.
 
-    def steps(self, world: SnapshotWorld, num_steps: int) -> Iterator[int]:
+    def steps(self, world: SnapshotWorld, num_steps: int, num_commits: int) -> Iterator[int]:
         """See `World.steps`."""
+        self._num_commits = num_commits
         if self.committed.is_empty and not self._is_resumed:
             _refuse_restart_from_0(self._state_loss)
         uncommitted = 0
@@ -176,7 +179,9 @@ class Session:
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
         self._control.report_commit(
-            self._step + 1, metrics, holds_state=self.committed.holds_state, part=self.committed.part
+            StepCommitted(step=self._step + 1, num_steps=self._num_commits, metrics=metrics),
+            holds_state=self.committed.holds_state,
+            part=self.committed.part,
         )
         for observer in self._observers:
             observer.on_commit(committed)

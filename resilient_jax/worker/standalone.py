@@ -7,6 +7,7 @@ from collections.abc import Callable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.worker_messages import StepCommitted
 from resilient_jax.worker.worker_protocol import Transition
 
 
@@ -22,9 +23,7 @@ class StandaloneControl:
     def raise_if_ended(self) -> None:
         """Return: without an agent the generation never ends."""
 
-    def report_commit(
-        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
-    ) -> None:
+    def report_commit(self, commit: StepCommitted, *, holds_state: bool, part: StatePart | None) -> None:
         """Ignore the commit: without an agent no other process counts steps."""
 
     def report_found(self, change: Callable[..., Transition], found: object) -> None:

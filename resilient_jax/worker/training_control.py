@@ -7,6 +7,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.worker_messages import StepCommitted
 from resilient_jax.worker.worker_protocol import HeldPause, Transition
 
 
@@ -62,10 +63,8 @@ class TrainingControl(Protocol):
         """Raise GenerationEnded if the generation has ended."""
         ...
 
-    def report_commit(
-        self, step: int, metrics: dict[str, float], *, holds_state: bool, part: StatePart | None
-    ) -> None:
-        """Report that `step` steps are committed."""
+    def report_commit(self, commit: StepCommitted, *, holds_state: bool, part: StatePart | None) -> None:
+        """Report that a step is committed, of whose state this host has all (`holds_state`) or a part."""
         ...
 
     def report_found(self, change: Callable[..., Transition], found: object) -> None:

@@ -160,17 +160,22 @@ class World:
         """Whether nothing is committed yet, so that `restore_or_init` makes the state, not just its shapes."""
         return self._session.is_fresh
 
-    def steps(self, num_steps: int) -> Iterator[int]:
+    def steps(self, num_steps: int, *, num_commits: int | None = None) -> Iterator[int]:
         """Yield the steps that are left, from the first that is not committed up to `num_steps`, exclusive.
 
         Hosts join and leave between two steps: a loop that does not use this method never gains a host.
+
+        Args:
+            num_steps: where the loop ends, in steps since the beginning of the job.
+            num_commits: how many of them are committed, for the progress line, where the last ones are not: they only
+                evaluate. None: all.
 
         Raises:
             StateError: the job must resume from a checkpoint, and `resume_at` has not been called.
             CallerError: `num_steps` is not an integer.
         """
         check_integers(num_steps=num_steps)
-        return self._session.steps(self, num_steps)
+        return self._session.steps(self, num_steps, num_steps if num_commits is None else num_commits)
 
     def resume_at(self, step: int) -> None:
         """Count steps from here, as long as nothing is committed: for a state that comes from storage.

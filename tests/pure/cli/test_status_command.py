@@ -10,9 +10,10 @@ from rich.console import Console
 
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
+from resilient_jax.cli.progress import StepRate, describe_steps
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
-from resilient_jax.errors import ExitCode
+from resilient_jax.errors import ExitCode, StoreUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.records import (
@@ -29,7 +30,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, RecoveryOption
 from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
@@ -199,6 +200,70 @@ def test_the_last_decision_is_a_line_and_is_not_parsed_as_markup():
         Console(file=shown, width=200), msgspec.structs.replace(REPORT, generation=generation)
     )
     assert "last decision, in generation 7: shrink: the job goes on: [3] hosts\n" in shown.getvalue()
+
+
+def test_the_options_of_a_decision_are_lines_below_it():
+    options = (
+        RecoveryOption(action=RecoveryAction.SHRINK, score=0.75, pause_s=0.2, speed=0.75),
+        RecoveryOption(
+            action=RecoveryAction.REPLACE, score=0.0, pause_s=0.0, speed=0.0, why_not="no host is ready"
+        ),
+    )
+    decision = RecoveryDecision(
+        action=RecoveryAction.SHRINK, number=GenerationNumber(7), reason="the job goes on", options=options
+    )
+    report = msgspec.structs.replace(REPORT, generation=msgspec.structs.replace(TRAINING, decision=decision))
+    shown = io.StringIO()
+    status.print_report(Console(file=shown, width=400), report)
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    first = lines.index("last decision, in generation 7: shrink: the job goes on")
+    assert lines[first + 2 : first + 4] == [option.describe() for option in options]
+
+
+def test_watching_shows_the_job_until_it_is_over(monkeypatch, capsys):
+    """Also while its store does not answer: a job that ends takes it away before it says how it ended."""
+    outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
+    training = msgspec.structs.replace(REPORT, generation=TRAINING)
+    over = msgspec.structs.replace(TRAINING, phase=GenerationPhase.FINISHED, outcome=outcome)
+    answers = [
+        training,
+        StoreUnreachable("the store is gone"),
+        training,
+        msgspec.structs.replace(REPORT, generation=over),
+    ]
+
+    async def read_report(contact):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(status, "find_contact", lambda folder: None)
+    monkeypatch.setattr(status, "read_job_report", read_report)
+    monkeypatch.setattr(status, "WATCH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", "run", "--watch"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    shown, errors = capsys.readouterr()
+    assert (end.value.code, errors, answers) == (ExitCode.DONE, "", [])
+    assert (shown.count("(active"), shown.count("the store is gone"), shown.count("(finished")) == (2, 1, 1)
+
+
+def test_how_far_a_job_is_comes_with_its_speed_and_the_time_left():
+    assert describe_steps(12, 0, None) == ["step 12"]
+    assert describe_steps(12, 60, None) == ["step 12 of 60"]
+    assert describe_steps(12, 60, 1.5) == ["step 12 of 60", "1.5 steps/s", "32 s left"]
+    assert describe_steps(60, 60, 1.5) == ["step 60 of 60", "1.5 steps/s"]
+
+
+def test_the_speed_is_that_of_the_last_minute():
+    rate = StepRate()
+    assert [rate.measure(0, 0.0), rate.measure(0, 50.0), rate.measure(1, 100.0)] == [None, None, None]
+    assert rate.measure(11, 105.0) == 2.0
+    assert rate.measure(11, 110.0) == 1.0, "a pause counts"
+    for second in range(100):
+        last = rate.measure(12 + second, 200.0 + second)
+    assert last == 1.0
 
 
 def test_a_slow_host_is_shown_as_the_first_host_found_it():
